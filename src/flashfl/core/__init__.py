@@ -1,0 +1,1 @@
+"""The nouns of sparse federated learning and the loop that uses them."""

@@ -1,0 +1,180 @@
+"""Where each tensor of a model lies in one flat vector, and which of them may be sparse.
+
+The vector holds the prunable layers first, then the dense ones, then the statistics (BatchNorm's running means and
+variances), so a mask is one boolean vector over the first `prunable_size` positions. Fixed tensors are never trained,
+averaged or masked: they stay in the model and have no place in the vector.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError
+
+Kind = Literal["prunable", "dense", "statistic", "fixed"]
+KINDS: tuple[Kind, ...] = ("prunable", "dense", "statistic", "fixed")
+Predicate = Callable[[str, nn.Parameter], bool]
+Rule = str | Sequence[str] | Predicate
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One tensor: its name in the module, its shape, and its place [start, stop) in the flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    kind: Kind
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All tensors of a model, in the order they lie in the flat vector (row-major over each logical shape)."""
+
+    layers: tuple[Layer, ...]
+
+    @staticmethod
+    def of(module: nn.Module, prunable: Rule = "auto", fixed: Rule = ()) -> Layout:
+        """The layout of `module`; `prunable` and `fixed` say which parameters are of those kinds."""
+        params = dict(module.named_parameters())
+        frozen = _match(module, fixed, params, "fixed") if fixed else set()
+        frozen |= {name for name, p in params.items() if not p.requires_grad}
+        trained = {name: p for name, p in params.items() if name not in frozen}
+        chosen = _match(module, prunable, trained, "prunable")
+        found: dict[Kind, list[tuple[str, tuple[int, ...]]]] = {kind: [] for kind in KINDS}
+        for name, p in params.items():
+            kind: Kind = "fixed" if name in frozen else "prunable" if name in chosen else "dense"
+            if kind != "fixed" and not p.is_floating_point():
+                raise ConfigError(f"parameter {name!r} is {p.dtype}: only floating-point parameters can be trained")
+            found[kind].append((name, tuple(p.shape)))
+        for name, b in module.named_buffers():
+            if b.is_floating_point() and name.rsplit(".", 1)[-1] in ("running_mean", "running_var"):
+                found["statistic"].append((name, tuple(b.shape)))
+        return Layout.build({kind: found[kind] for kind in KINDS})
+
+    @staticmethod
+    def build(tensors: Mapping[Kind, Iterable[tuple[str, tuple[int, ...]]]]) -> Layout:
+        """A layout of named shapes given by kind."""
+        layers, at = [], 0
+        for kind in KINDS:
+            for name, shape in tensors.get(kind, ()):
+                size = int(torch.Size(shape).numel())
+                layers.append(Layer(name, tuple(shape), at, at + size, kind))
+                at += size
+        return Layout(tuple(layers))
+
+    def of_kind(self, *kinds: Kind) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.kind in kinds)
+
+    @cached_property
+    def prunable(self) -> tuple[Layer, ...]:
+        return self.of_kind("prunable")
+
+    @cached_property
+    def travelling(self) -> tuple[Layer, ...]:
+        """Every layer that has a place in the vector."""
+        return self.of_kind("prunable", "dense", "statistic")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """k_l: the number of weights of each prunable layer."""
+        return tuple(layer.size for layer in self.prunable)
+
+    @cached_property
+    def prunable_size(self) -> int:
+        """K: the number of prunable weights, and the length of a mask."""
+        return sum(self.sizes)
+
+    @cached_property
+    def trained_size(self) -> int:
+        """Prunable and dense weights: what gradients exist for."""
+        return self.prunable_size + sum(layer.size for layer in self.of_kind("dense"))
+
+    @cached_property
+    def size(self) -> int:
+        """The length of the flat vector."""
+        return self.trained_size + sum(layer.size for layer in self.of_kind("statistic"))
+
+    @cached_property
+    def hash(self) -> str:
+        """16 hex digits that two parties compare before they exchange bytes."""
+        rows = [[layer.name, list(layer.shape), layer.kind] for layer in self.layers]
+        return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+
+    def views(self, vector: Tensor) -> dict[str, Tensor]:
+        """The named tensors of a flat vector, as views into it."""
+        return {layer.name: vector[layer.start : layer.stop].view(layer.shape) for layer in self.travelling}
+
+    def read(self, module: nn.Module) -> Tensor:
+        """The module's tensors as one flat float32 vector on the CPU."""
+        state = module.state_dict()
+        vector = torch.zeros(self.size)
+        for name, view in self.views(vector).items():
+            view.copy_(state[name])
+        return vector
+
+    def write(self, vector: Tensor, module: nn.Module) -> None:
+        """Copy a flat vector into the module's tensors."""
+        state = module.state_dict()
+        with torch.no_grad():
+            for name, view in self.views(vector).items():
+                state[name].copy_(view)
+
+
+def _heads(module: nn.Module) -> list[str]:
+    """The weights of convolutions and linear maps, in order: what a rule without names chooses from."""
+    modules = dict(module.named_modules())
+    names = []
+    for name, p in module.named_parameters():
+        parent = modules[name.rpartition(".")[0]]
+        if p.dim() >= 2 and name.rpartition(".")[2] == "weight" and not isinstance(parent, nn.Embedding):
+            names.append(name)
+    return names
+
+
+def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], what: str) -> set[str]:
+    """The names of `params` that a rule chooses.
+
+    A rule is a predicate (name, parameter) -> bool, one or more glob patterns over names, or one of
+    `auto` (what the module's own `prunable` attribute says, else like `body`), `conv` (every convolution),
+    `body` (every weight matrix but the last), `inner` (all but the first and the last), `none`.
+    """
+    if rule == "auto":
+        own = getattr(module, "prunable", None)
+        return _match(module, own if own is not None else "body", params, what)
+    if rule == "none":
+        return set()
+    if callable(rule):
+        names = {name for name, p in params.items() if rule(name, p)}
+    elif rule == "conv":
+        modules = dict(module.named_modules())
+        convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        names = {n for n in params if isinstance(modules[n.rpartition(".")[0]], convs) and n.endswith("weight")}
+    elif rule == "body":
+        names = set(_heads(module)[:-1]) & set(params)
+    elif rule == "inner":
+        names = set(_heads(module)[1:-1]) & set(params)
+    else:
+        globs = [rule] if isinstance(rule, str) else list(rule)
+        names = {n for n in params if any(fnmatch.fnmatchcase(n, g) for g in globs)}
+    if not names:
+        raise ConfigError(
+            f"the rule {rule!r} makes no parameter {what}; the model's parameters are: {', '.join(params) or 'none'}. "
+            "Give a glob such as 'features.*.weight', a predicate (name, parameter) -> bool, or one of "
+            "auto, conv, body, inner, none"
+        )
+    return names

@@ -1,0 +1,77 @@
+"""Randomness as a pure function of (key, index): the same on every device and in every order.
+
+A key is a plain integer; `fold` derives a new one from it and any names or numbers. Draws rank or scale a bijective
+32-bit hash of the index, made of integer tensor operations only, so a CPU and a GPU agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Device = torch.device | str
+_SHIFT16, _SHIFT13 = (1 << 16) - 1, (1 << 19) - 1  # what a logical shift of an int32 by 16 or 13 keeps
+
+
+def fold(key: int, *parts: str | int) -> int:
+    """A new 64-bit key for `parts` under `key`."""
+    text = "\0".join([str(key), *(f"{type(part).__name__}:{part}" for part in parts)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+_M1, _M2 = _signed(0x85EBCA6B), _signed(0xC2B2AE35)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Murmur3's finalizer on int32, in place: a bijection that spreads every bit."""
+    x ^= (x >> 16) & _SHIFT16
+    x *= _M1
+    x ^= (x >> 13) & _SHIFT13
+    x *= _M2
+    x ^= (x >> 16) & _SHIFT16
+    return x
+
+
+def hashes(key: int, start: int, stop: int, device: Device = "cpu") -> Tensor:
+    """int32 hashes of the indices start..stop-1 under `key`; distinct indices get distinct hashes."""
+    if not 0 <= start <= stop <= 1 << 31:
+        raise ValueError(f"indices {start}..{stop} do not fit 31 bits")
+    x = torch.arange(start, stop, dtype=torch.int32, device=device)
+    x ^= _signed(key & 0xFFFFFFFF)
+    _mix(x)
+    x += _signed(key >> 32 & 0xFFFFFFFF)
+    return _mix(x)
+
+
+def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu") -> Tensor:
+    """One row of `hashes` for each key."""
+    return torch.stack([hashes(key, start, stop, device) for key in keys])
+
+
+def uniform(key: int, count: int, device: Device = "cpu") -> Tensor:
+    """`count` float32 numbers in [0, 1), 24 bits each."""
+    return ((hashes(key, 0, count, device) >> 8) & ((1 << 24) - 1)).to(torch.float32) / (1 << 24)
+
+
+def integers(key: int, count: int, below: int, device: Device = "cpu") -> Tensor:
+    """`count` int64 numbers in [0, below); the bias is under below / 2**32."""
+    words = hashes(key, 0, count, device).to(torch.int64) & 0xFFFFFFFF
+    return (words * below) >> 32
+
+
+def permutation(key: int, count: int, device: Device = "cpu") -> Tensor:
+    """A random order of 0..count-1 (int64)."""
+    return torch.argsort(hashes(key, 0, count, device))
+
+
+def choose(key: int, items: Sequence[int], count: int) -> list[int]:
+    """`count` of `items`, each equally likely whatever their order, returned ascending."""
+    ranked = sorted(items, key=lambda item: fold(key, item))
+    return sorted(ranked[:count])
