@@ -1,0 +1,109 @@
+"""Samples held as arrays, shared by all clients, fetched in batches on the device they live on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..core.errors import DataError
+
+Inputs = tuple[Tensor, ...]
+Prepare = Callable[[Inputs], Inputs]
+# (inputs, key, at): augment the samples that stand at positions at, at+1, ... of an epoch; a pure function of its
+# arguments, so the result does not depend on how an epoch is cut into batches.
+Augment = Callable[[Inputs, int, int], Inputs]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Anything samples can be fetched from by index."""
+
+    def __len__(self) -> int: ...
+    def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[Inputs, Tensor]:
+        """The samples at `index`, ready for the model; augmented under `key` unless it is None."""
+        ...
+
+    def to(self, device: torch.device | str) -> Source: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Inputs and targets as whole tensors; `augment` sees raw inputs, then `prepare` makes floats of them."""
+
+    inputs: Inputs
+    target: Tensor
+    prepare: Prepare | None = None
+    augment: Augment | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(x) for x in (*self.inputs, self.target)}
+        if len(lengths) != 1:
+            raise DataError(f"inputs and targets differ in length: {sorted(lengths)}")
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[Inputs, Tensor]:
+        index = index.to(self.target.device)
+        inputs: Inputs = tuple(x[index] for x in self.inputs)
+        if key is not None and self.augment is not None:
+            inputs = self.augment(inputs, key, at)
+        return (self.prepare(inputs) if self.prepare else inputs), self.target[index]
+
+    def to(self, device: torch.device | str) -> Arrays:
+        return replace(self, inputs=tuple(x.to(device) for x in self.inputs), target=self.target.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Lazy:
+    """A torch Dataset of (input, ..., target) samples, read and collated when they are needed."""
+
+    dataset: Any
+    device: torch.device | str = "cpu"
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[Inputs, Tensor]:
+        from torch.utils.data import default_collate
+
+        *inputs, target = default_collate([self.dataset[i] for i in index.tolist()])
+        return tuple(x.to(self.device) for x in inputs), target.to(self.device)
+
+    def to(self, device: torch.device | str) -> Lazy:
+        return Lazy(self.dataset, device)
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """Some of a source's samples: a client's share, as indices into data it does not own."""
+
+    source: Source
+    index: Tensor
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[Inputs, Tensor]:
+        return self.source.fetch(self.index[index.to(self.index.device)], key, at)
+
+    def to(self, device: torch.device | str) -> Subset:
+        return Subset(self.source.to(device), self.index.to(device))
+
+
+def source(data: Any) -> Source:
+    """A source from what users have: a source, a tuple of tensors or arrays, or a torch Dataset."""
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, Sequence) and 2 <= len(data) <= 16 and all(hasattr(x, "shape") for x in data):
+        *inputs, target = (torch.as_tensor(x) for x in data)
+        return Arrays(tuple(inputs), target)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Lazy(data)
+    raise DataError(
+        f"cannot read samples from {type(data).__name__}: give a tuple (inputs, targets) of tensors or a torch Dataset"
+    )
