@@ -1,0 +1,20 @@
+"""Where a model is sparse: budgets, masks, patterns and how masks move."""
+
+from .allocate import allocate, calibrate, nested, share_out, weight_budget
+from .masks import layer_mismatch, mismatch, random_mask, top_mask
+from .pattern import pattern_budgets
+from .rules import PruneRegrow
+
+__all__ = [
+    "PruneRegrow",
+    "allocate",
+    "calibrate",
+    "layer_mismatch",
+    "mismatch",
+    "nested",
+    "pattern_budgets",
+    "random_mask",
+    "share_out",
+    "top_mask",
+    "weight_budget",
+]

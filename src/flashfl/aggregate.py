@@ -1,0 +1,65 @@
+"""From the updates of a round to one model: sums that are added in one pass, and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .core.errors import unknown
+from .core.state import Mask, Sums, Update
+
+
+def add(sums: Sums, update: Update) -> Sums:
+    """Add one update, in place. Callers add in ascending client id, so that sums do not depend on timing."""
+    sums.n += update.n
+    sums.clients += 1
+    sums.counts = [a + b for a, b in zip(sums.counts or [0] * len(update.counts), update.counts, strict=True)]
+    sums.loss += update.n * update.metrics.get("loss", 0.0)
+    if update.weights is not None:
+        vector, bits = update.weights.vector, update.weights.mask.bits
+        if sums.weights is None or sums.holders is None:
+            sums.weights = torch.zeros(sums.layout.size, dtype=torch.float64, device=vector.device)
+            sums.holders = torch.zeros(sums.layout.prunable_size, dtype=torch.int64, device=vector.device)
+        sums.weights.add_(vector, alpha=update.n)
+        sums.holders.add_(bits, alpha=update.n)
+    for name, extra in update.extra.items():
+        value = extra.value.double() * update.n
+        sums.extra[name] = sums.extra[name] + value if name in sums.extra else value
+    return sums
+
+
+def fedavg(sums: Sums) -> Tensor:
+    """sum(n w) / sum(n): a client that does not hold a weight counts as holding 0."""
+    return (_weights(sums) / sums.n).float()
+
+
+def wfa(sums: Sums) -> Tensor:
+    """sum(n m w) / sum(n m): averaged over those who hold a weight, 0 where nobody does."""
+    total, (holders, k) = _weights(sums), (sums.holders, sums.layout.prunable_size)
+    assert holders is not None
+    head = total[:k] / holders.clamp(min=1)
+    return torch.cat([head, total[k:] / sums.n]).float()
+
+
+def _weights(sums: Sums) -> Tensor:
+    if sums.weights is None or sums.n == 0:
+        raise ValueError("no weights were reported in this round")
+    return sums.weights
+
+
+AGGREGATORS: dict[str, Callable[[Sums], Tensor]] = {"fedavg": fedavg, "wfa": wfa}
+
+
+def average(name: str, sums: Sums) -> Tensor:
+    """The averaged flat vector by the aggregator of that name."""
+    if name not in AGGREGATORS:
+        raise unknown("aggregator", name, AGGREGATORS)
+    return AGGREGATORS[name](sums)
+
+
+def union(sums: Sums) -> Mask:
+    """The mask of every weight somebody held."""
+    assert sums.holders is not None
+    return Mask(sums.layout, sums.holders > 0)

@@ -1,0 +1,123 @@
+"""The federated loop: cohort, orders, work, aggregation, again. It asks nobody which method is running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from .errors import RunStopped
+from .method import Method
+from .state import Client, Order, Outcome, State, Sums, Traffic, Weights
+
+
+class Engine(Protocol):
+    """Carries out orders, owns what clients remember, counts bytes."""
+
+    def train(self, s: State, orders: Sequence[tuple[Client, Order]]) -> Outcome: ...
+
+    def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is worth telling about one finished round."""
+
+    stage: int
+    round: int
+    attempt: int
+    cohort: tuple[int, ...]
+    failures: Mapping[int, str]
+    traffic: Traffic
+    loss: float  # mean training loss
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # view -> loss, metric, density
+
+
+def run_rounds(
+    method: Method,
+    state: State,
+    clients: Sequence[Client],
+    engine: Engine,
+    eval_every: int = 1,
+    min_replies: int = 1,
+    retries: int = 2,
+    enough: Callable[[Traffic], bool] = lambda traffic: False,
+) -> Iterator[tuple[State, Record]]:
+    """Yield the state after each round until the method is done, or `enough` says so of a round's traffic.
+
+    A round in which fewer than `min_replies` clients succeed is repeated with a fresh cohort, `retries` times; then
+    the run stops, and the caller still has the last good state.
+    """
+    while not state.done:
+        began = time.perf_counter()
+        cohort = method.cohort(state, clients)
+        outcome = engine.train(state, [(client, method.order(state, client)) for client in cohort])
+        if outcome.sums.clients < min(min_replies, len(cohort)):
+            _raise_if_hopeless(state, outcome, retries)
+            state = state.again()
+            continue
+        trained = time.perf_counter()
+        after, traffic = method.aggregate(state, outcome.sums), outcome.traffic
+        last = after.done or enough(traffic)
+        if last and not after.plan.local.statistics:
+            after, gathering = gather_statistics(after, clients, engine)
+            traffic += gathering
+        aggregated = time.perf_counter()
+        metrics = _judge(method, after, engine, last) if last or _due(after, eval_every) else {}
+        seconds = {
+            **outcome.seconds,
+            "train": trained - began,
+            "aggregate": aggregated - trained,
+            "evaluate": time.perf_counter() - aggregated,
+        }
+        record = Record(
+            *state.tag,
+            tuple(c.id for c in cohort),
+            dict(outcome.failures),
+            traffic,
+            outcome.sums.mean_loss,
+            seconds,
+            metrics,
+        )
+        state = after
+        yield state, record
+        if last:
+            return
+
+
+def _raise_if_hopeless(state: State, outcome: Outcome, retries: int) -> None:
+    if state.attempt >= retries:
+        reasons = "; ".join(f"client {c}: {why}" for c, why in list(outcome.failures.items())[:3])
+        raise RunStopped(
+            f"round {state.round} of stage {state.stage} failed {state.attempt + 1} times, too few clients replied "
+            f"({reasons}). The state before it is kept."
+        )
+
+
+def _due(state: State, every: int) -> bool:
+    return state.stage == 2 and state.round > 0 and state.round % every == 0
+
+
+def _judge(method: Method, state: State, engine: Engine, last: bool) -> dict[str, dict[str, float]]:
+    use_running = state.plan.local.statistics or last  # static BatchNorm has no statistics before the end
+    return {
+        name: {**engine.evaluate(weights, use_running), "density": weights.mask.density}
+        for name, weights in method.views(state).items()
+    }
+
+
+def gather_statistics(state: State, clients: Sequence[Client], engine: Engine) -> tuple[State, Traffic]:
+    """Static BatchNorm's last act: every client reports the statistics of its data under the final weights."""
+    local = replace(state.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
+    outcome = engine.train(state, [(c, state.order(c, local)) for c in clients])
+    return replace(state, weights=_with_statistics(state.weights, outcome.sums)), outcome.traffic
+
+
+def _with_statistics(weights: Weights, sums: Sums) -> Weights:
+    if sums.weights is None:
+        return weights
+    vector, at = weights.vector.clone(), weights.layout.trained_size
+    vector[at:] = (sums.weights[at:] / sums.n).float()
+    return Weights(weights.mask, vector)

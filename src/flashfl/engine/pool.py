@@ -1,0 +1,154 @@
+"""Processes that carry out jobs; results come back in the order the jobs were given, whoever finishes first."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+Job = Any
+Result = Any
+Make = Callable[[], Callable[[Job], Result]]  # run once in each process: gives the function that does jobs
+
+
+class Died(Exception):  # noqa: N818 (a fact about a worker, not an error of the caller's)
+    """The process that had this job ended before it answered."""
+
+
+class InProcess:
+    """A pool of one: this process, held to the same number of threads as a worker would have."""
+
+    def __init__(self, make: Make, threads: int) -> None:
+        self._work, self._threads = make(), threads
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Result]:
+        for job in jobs:
+            before = torch.get_num_threads()
+            torch.set_num_threads(self._threads)
+            try:
+                result = self._work(job)
+            finally:
+                torch.set_num_threads(before)
+            yield result
+
+    def close(self) -> None:
+        pass
+
+
+class Pool:
+    """Worker processes, forked so that they share the task's data, each with a fixed number of threads."""
+
+    def __init__(self, make: Make, workers: int, threads: int) -> None:
+        # A forked child must not use the OpenMP threads its parent had; with one thread it never does.
+        method = "fork" if threads == 1 and "fork" in mp.get_all_start_methods() else "spawn"
+        self._context: Any = mp.get_context(method)
+        self._make, self._threads = make, threads
+        self._workers: list[tuple[Any, Connection]] = [self._start() for _ in range(workers)]
+
+    def _start(self) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_serve, args=(theirs, self._make, self._threads), daemon=True, name="flashfl-worker"
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+            process.start()
+        theirs.close()
+        return process, ours
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Result]:
+        """Results in order. No more than a few are held back at a time, so memory does not grow with the jobs."""
+        source = enumerate(jobs)
+        idle, busy, done = list(range(len(self._workers))), dict[int, int](), dict[int, Result]()
+        given, due, more = 0, 0, True
+        try:
+            while True:
+                while more and idle and given - due < 2 * len(self._workers):
+                    try:
+                        number, job = next(source)
+                    except StopIteration:
+                        more = False
+                        break
+                    worker = idle.pop()
+                    self._send(worker, job)
+                    busy[worker] = number
+                    given += 1
+                while due in done:
+                    yield done.pop(due)
+                    due += 1
+                if not busy and not more and due == given:
+                    return
+                if busy and due not in done:
+                    for worker, result in self._collect(busy):
+                        done[busy.pop(worker)] = result
+                        idle.append(worker)
+        finally:
+            for worker in busy:  # an abandoned job: its answer must not be taken for the next one's
+                self._replace(worker)
+
+    def _send(self, worker: int, job: Job) -> None:
+        try:
+            self._workers[worker][1].send(job)
+        except (BrokenPipeError, ConnectionResetError):
+            self._replace(worker)
+            self._workers[worker][1].send(job)
+
+    def _collect(self, busy: dict[int, int]) -> list[tuple[int, Result]]:
+        owners = {self._workers[w][1]: w for w in busy}
+        out = []
+        for connection in wait(list(owners)):
+            worker = owners[connection]  # type: ignore[index]
+            try:
+                out.append((worker, connection.recv()))  # type: ignore[union-attr]
+            except (EOFError, ConnectionResetError):
+                process = self._workers[worker][0]
+                process.join(1)
+                self._replace(worker)
+                out.append((worker, Died(f"its process ended with code {process.exitcode}")))
+        return out
+
+    def _replace(self, worker: int) -> None:
+        process, connection = self._workers[worker]
+        connection.close()
+        process.kill()
+        process.join()
+        self._workers[worker] = self._start()
+
+    def close(self) -> None:
+        for _, connection in self._workers:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        for process, connection in self._workers:
+            process.join(2)
+            connection.close()
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers = []
+
+
+def _serve(connection: Connection, make: Make, threads: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    torch.set_num_threads(threads)
+    work = make()
+    while True:
+        try:
+            job = connection.recv()
+        except (EOFError, OSError):
+            return
+        if job is None:
+            return
+        try:
+            result = work(job)
+        except Exception as error:
+            result = error
+        try:
+            connection.send(result)
+        except (BrokenPipeError, OSError):
+            return

@@ -1,0 +1,199 @@
+"""The one local training loop: a replica of the model, stepped under a mask, the same wherever it runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import FlashError
+from ..core.rng import fold, permutation
+from ..core.state import Local, Mask, Order, Update, Weights
+from ..data.examples import Source
+from ..data.task import Task
+from ..sparsity import random_mask
+
+_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+class ClientFailed(FlashError):
+    """A client's work cannot be used; the round goes on without it."""
+
+
+class Trainer:
+    """One replica whose parameters, gradients and statistics are views into flat vectors."""
+
+    def __init__(self, task: Task, device: torch.device | str = "cpu") -> None:
+        self.task, self.layout, self.device = task, task.layout, torch.device(device)
+        self.module = task.build().to(device)
+        self.vector = torch.zeros(self.layout.size, device=device)
+        self.grad = torch.zeros(self.layout.trained_size, device=device)
+        self.norms = [m for m in self.module.modules() if isinstance(m, _BATCH_NORMS)]
+        self._bind()
+        # Buffers outside the layout (counters, tables) start every client's work as the model defines them.
+        bound = {layer.name for layer in self.layout.of_kind("statistic")}
+        self._buffers = {n: b.clone() for n, b in self.module.named_buffers() if n not in bound}
+
+    def _bind(self) -> None:
+        values, grads = self.layout.views(self.vector), {}
+        for layer in self.layout.of_kind("prunable", "dense"):
+            grads[layer.name] = self.grad[layer.start : layer.stop].view(layer.shape)
+        for name, p in self.module.named_parameters():
+            if name in values:
+                p.data, p.grad = values[name].copy_(p.data), grads[name]
+            else:
+                p.requires_grad_(False)
+        for layer in self.layout.of_kind("statistic"):
+            owner, _, leaf = layer.name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[leaf] = values[layer.name]
+
+    def load(self, vector: Tensor) -> None:
+        self.vector.copy_(vector)
+        for name, buffer in self.module.named_buffers():
+            if name in self._buffers:
+                buffer.copy_(self._buffers[name])
+
+    def train(self, order: Order, client: int, data: Source, remembered: Mask | None = None) -> Update:
+        """A client's whole work in one round: train, perhaps move the mask, report."""
+        local = order.local
+        mask = remembered or self._starting_mask(order)
+        start = order.weights.restrict(mask).vector
+        self.load(start)
+        seed = fold(order.key, "torch") >> 1
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            if local.report == "statistics":
+                loss = self._gather(local, data)
+            else:
+                mask, loss = self._epochs(order, data, mask, start)
+        if not local.statistics and local.report != "statistics":
+            self.vector[self.layout.trained_size :] = start[self.layout.trained_size :]
+        if not math.isfinite(loss) or not bool(torch.isfinite(self.vector).all()):
+            raise ClientFailed("its weights or its loss are not finite after training")
+        weights = None if local.report == "counts" else Weights(mask, self.vector.clone())
+        return Update(client, len(data), weights, mask.counts, {"loss": loss})
+
+    def _starting_mask(self, order: Order) -> Mask:
+        if (recipe := order.local.start) is not None:
+            return random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
+        return order.weights.mask
+
+    def _epochs(self, order: Order, data: Source, mask: Mask, start: Tensor) -> tuple[Mask, float]:
+        local, k = order.local, self.layout.prunable_size
+        bits, counts = mask.bits.clone(), mask.counts
+        stepper = Stepper(self, local, bits, start)
+        batches = self.batches(len(data), local)
+        moments = local.adapt.moments(local.epochs, batches) if local.adapt else {}
+        self.module.train()
+        total, seen = torch.zeros((), device=self.device), 0
+        for epoch in range(local.epochs):
+            order_of = permutation(fold(order.key, "shuffle", epoch), len(data))
+            augment = fold(order.key, "augment", epoch)
+            for b in range(batches):
+                index = order_of[b * local.batch : (b + 1) * local.batch]
+                inputs, target = data.fetch(index, augment, b * local.batch)
+                total += stepper.step(inputs, target) * len(index)
+                seen += len(index)
+                rate = moments.get(epoch * batches + b + 1)
+                if rate is not None:
+                    key = fold(order.key, "adapt", epoch, b)
+                    [counts] = local.adapt.move(
+                        self.layout, self.vector[None], bits[None], stepper.scores(), rate, [key], [counts]
+                    )
+                    stepper.moved()
+        self.vector[:k] *= bits
+        if moments:
+            mask = Mask(self.layout, bits, counts)
+        return mask, float(total / max(1, seen))
+
+    def batches(self, n: int, local: Local) -> int:
+        """Batches an epoch; a last batch of one sample is left out where BatchNorm1d could not take it."""
+        count = math.ceil(n / local.batch)
+        if n % local.batch == 1 and any(isinstance(m, nn.BatchNorm1d) for m in self.norms):
+            count -= 1
+        if count == 0:
+            raise ClientFailed("it has one sample, which BatchNorm1d cannot train on")
+        return min(count, local.max_steps) if local.max_steps else count
+
+    def _gather(self, local: Local, data: Source) -> float:
+        """BatchNorm statistics of this client's data under the given weights, and the mean loss."""
+        momenta = [m.momentum for m in self.norms]
+        for m in self.norms:
+            m.momentum = None  # a plain average over batches
+        self.vector[self.layout.trained_size :] = 0
+        self.module.train()
+        total = 0.0
+        with torch.no_grad():
+            for b in range(self.batches(len(data), local)):
+                index = torch.arange(b * local.batch, min(len(data), (b + 1) * local.batch))
+                inputs, target = data.fetch(index)
+                total += float(self.task.loss(self.module(*inputs), target)) * len(index)
+        for m, momentum in zip(self.norms, momenta, strict=True):
+            m.momentum = momentum
+        return total / len(data)
+
+    def evaluate(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> tuple[float, float]:
+        """Loss and metric of a model on some samples, times their number."""
+        self.load(weights.vector)
+        self.module.train(mode=not statistics) if self.norms and not statistics else self.module.eval()
+        with torch.no_grad():
+            inputs, target = data.fetch(index)
+            output = self.module(*inputs)
+            n = len(index)
+            return float(self.task.loss(output, target)) * n, float(self.task.metric(output, target)) * n
+
+
+class Stepper:
+    """Masked SGD with optional momentum, weight decay and a proximal term, on the trainer's flat vectors."""
+
+    def __init__(self, trainer: Trainer, local: Local, bits: Tensor, start: Tensor) -> None:
+        self.trainer, self.local, self.bits = trainer, local, bits
+        self.trained = trainer.vector[: trainer.layout.trained_size]
+        self.k = trainer.layout.prunable_size
+        self.start = start[: len(self.trained)].clone() if local.prox else None
+        self.velocity = torch.zeros_like(self.trained) if local.momentum else None
+        growth = getattr(local.adapt, "growth", "random")
+        self.dense = torch.zeros(self.k, device=bits.device) if growth != "random" else None
+        self.decay = 0.9 if growth == "momentum" else 0.0
+
+    @torch.enable_grad()
+    def _backward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        loss: Any = self.trainer.task.loss(self.trainer.module(*inputs), target)
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """One SGD step; the batch's mean loss, still on the device."""
+        grad = self.trainer.grad.zero_()
+        loss = self._backward(inputs, target)
+        if self.dense is not None:
+            self.dense.mul_(self.decay).add_(grad[: self.k])
+        if self.local.weight_decay:
+            grad.add_(self.trained, alpha=self.local.weight_decay)
+        if self.start is not None:
+            grad.add_(self.trained - self.start, alpha=self.local.prox)
+        grad[: self.k] *= self.bits
+        if self.velocity is not None:
+            grad = self.velocity.mul_(self.local.momentum).add_(grad)
+        self.trained.add_(grad, alpha=-self.local.lr)
+        return loss
+
+    def scores(self) -> Tensor | None:
+        """What growth by score ranks: the last batch's gradient, or its running mean."""
+        return None if self.dense is None else self.dense[None]
+
+    def moved(self) -> None:
+        """The mask has moved: weights outside it have no velocity, and those new in it had none."""
+        if self.velocity is not None:
+            self.velocity[: self.k] *= self.bits
+
+
+def remember(update: Update, keep: tuple[str, ...]) -> Mapping[str, Mask]:
+    """What a client keeps for the next time."""
+    if "mask" in keep and update.weights is not None:
+        return {"mask": update.weights.mask}
+    return {}

@@ -1,0 +1,17 @@
+"""One paper, one file. A new method is a file and one line here."""
+
+from __future__ import annotations
+
+from ..core.method import Method
+from .dense import Dense
+from .hetero import HeteroJMWST, HeteroSPDST
+from .jmwst import JMWST
+from .nst import NST
+from .pdst import PDST
+from .spdst import SPDST
+
+METHODS: dict[str, type[Method]] = {
+    cls.name: cls for cls in (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST)
+}
+
+__all__ = ["JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "HeteroJMWST", "HeteroSPDST"]

@@ -1,0 +1,112 @@
+"""hetero-FLASH: clients of different densities, each training its sub-model of one nested family of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ..core.errors import ConfigError
+from ..core.method import sample
+from ..core.rng import fold
+from ..core.state import Client, Mask, Order, State, Sums, Weights
+from ..sparsity import nested, pattern_budgets, random_mask, top_mask
+from .common import check_density
+from .jmwst import JMWST
+from .spdst import SPDST
+
+
+@dataclass(frozen=True)
+class _Hetero(SPDST):
+    """A wrapper around a FLASH method: one nested mask per density, averaged over those who hold a weight.
+
+    densities, shares: the density budgets and the share of clients that has each, for clients that state none.
+    """
+
+    densities: tuple[float, ...] = (0.1, 0.15, 0.2)
+    shares: tuple[float, ...] = (0.3, 0.3, 0.4)
+    density: float = 0.0  # the highest of `densities`; not to be set
+    aggregator: str = "wfa"
+
+    def __post_init__(self) -> None:
+        if len(self.densities) != len(self.shares) or not self.densities:
+            raise ConfigError(f"{len(self.densities)} densities but {len(self.shares)} shares of clients")
+        if self.density not in (0.0, max(self.densities)):
+            raise ConfigError("a heterogeneous method takes `densities`, not `density`")
+        for density in self.densities:
+            check_density(density)
+        object.__setattr__(self, "density", max(self.densities))
+        super().__post_init__()
+
+    def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
+        """Give every client without a density one of ours, in the stated shares."""
+        order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
+        ends = [round(sum(self.shares[: i + 1]) / sum(self.shares) * len(order)) for i in range(len(self.shares))]
+        given = {c.id: self.densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
+        for c in clients:
+            if c.density is not None and c.density not in self.densities:
+                raise ConfigError(f"client {c.id} has density {c.density}; the method offers {self.densities}")
+        return tuple(replace(c, density=given.get(c.id, c.density)) for c in clients)
+
+    def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
+        groups = {d: [c for c in clients if c.density == d] for d in self.densities}
+        if s.stage == 1:
+            return sample(s, groups[self.density] or clients, self.warmup_clients)
+        share = s.plan.per_round / s.plan.clients
+        picked = [
+            c for d, group in groups.items() for c in sample(s, group, max(1, round(share * len(group))), f"cohort {d}")
+        ]
+        return tuple(sorted(picked, key=lambda c: c.id))
+
+    def order(self, s: State, client: Client) -> Order:
+        order = super().order(s, client)
+        return order if s.stage == 1 else replace(order, weights=self.sub_model(s, client.density or self.density))
+
+    def sub_model(self, s: State, density: float) -> Weights:
+        mask = s.extra[f"mask {density}"]
+        assert isinstance(mask, Mask)
+        return s.weights.restrict(mask)
+
+    def begin(self, s: State, densities: Sequence[float]) -> State:
+        start = super().begin(s, densities)
+        return replace(start, extra=self.masks(s, densities, start.weights))
+
+    def masks(self, s: State, densities: Sequence[float], full: Weights) -> dict[str, Mask]:
+        """One mask per density, each inside the next: all from the ranking that made the full one."""
+        made = {}
+        for density, budgets in nested(s.layout, densities, self.densities).items():
+            budgets = pattern_budgets(s.layout, budgets, self.nm)
+            if density == self.density:
+                mask = full.mask
+            elif recipe := full.mask.recipe:
+                mask = random_mask(s.layout, budgets, recipe.key, s.plan.device, self.nm)
+            else:
+                mask = top_mask(s.layout, full.vector, budgets, self.nm)
+            made[f"mask {density}"] = mask
+        return made
+
+    def views(self, s: State) -> Mapping[str, Weights]:
+        shown = dict(super().views(s))
+        if s.stage == 2:
+            shown |= {f"density {d}": self.sub_model(s, d) for d in sorted(self.densities)[:-1]}
+        return shown
+
+
+@dataclass(frozen=True)
+class HeteroSPDST(_Hetero):
+    """SPDST with nested frozen masks, one per density."""
+
+    name: ClassVar[str] = "hetero-spdst"
+
+
+@dataclass(frozen=True)
+class HeteroJMWST(_Hetero, JMWST):
+    """JMWST whose server cuts one sub-model per density out of the averaged model."""
+
+    name: ClassVar[str] = "hetero-jmwst"
+
+    def subsample(self, s: State, sums: Sums, mean: Weights) -> State:
+        densities = mean.mask.layer_densities
+        budgets = pattern_budgets(s.layout, nested(s.layout, densities, self.densities)[self.density], self.nm)
+        full = mean.restrict(top_mask(s.layout, mean.vector, budgets, self.nm))
+        return s.next(full, before=mean, **self.masks(s, densities, full))

@@ -1,0 +1,178 @@
+"""A run's state on disk: tensors as safetensors, the rest as JSON, written so that a crash leaves the last good one.
+
+A checkpoint is two files. The tensors are written first; the JSON, which holds their digest, is moved into place last
+and makes the checkpoint exist. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..core.errors import CheckpointError
+from ..core.layout import Layout
+from ..core.state import Mask, Plan, Recipe, State, Weights
+
+FORMAT = 1
+_NAME = re.compile(r"checkpoint-(\d{8})\.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state, what the engine must remember, and how far the run's record had got."""
+
+    state: State
+    engine: Mapping[str, Any]  # JSON
+    progress: Mapping[str, Any]  # JSON
+
+
+def save(folder: Path, number: int, checkpoint: Checkpoint, identity: Mapping[str, Any], keep: int = 2) -> Path:
+    """Write a checkpoint atomically and forget all but the last `keep`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, described = _describe(checkpoint.state)
+    stem = folder / f"checkpoint-{number:08d}"
+    try:
+        digest = _write(stem.with_suffix(".safetensors"), lambda path: save_file(tensors, path))
+        record = {
+            "flashfl checkpoint": FORMAT,
+            "identity": dict(identity),
+            "tensors": digest,
+            "state": described,
+            "engine": checkpoint.engine,
+            "progress": checkpoint.progress,
+        }
+        _write(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(record)))
+    except OSError:
+        for partial in folder.glob("*.partial"):
+            partial.unlink(missing_ok=True)
+        raise
+    for old in sorted(folder.glob("checkpoint-*.json"))[:-keep]:
+        old.unlink()
+        old.with_suffix(".safetensors").unlink(missing_ok=True)
+    return stem.with_suffix(".json")
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> str:
+    """Write a file through a partial one that is synced and moved into place; the content's digest."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    write(partial)
+    with partial.open("rb") as file:
+        digest = hashlib.file_digest(file, "blake2b").hexdigest()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    return digest
+
+
+def load(folder: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
+    """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is used."""
+    found = sorted((p for p in folder.glob("checkpoint-*.json") if _NAME.fullmatch(p.name)), reverse=True)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {folder}: start the run without --resume")
+    damaged = []
+    for path in found:
+        try:
+            record = _read(path)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        if damaged:
+            warnings.warn(f"{'; '.join(damaged)}. Going on from {path.name}.", RuntimeWarning, stacklevel=2)
+        _check_identity(path, record["identity"], identity)
+        return _restore(path, record, plan)
+    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(damaged)}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be read ({error})") from None
+    if not isinstance(record, dict) or record.get("flashfl checkpoint") != FORMAT:
+        raise CheckpointError(f"{path.name} is not a flashfl checkpoint of format {FORMAT}")
+    tensors = path.with_suffix(".safetensors")
+    try:
+        with tensors.open("rb") as file:
+            digest = hashlib.file_digest(file, "blake2b").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{tensors.name} cannot be read ({error.strerror})") from None
+    if digest != record.get("tensors"):
+        raise CheckpointError(f"{tensors.name} is damaged or truncated: its digest is not the one recorded")
+    return record
+
+
+def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name in sorted({*found, *wanted}):
+        if found.get(name) != wanted.get(name):
+            raise CheckpointError(
+                f"{path} belongs to another run: its {name} is {str(found.get(name))[:200]}, "
+                f"this run's is {str(wanted.get(name))[:200]}. Resume with the same settings, or start in another folder."
+            )
+
+
+def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A state as tensors (packed) and JSON."""
+    tensors: dict[str, Tensor] = {"weights": state.weights.packed().cpu()}
+    masks: dict[str, Any] = {}
+
+    def put_mask(name: str, mask: Mask) -> None:
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(mask.packed))
+        recipe = mask.recipe
+        masks[name] = recipe and {"key": str(recipe.key), "budgets": list(recipe.budgets), "nm": recipe.nm}
+
+    put_mask("mask", state.mask)
+    for name, value in state.extra.items():
+        if isinstance(value, Mask):
+            put_mask(f"extra {name}", value)
+        else:
+            tensors[f"extra {name}"] = value.cpu().contiguous()
+    described = {"stage": state.stage, "round": state.round, "attempt": state.attempt, "masks": masks}
+    return tensors, described
+
+
+def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
+    try:
+        tensors = load_file(path.with_suffix(".safetensors"))
+        described = record["state"]
+        masks = {name: _mask(plan.layout, tensors[name], r, plan) for name, r in described["masks"].items()}
+        weights = Weights.unpack(masks["mask"], tensors["weights"].to(plan.device))
+        extra: dict[str, Mask | Tensor] = {
+            name.removeprefix("extra "): masks[name] if name in masks else value.to(plan.device)
+            for name, value in tensors.items()
+            if name.startswith("extra ")
+        }
+        state = State(plan, weights, described["stage"], described["round"], described["attempt"], extra)
+        return Checkpoint(state, record["engine"], record["progress"])
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise CheckpointError(f"{path} does not hold the state of this model ({error})") from None
+
+
+def _mask(layout: Layout, packed: Tensor, recipe: Mapping[str, Any] | None, plan: Plan) -> Mask:
+    mask = Mask.unpack(layout, packed.numpy(), plan.device)
+    if recipe is None:
+        return mask
+    made = Recipe(int(recipe["key"]), tuple(recipe["budgets"]), recipe["nm"])
+    return Mask(layout, mask.bits, mask.counts, made)
+
+
+def referenced(folder: Path) -> set[str]:
+    """The hashes of all masks that a kept checkpoint still needs."""
+    needed: set[str] = set()
+    for path in folder.glob("checkpoint-*.json"):
+        try:
+            needed |= set(json.loads(path.read_text())["engine"].get("masks", ()))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return needed

@@ -1,0 +1,198 @@
+"""One configuration for the command line, a TOML file, a checkpoint and a record of what was run."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ..core.errors import ConfigError, unknown
+from ..core.method import Method
+from ..core.parts import build
+from ..core.state import Local
+from ..data.tasks import TaskConfig
+from ..methods import METHODS
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run goes: its length, the clients' training, and where and how it is carried out."""
+
+    rounds: int = 60
+    per_round: int = 5  # clients a round
+    epochs: int = 1
+    batch: int = 16
+    lr: float = 0.1
+    lr_end: float = 0.001  # the learning rate decays exponentially from lr to this
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    prox: float = 0.0  # FedProx's pull towards the server's model
+    max_steps: int = 0  # at most this many batches an epoch; 0: all
+    static_bn: bool = False  # BatchNorm statistics gathered once at the end instead of averaged every round
+    seed: int = 0
+    eval_every: int = 5
+    dropout: float = 0.0  # share of clients that fail in each round
+    min_replies: int = 1  # fewer good replies than this and the round is repeated
+    retries: int = 2
+    max_bytes: int = 0  # end the run once this many bytes have travelled, up and down; 0: no limit
+    values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights travel
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    workers: int = 0  # processes that train clients; 0: one per core
+    threads: int = 1  # threads inside each; changing it may change results in the last bits
+    checkpoint_every: int = 25  # rounds; 0: only at the end and when interrupted
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        for name in ("max_bytes", "workers", "checkpoint_every", "retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
+        self.local()
+
+    def local(self) -> Local:
+        """The clients' training recipe."""
+        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "max_steps")
+        return Local(statistics=not self.static_bn, **{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run."""
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    method: Method = field(default_factory=lambda: METHODS["spdst"]())
+
+    def to_json(self) -> dict[str, Any]:
+        """Every setting by table, as a TOML file would have it."""
+        method = {"name": self.method.name, **_plain(self.method)}
+        return {"task": _plain(self.task), "train": _plain(self.train), "method": method}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> RunConfig:
+        return make_config(data, {})
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """All fields of a dataclass as JSON data, defaults included: a record should not change when a default does."""
+    out: dict[str, Any] = {}
+    for f in fields(value):
+        item = getattr(value, f.name)
+        out[f.name] = _plain(item) if is_dataclass(item) else list(item) if isinstance(item, tuple) else item
+    return out
+
+
+def make_method(values: Mapping[str, Any]) -> Method:
+    """A method from its name and fields."""
+    values = dict(values)
+    name = values.pop("name", "spdst")
+    if name not in METHODS:
+        raise unknown("method", str(name), METHODS)
+    return build(METHODS[name], values, name)
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunConfig:
+    """A configuration from a file's tables and the command line's `name -> text`, which wins."""
+    for table in data:
+        if table not in ("task", "train", "method"):
+            raise unknown("table", table, ("task", "train", "method"))
+    tables: dict[str, dict[str, Any]] = {k: dict(data.get(k, {})) for k in ("task", "train", "method")}
+    if "method" in overrides:
+        _switch_method(tables, overrides["method"])
+    name = tables["method"].get("name", "spdst")
+    if name not in METHODS:
+        raise unknown("method", str(name), METHODS)
+    homes = _homes(METHODS[name])
+    for option, text in overrides.items():
+        if option == "method":
+            continue
+        if option not in homes:
+            raise unknown("option", option, [*homes, "method"])
+        table, path, hint = homes[option]
+        _put(tables[table], path, parse(text, hint, option))
+    return RunConfig(
+        build(TaskConfig, tables["task"], "task"),
+        build(TrainConfig, tables["train"], "train"),
+        make_method(tables["method"]),
+    )
+
+
+def _switch_method(tables: dict[str, dict[str, Any]], name: str) -> None:
+    """Another method keeps what the file said of the settings it knows too."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    known = {f.name for f in fields(METHODS[name])}
+    tables["method"] = {"name": name} | {k: v for k, v in tables["method"].items() if k in known}
+
+
+Home = tuple[str, tuple[str, ...], Any]  # table, path inside it, type
+
+
+def _homes(method: type[Method]) -> dict[str, Home]:
+    """Every option a user can set: `density`, or in full `method.density`; parts of parts as `adapt.growth`."""
+    homes: dict[str, Home] = {}
+    for table, cls in (("method", method), ("train", TrainConfig), ("task", TaskConfig)):
+        for path, hint in _walk(cls):
+            homes[".".join((table, *path))] = homes[".".join(path)] = (table, path, hint)
+    return homes
+
+
+def _walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    hints = get_type_hints(cls)
+    for f in fields(cls):
+        hint = hints[f.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from _walk(hint, (*prefix, f.name))
+        else:
+            yield (*prefix, f.name), hint
+
+
+def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+    table[path[-1]] = value
+
+
+def parse(text: str, hint: Any, name: str) -> Any:
+    """A command-line text as the type of the field it is for."""
+    options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if str in options or get_origin(hint) is Literal:
+        return text
+    if get_origin(hint) is tuple and not text.lstrip().startswith("["):
+        text = f"[{text}]"
+    if text.lower() in ("true", "false"):
+        text = text.lower()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
+
+
+def options_of(method: type[Method]) -> dict[str, tuple[str, Any]]:
+    """Option -> (type, default) of a method, for help texts."""
+    made = method()
+    out = {}
+    for path, hint in _walk(method):
+        value: Any = made
+        for name in path:
+            value = getattr(value, name)
+        out[".".join(path)] = (getattr(hint, "__name__", str(hint)), value)
+    return out

@@ -1,0 +1,27 @@
+"""The final model as one safetensors file: every tensor by name, masks beside the weights they belong to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..core.state import Weights
+
+
+def export_weights(weights: Weights, path: Path, about: Mapping[str, str]) -> Path:
+    """Write dense tensors (zeros outside the mask) and, for prunable ones, `<name>.mask` as booleans."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    vector = weights.vector.cpu()
+    tensors: dict[str, Tensor] = {name: view.clone() for name, view in weights.layout.views(vector).items()}
+    bits = weights.mask.bits.cpu()
+    for layer in weights.layout.prunable:
+        tensors[f"{layer.name}.mask"] = bits[layer.start : layer.stop].view(layer.shape).clone().to(torch.bool)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, {"flashfl": json.dumps({"density": weights.mask.density, **about})})
+    partial.replace(path)
+    return path

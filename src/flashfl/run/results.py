@@ -1,0 +1,108 @@
+"""A run's folder: results as JSON lines, and what can be read from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..core.errors import FlashError
+
+RESULTS = "results.jsonl"
+
+
+def versions() -> dict[str, str]:
+    """What a result may depend on beside its settings."""
+    return {
+        "flashfl": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+class Results:
+    """An append-only file of JSON lines: one `run`, one `round` for each round, one `end`."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.path = folder / RESULTS if folder else None
+        self.lines: list[dict[str, Any]] = []
+
+    def begin(self, header: Mapping[str, Any]) -> None:
+        self.lines = []
+        self._rewrite()
+        self.append({"type": "run", **header, "versions": versions(), "argv": sys.argv})
+
+    def resume(self, rounds: int) -> None:
+        """Keep what was known after `rounds` rounds; anything later was lost with the state it came from."""
+        if self.path is None or not self.path.exists():
+            return
+        kept, seen = [], 0
+        for line in read_lines(self.path):
+            if line.get("type") == "round":
+                seen += 1
+                if seen > rounds:
+                    break
+            if line.get("type") != "end":
+                kept.append(line)
+        self.lines = kept
+        self._rewrite()
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        self.lines.append(dict(line))
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _rewrite(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        with partial.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in self.lines)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.path)
+
+    @property
+    def rounds(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line.get("type") == "round"]
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a results file; a last line cut short by a crash is passed over."""
+    with path.open() as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                return
+            if isinstance(line, dict):
+                yield line
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """A run's header, rounds and end, or an error that names the folder."""
+    path = folder / RESULTS
+    try:
+        lines = list(read_lines(path))
+    except OSError as error:
+        raise FlashError(f"{folder} is not a run: {path.name} cannot be read ({error.strerror})") from None
+    if not lines or lines[0].get("type") != "run":
+        raise FlashError(f"{folder} is not a run: {path.name} does not begin with a run's settings")
+    return {
+        "folder": str(folder),
+        "header": lines[0],
+        "rounds": [line for line in lines if line.get("type") == "round"],
+        "end": next((line for line in reversed(lines) if line.get("type") == "end"), None),
+    }

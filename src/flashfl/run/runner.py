@@ -1,0 +1,268 @@
+"""Run a method on a task: the loop, with results written, checkpoints kept, and interruptions survived."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import ConfigError, RunStopped
+from ..core.loop import Record, run_rounds
+from ..core.method import Method
+from ..core.rng import fold
+from ..core.state import Plan, State, Traffic, Weights
+from ..data.task import Task
+from ..engine import make_engine
+from . import checkpoint as checkpoints
+from .config import TrainConfig
+from .results import Results
+
+Watch = Callable[[State, dict[str, Any]], None]
+
+
+class Run:
+    """A finished (or stopped) run: its model, its record, and where it is kept."""
+
+    def __init__(self, method: Method, task: Task, train: TrainConfig, folder: Path | None = None) -> None:
+        self.method, self.task, self.train, self.folder = method, task, train, folder
+        self.results = Results(folder)
+        self.state: State | None = None
+        self.traffic = Traffic()
+        self.stopped: str | None = None
+
+    @property
+    def weights(self) -> Weights:
+        assert self.state is not None
+        return next(iter(self.method.views(self.state).values()))
+
+    @property
+    def accuracy(self) -> float:
+        """The last round's test metric (accuracy unless the task says otherwise)."""
+        return self._metric()[-1] if self._metric() else float("nan")
+
+    @property
+    def best(self) -> float:
+        """The best test metric of any round judged."""
+        return max(self._metric(), default=float("nan"))
+
+    def _metric(self) -> list[float]:
+        return [r["metrics"]["after"]["metric"] for r in self.results.rounds if r["metrics"]]
+
+    @property
+    def bytes_up(self) -> int:
+        return self.traffic.up
+
+    @property
+    def bytes_down(self) -> int:
+        return self.traffic.down
+
+    def over_budget(self, more: Traffic) -> bool:
+        """Whether this much more traffic reaches the run's limit."""
+        total = self.traffic + more
+        return bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One entry a round, as in the results file."""
+        return self.results.rounds
+
+    def model(self) -> nn.Module:
+        """The task's own module with the final weights."""
+        module = self.task.build()
+        self.task.layout.write(self.weights.vector.cpu(), module)
+        return module.eval()
+
+    @property
+    def checksum(self) -> str:
+        """A digest of the final weights and mask: equal if and only if two runs ended bit for bit alike."""
+        digest = hashlib.blake2b(self.weights.mask.packed.tobytes(), digest_size=8)
+        digest.update(self.weights.vector.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the results and the final model into a folder."""
+        from .export import export_weights
+
+        target = Path(folder)
+        kept, self.results.path = self.results.path, target / "results.jsonl"
+        self.results._rewrite()
+        self.results.path = kept
+        return export_weights(self.weights, target / "model.safetensors", {"method": self.method.name})
+
+
+def simulate(
+    method: Method,
+    task: Task,
+    rounds: int | None = None,
+    *,
+    train: TrainConfig | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    watch: Watch | None = None,
+    header: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Run:
+    """Train `task` with `method` and give the run back.
+
+    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...). folder: where results and
+    checkpoints go; with resume=True the run continues from its last checkpoint there, to the very result an
+    undisturbed run would have had. watch is called with the state and the record after every round.
+    """
+    if rounds is not None:
+        settings["rounds"] = rounds
+    config = _train_config(train, task, settings)
+    run = Run(method, task, config, Path(folder) if folder else None)
+    key = fold(config.seed, "run")
+    engine = make_engine(task, config, run.folder / "masks" if run.folder else None)
+    try:
+        plan = Plan(
+            task.layout, task.draw, key, config.rounds, len(task.clients), config.per_round, config.local(),
+            config.lr_end, engine.device,
+        )  # fmt: skip
+        clients = method.admit(task.clients, key)
+        identity = _identity(method, task, config)
+        keeper = _Keeper(run, engine, identity)
+        start = _resume(run, keeper, plan) if resume else None
+        if start is None:
+            run.results.begin({"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)})
+            start = method.init(plan)
+        run.state = start
+        with keeper.on_the_way_out():
+            _loop(run, engine, clients, keeper, watch)
+    finally:
+        engine.close()
+    return run
+
+
+def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
+    from ..core.parts import build
+
+    if train is not None and not settings:
+        return train
+    base = asdict(train) if train is not None else {"per_round": min(TrainConfig.per_round, len(task.train))}
+    return build(TrainConfig, {**base, **settings}, "train")
+
+
+def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | None) -> None:
+    config, began = run.train, time.perf_counter()
+    assert run.state is not None
+    rounds = run_rounds(
+        run.method, run.state, clients, engine, config.eval_every, config.min_replies, config.retries, run.over_budget
+    )
+    for state, record in rounds:
+        run.state, run.traffic = state, run.traffic + record.traffic
+        line = _line(record, state, run.traffic)
+        run.results.append(line)
+        if watch is not None:
+            watch(state, line)
+        if config.checkpoint_every and len(run.results.rounds) % config.checkpoint_every == 0:
+            keeper.keep()
+    keeper.keep()
+    if not run.state.done:
+        run.stopped = f"its limit of {config.max_bytes} bytes was reached"
+    run.results.append(
+        {
+            "type": "end",
+            "checksum": run.checksum,
+            "accuracy": run.accuracy,
+            "best": run.best,
+            "bytes": asdict(run.traffic),
+            "seconds": time.perf_counter() - began,
+            "stopped": run.stopped,
+        }
+    )
+
+
+def _line(record: Record, state: State, total: Traffic) -> dict[str, Any]:
+    """A round as one JSON line."""
+    return {
+        "type": "round",
+        "stage": record.stage,
+        "round": record.round,
+        "attempt": record.attempt,
+        "cohort": list(record.cohort),
+        "failures": {str(k): v for k, v in record.failures.items()},
+        "loss": record.loss,
+        "metrics": {view: dict(values) for view, values in record.metrics.items()},
+        "density": state.mask.density,
+        "bytes": asdict(record.traffic),
+        "total": {"up": total.up, "down": total.down},
+        "seconds": {k: round(v, 4) for k, v in record.seconds.items()},
+    }
+
+
+def _about(task: Task, clients: Any) -> dict[str, Any]:
+    layout = task.layout
+    return {
+        "name": task.name,
+        "clients": len(clients),
+        "samples": sum(c.n for c in clients),
+        "layers": [[x.name, list(x.shape)] for x in layout.prunable],
+        "prunable": layout.prunable_size,
+        "values": layout.size,
+        "trained": layout.trained_size,
+        "info": getattr(task, "info", {}),
+    }
+
+
+def _identity(method: Method, task: Task, config: TrainConfig) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be this run's."""
+    outside = ("workers", "device", "checkpoint_every", "max_bytes")
+    settings = {k: v for k, v in asdict(config).items() if k not in outside}
+    clients = json.dumps([[c.id, c.n, c.density] for c in task.clients])
+    return {
+        "method": f"{method!r}",
+        "settings": settings,
+        "layout": task.layout.hash,
+        "clients": hashlib.blake2b(clients.encode(), digest_size=8).hexdigest(),
+    }
+
+
+class _Keeper:
+    """Keeps checkpoints of a run, when told and when interrupted."""
+
+    def __init__(self, run: Run, engine: Any, identity: Mapping[str, Any]) -> None:
+        self.run, self.engine, self.identity = run, engine, identity
+        self.folder = run.folder / "checkpoints" if run.folder else None
+
+    def keep(self) -> None:
+        """Write a checkpoint; if that fails (a full disk, say) warn, keep the one before, and go on."""
+        if self.folder is None or self.run.state is None:
+            return
+        rounds = len(self.run.results.rounds)
+        point = checkpoints.Checkpoint(
+            self.run.state, self.engine.memory(), {"rounds": rounds, "traffic": asdict(self.run.traffic)}
+        )
+        try:
+            checkpoints.save(self.folder, rounds, point, self.identity)
+        except OSError as error:
+            warnings.warn(f"could not write a checkpoint ({error}); the last good one is kept", RuntimeWarning)
+            return
+        self.engine.forget_masks(checkpoints.referenced(self.folder))
+
+    @contextmanager
+    def on_the_way_out(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, RunStopped):
+            self.keep()
+            raise
+
+
+def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State:
+    if keeper.folder is None:
+        raise ConfigError("resume needs the folder of the run to continue")
+    point = checkpoints.load(keeper.folder, plan, keeper.identity)
+    keeper.engine.restore(point.engine)
+    run.results.resume(point.progress["rounds"])
+    run.traffic = Traffic(**point.progress["traffic"])
+    return point.state

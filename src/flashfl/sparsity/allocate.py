@@ -1,0 +1,108 @@
+"""How many weights each layer keeps: exact integer budgets from real-valued wishes, computed on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from ..core.errors import ConfigError, unknown
+from ..core.layout import Layout
+
+
+def share_out(wishes: Sequence[float], caps: Sequence[int], total: int) -> tuple[int, ...]:
+    """`total` units in proportion to `wishes`, at most `caps` each, summing exactly to `total`.
+
+    All wishes are scaled by one factor; whoever would pass its cap is filled and the rest is rescaled until nobody
+    passes; fractions are settled by largest remainder, the earlier of equals first. Where wishes run out (all zero)
+    what is left goes in proportion to the room that is left. Exact rational arithmetic: no rounding surprises.
+    """
+    if len(wishes) != len(caps):
+        raise ValueError(f"{len(wishes)} wishes for {len(caps)} caps")
+    if not 0 <= total <= sum(caps):
+        raise ValueError(f"cannot place {total} units where {sum(caps)} fit")
+    if any(w < 0 or w != w or w == float("inf") for w in wishes):
+        raise ValueError("wishes must be finite and not negative")
+    want = [Fraction(w) for w in wishes]
+    given: list[Fraction] = [Fraction(0)] * len(caps)
+    open_: list[int] = [i for i, cap in enumerate(caps) if cap > 0]
+    left = Fraction(total)
+    while left > 0 and open_:
+        if sum(want[i] for i in open_) == 0:
+            want = [Fraction(cap) for cap in caps]
+        scale = left / sum(want[i] for i in open_)
+        full = [i for i in open_ if want[i] * scale >= caps[i]]
+        for i in full or open_:
+            given[i] = Fraction(caps[i]) if full else want[i] * scale
+        if not full:
+            break
+        left -= sum(caps[i] for i in full)
+        open_ = [i for i in open_ if i not in full]
+    return _round_largest(given, total)
+
+
+def _round_largest(given: Sequence[Fraction], total: int) -> tuple[int, ...]:
+    """Whole numbers near `given` that sum to `total`: the largest fractions are rounded up."""
+    floors = [int(g) for g in given]
+    order = sorted(range(len(given)), key=lambda i: (floors[i] - given[i], i))
+    for i in order[: total - sum(floors)]:
+        floors[i] += 1
+    return tuple(floors)
+
+
+def weight_budget(layout: Layout, density: float) -> int:
+    """round(d * K): how many prunable weights a model of this density has."""
+    if not 0 < density <= 1:
+        raise ConfigError(f"density = {density}: must be above 0 and at most 1")
+    total = round(density * layout.prunable_size)
+    if total < 1 and layout.prunable_size:
+        raise ConfigError(f"density = {density} keeps none of the model's {layout.prunable_size} prunable weights")
+    return total
+
+
+def calibrate(
+    layout: Layout, densities: Sequence[float], density: float, caps: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Eq. 3, exactly: layer budgets in proportion to `densities` that sum to round(density * K)."""
+    wishes = [rho * k for rho, k in zip(densities, layout.sizes, strict=True)]
+    return share_out(wishes, caps if caps is not None else layout.sizes, weight_budget(layout, density))
+
+
+def nested(layout: Layout, densities: Sequence[float], targets: Sequence[float]) -> dict[float, tuple[int, ...]]:
+    """Budgets for several densities, each layer's at most that of the next higher density, so that masks can nest."""
+    budgets: dict[float, tuple[int, ...]] = {}
+    caps: Sequence[int] = layout.sizes
+    for target in sorted(set(targets), reverse=True):
+        caps = budgets[target] = calibrate(layout, densities, target, caps)
+    return budgets
+
+
+ERK_PLUS_SMALL, ERK_PLUS_FLOOR = 10_000, 0.2
+
+
+def _uniform(layout: Layout, density: float) -> list[float]:
+    return [1.0] * len(layout.prunable)
+
+
+def _erk(layout: Layout, density: float) -> list[float]:
+    return [sum(layer.shape) / layer.size for layer in layout.prunable]
+
+
+def _erk_plus(layout: Layout, density: float) -> list[float]:
+    """ERK, with layers of at most 10,000 weights raised to a fifth before the total is calibrated."""
+    budgets = calibrate(layout, _erk(layout, density), density)
+    floors = [ERK_PLUS_FLOOR if k <= ERK_PLUS_SMALL else 0.0 for k in layout.sizes]
+    return [max(b / k, floor) for b, k, floor in zip(budgets, layout.sizes, floors, strict=True)]
+
+
+ALLOCATIONS: dict[str, Callable[[Layout, float], list[float]]] = {
+    "uniform": _uniform,
+    "erk": _erk,
+    "erk+": _erk_plus,
+}
+
+
+def allocate(layout: Layout, allocation: str, density: float) -> tuple[int, ...]:
+    """Budgets that need no data: `uniform`, `erk` (density proportional to sum(shape)/prod(shape)) or `erk+`."""
+    if allocation not in ALLOCATIONS:
+        raise unknown("allocation", allocation, ALLOCATIONS)
+    return calibrate(layout, ALLOCATIONS[allocation](layout, density), density)

@@ -1,0 +1,42 @@
+"""The one primitive under every mask: take the k lowest of some candidates, ties to the lower index, exactly k."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def magnitude(values: Tensor) -> Tensor:
+    """|x| of float32 as int32 keys of the same order (the bits of a positive float rank like the float)."""
+    return values.abs().to(torch.float32).view(torch.int32)
+
+
+def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) -> Tensor:
+    """A boolean mask, shaped like the integer `keys` [..., n], of the `count` lowest candidates of each row.
+
+    Of equal keys the lower index is taken. `count` is one number for all rows or a tensor [...] with one each; it must
+    not exceed the number of candidates (a row then falls short, and its owner's exact budget is lost).
+    """
+    if keys.shape[-1] == 0 or (isinstance(count, int) and count <= 0):
+        return torch.zeros_like(keys, dtype=torch.bool)
+    if candidates is not None:
+        keys = keys.masked_fill(~candidates, torch.iinfo(keys.dtype).max)
+    per_row = torch.as_tensor(count, device=keys.device)
+    at = (per_row - 1).clamp(min=0).expand(keys.shape[:-1]).unsqueeze(-1)
+    threshold = _kth(keys, count) if isinstance(count, int) else keys.sort(-1).values.gather(-1, at)
+    below = keys < threshold
+    equal = keys == threshold
+    if candidates is not None:
+        equal &= candidates
+    missing = at + 1 - below.sum(-1, keepdim=True)
+    below |= equal & (equal.cumsum(-1, dtype=torch.int32) <= missing)
+    if not isinstance(count, int):
+        below &= (per_row > 0).expand(keys.shape[:-1]).unsqueeze(-1)
+    return below
+
+
+def _kth(keys: Tensor, count: int) -> Tensor:
+    """The count-th lowest key of each row; sorting is the faster way on a GPU, selecting on a CPU."""
+    if keys.is_cuda:
+        return keys.sort(-1).values[..., count - 1 : count]
+    return keys.kthvalue(count, dim=-1, keepdim=True).values
