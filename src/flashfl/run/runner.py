@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..core.errors import ConfigError, RunStopped
@@ -24,6 +23,7 @@ from ..data.task import Task
 from ..engine import make_engine
 from . import checkpoint as checkpoints
 from .config import TrainConfig
+from .record import Recorder
 from .results import Results
 
 Watch = Callable[[State, dict[str, Any]], None]
@@ -153,14 +153,15 @@ def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, 
 
 
 def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | None) -> None:
-    config, began = run.train, time.perf_counter()
+    config, began, recorder = run.train, time.perf_counter(), Recorder()
     assert run.state is not None
+    recorder.observe(run.state)
     rounds = run_rounds(
         run.method, run.state, clients, engine, config.eval_every, config.min_replies, config.retries, run.over_budget
     )
     for state, record in rounds:
         run.state, run.traffic = state, run.traffic + record.traffic
-        line = _line(record, state, run.traffic)
+        line = {**_line(record, run.traffic), **recorder.observe(state)}
         run.results.append(line)
         if watch is not None:
             watch(state, line)
@@ -182,7 +183,7 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
     )
 
 
-def _line(record: Record, state: State, total: Traffic) -> dict[str, Any]:
+def _line(record: Record, total: Traffic) -> dict[str, Any]:
     """A round as one JSON line."""
     return {
         "type": "round",
@@ -193,7 +194,6 @@ def _line(record: Record, state: State, total: Traffic) -> dict[str, Any]:
         "failures": {str(k): v for k, v in record.failures.items()},
         "loss": record.loss,
         "metrics": {view: dict(values) for view, values in record.metrics.items()},
-        "density": state.mask.density,
         "bytes": asdict(record.traffic),
         "total": {"up": total.up, "down": total.down},
         "seconds": {k: round(v, 4) for k, v in record.seconds.items()},

@@ -1,0 +1,244 @@
+"""The command line: `flashfl run | compare | export | methods | data`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .core.errors import ConfigError, FlashError
+
+_DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, dispatch, and turn errors the user can mend into one clear line."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if not hasattr(args, "go"):
+        parser.print_help()
+        return 2
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return int(args.go(args, _overrides(rest)) or 0)
+    except FlashError as error:
+        print(f"flashfl: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nflashfl: interrupted; a run with --out can be continued with --resume", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _overrides(rest: Sequence[str]) -> dict[str, str]:
+    """`--name value` and `--name=value` pairs: settings of the method, the training or the task."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(rest):
+        name, equals, value = rest[at].partition("=")
+        if not name.startswith("--") or len(name) < 3:
+            raise ConfigError(f"unexpected argument {rest[at]!r}: settings are given as --name value")
+        if not equals:
+            if at + 1 >= len(rest):
+                raise ConfigError(f"{name} needs a value")
+            at, value = at + 1, rest[at + 1]
+        found[name[2:].replace("-", "_") if "." not in name else name[2:]] = value
+        at += 1
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flashfl",
+        description="Sparse federated learning that is real: FLASH and its rivals, with bytes that are really saved.",
+        epilog="Any setting can be given as --name value, for instance --density 0.05 --rounds 100 --alpha 0.1; "
+        "`flashfl methods` lists those of the methods, `flashfl settings` all others.",
+    )
+    parser.add_argument("--version", action="version", version=f"flashfl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="")
+
+    def add(name: str, go: Callable[..., Any], help: str, **more: Any) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False, **more)
+        sub.set_defaults(go=go)
+        return sub
+
+    run = add("run", _run, "train one method, from a TOML configuration or on the embedded digits")
+    run.add_argument("config", nargs="?", type=Path, help="a TOML file with tables task, train, method")
+    run.add_argument("--out", type=Path, help="folder for results and checkpoints (default: runs/TASK-METHOD-SEED)")
+    run.add_argument("--resume", action="store_true", help="go on from the last checkpoint in that folder")
+    run.add_argument("--overwrite", action="store_true", help="start anew even if the folder holds a run")
+    run.add_argument("--quick", action="store_true", help="shrink everything to a smoke run of about a minute")
+    run.add_argument("--data-root", dest="root", help="where data sets lie (default: FLASHFL_DATA, else ./data)")
+    run.add_argument("--quiet", action="store_true", help="show the final line only")
+
+    comparison = add("compare", _compare, "train several methods over several seeds and print a table")
+    comparison.add_argument("config", nargs="?", type=Path, help="a TOML file (default: the embedded digits)")
+    comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
+    comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
+    comparison.add_argument("--quick", action="store_true", help="shrink everything to a smoke run")
+    comparison.add_argument("--data-root", dest="root", help="where data sets lie")
+    comparison.add_argument("--quiet", action="store_true", help="show the table only")
+
+    export = add("export", _export, "write a run's final model as safetensors, with its mask")
+    export.add_argument("run", type=Path, help="the folder of a run")
+    export.add_argument("--to", type=Path, help="the file to write (default: RUN/model.safetensors)")
+
+    add("methods", _methods, "list every method with its settings and defaults")
+    add("settings", _settings, "list every setting of training and tasks with its default")
+    return parser
+
+
+def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
+    from .run.config import load_toml, make_config
+
+    data = load_toml(args.config) if args.config else {}
+    if args.root:
+        overrides = {**overrides, "data_root": args.root}
+    if args.config is None and "density" not in overrides:
+        # The embedded task is small: at 2 % the methods differ visibly, at 5 % hardly (see LOG.md).
+        data = {**data, "method": {"density": 0.02}}
+        if overrides.get("method", "") in ("dense", "hetero-spdst", "hetero-jmwst"):
+            data = {}
+    config = make_config(data, overrides)
+    return quick(config) if args.quick else config
+
+
+def quick(config: Any) -> Any:
+    """The same experiment, shrunk: few clients, few steps, few rounds."""
+    train, task = config.train, config.task
+    clients = min(4, task.clients or 4)
+    small = replace(
+        train, rounds=min(2, train.rounds), per_round=min(2, clients), max_steps=2, eval_every=1, epochs=1,
+    )  # fmt: skip
+    method = config.method
+    if hasattr(method, "warmup_epochs"):
+        method = replace(method, warmup_epochs=1, warmup_clients=min(2, method.warmup_clients))
+    return replace(config, train=small, task=replace(task, clients=clients, limit=min(task.limit or 512, 512)), method=method)
+
+
+def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .run.compare import run_config
+    from .run.display import amount
+    from .run.results import RESULTS
+
+    config = _config(args, overrides)
+    folder = args.out or Path("runs") / f"{config.task.dataset.replace(':', '-')}-{config.method.name}-seed{config.train.seed}"
+    if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
+        raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
+                          "or choose another folder with --out")  # fmt: skip
+    if args.overwrite and not args.resume:
+        _clear(folder)
+    result = run_config(config, folder, resume=args.resume, quiet=args.quiet)
+    end, run = result["end"], result["run"]
+    print(
+        f"{config.method.name}: accuracy {100 * end['accuracy']:.2f} % (best {100 * end['best']:.2f} %), "
+        f"density {run.weights.mask.density:.4f}, up {amount(end['bytes']['up'])}, down {amount(end['bytes']['down'])}, "
+        f"{end['seconds']:.1f} s, checksum {end['checksum']}"
+        + (f"; stopped early: {run.stopped}" if run.stopped else "")
+    )
+    print(f"results in {folder}")
+    return 0
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run writes, and nothing else."""
+    import shutil
+
+    for name in ("checkpoints", "masks"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in (folder / "results.jsonl", folder / "model.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from .run.compare import COLUMNS, compare, replace_seed, rows, verdict
+
+    names = [name for name in args.methods.split(",") if name]
+    if args.seeds < 1:
+        raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
+
+    def base(name: str, seed: int) -> Any:
+        return replace_seed(_config(args, {**_only_known(name, overrides), "method": name}), seed)
+
+    first = [base(name, 0) for name in names]  # every name and setting is checked before anything runs
+    runs = compare(base, names, range(args.seeds), args.out, args.quiet)
+    train, task = first[0].train, first[0].task
+    density = {getattr(c.method, "density", 1.0) for c in first} - {1.0}
+    table = Table(
+        *COLUMNS,
+        title=f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, "
+        f"target density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)",
+    )
+    for row in rows(runs):
+        table.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    print("Bytes are those of the encoded messages, stage 1 included, averaged over rounds. Mask mismatch: between the "
+          "server's masks of consecutive rounds, over the last sixth of the run.")  # fmt: skip
+    if text := verdict(runs):
+        print(text)
+    print(f"results in {args.out}")
+    return 0
+
+
+def _only_known(method: str, overrides: dict[str, str]) -> dict[str, str]:
+    """In a comparison a setting reaches the methods that have it; dense FedAvg has no density."""
+    from .methods import METHODS
+    from .run.config import options_of
+
+    if method not in METHODS:
+        return overrides
+    every = {name for cls in METHODS.values() for name in options_of(cls)}
+    own = set(options_of(METHODS[method]))
+    return {k: v for k, v in overrides.items() if k in own or k not in every}
+
+
+def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .run.export import export_run
+
+    print(export_run(args.run, args.to))
+    return 0
+
+
+def _methods(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .methods import METHODS
+    from .run.config import options_of
+
+    for name, cls in METHODS.items():
+        print(f"{name}: {(cls.__doc__ or '').strip().splitlines()[0]}")
+        for option, (kind, default) in options_of(cls).items():
+            print(f"    --{option:<18} {default!r:<22} {kind}")
+        print()
+    return 0
+
+
+def _settings(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from dataclasses import fields
+
+    from .data.tasks import TaskConfig
+    from .run.config import TrainConfig
+
+    for title, cls in (("training", TrainConfig), ("task", TaskConfig)):
+        print(title)
+        for f in fields(cls):
+            print(f"    --{f.name:<18} {f.default!r:<22} {f.type}")
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""Several methods, several seeds, one table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import FlashError
+from ..data.tasks import build_task
+from ..core.rng import fold
+from .config import RunConfig
+from .display import Display, amount
+from .results import read_run
+from .runner import simulate
+
+
+def run_config(
+    config: RunConfig, folder: Path | None, resume: bool = False, quiet: bool = False, label: str | None = None
+) -> dict[str, Any]:
+    """Carry out one configuration and give back what its results file says."""
+    task = build_task(config.task, fold(config.train.seed, "task"))
+    display = Display(label or config.method.name, config.train.rounds, quiet=quiet)
+    try:
+        run = simulate(
+            config.method, task, train=config.train, folder=folder, resume=resume, watch=display,
+            header=config.to_json(),
+        )  # fmt: skip
+    finally:
+        display.close()
+    lines = run.results.lines
+    return {"folder": str(folder), "header": lines[0], "rounds": run.results.rounds, "end": lines[-1], "run": run}
+
+
+def finished(folder: Path, config: RunConfig) -> dict[str, Any] | None:
+    """The run in this folder, if it is this very configuration and has come to its end."""
+    try:
+        run = read_run(folder)
+    except FlashError:
+        return None
+    return run if run["end"] and run["header"].get("config") == config.to_json() else None
+
+
+def compare(
+    base: Callable[[str, int], RunConfig],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    folder: Path,
+    quiet: bool = False,
+) -> dict[str, list[dict[str, Any]]]:
+    """Every method with every seed; runs that are already in the folder are taken as they are."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    total, at = len(methods) * len(seeds), 0
+    for name in methods:
+        for seed in seeds:
+            at += 1
+            config = base(name, seed)
+            place = folder / f"{name}-seed{seed}"
+            label = f"[{at}/{total}] {name} seed {seed}"
+            runs[name].append(finished(place, config) or run_config(config, place, quiet=quiet, label=label))
+    return runs
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float]:
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a table says of one method's runs: means over seeds."""
+    ends = [run["end"] for run in runs]
+    rounds = [[r for r in run["rounds"] if r["stage"] == 2] for run in runs]
+    count = max(1, len(rounds[0]))
+    tail = max(1, count // 6)
+    accuracy, spread = mean_std([end["accuracy"] for end in ends])
+    return {
+        "accuracy": accuracy,
+        "std": spread,
+        "best": mean_std([end["best"] for end in ends])[0],
+        "density": mean_std([r[-1]["density"] for r in rounds])[0],
+        "up": mean_std([end["bytes"]["up"] for end in ends])[0] / count,
+        "down": mean_std([end["bytes"]["down"] for end in ends])[0] / count,
+        "mismatch": mean_std([statistics.fmean(x.get("mismatch", 0.0) for x in r[-tail:]) for r in rounds])[0],
+        "seconds": mean_std([end["seconds"] for end in ends])[0],
+        "seeds": len(runs),
+    }
+
+
+COLUMNS = ("method", "accuracy %", "best %", "density", "up / round", "down / round", "mask mismatch", "seconds")
+
+
+def rows(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, ...]]:
+    """The table's rows as text."""
+    out = []
+    for name, group in runs.items():
+        s = summary(group)
+        out.append(
+            (
+                name,
+                f"{100 * s['accuracy']:.2f} ± {100 * s['std']:.2f}",
+                f"{100 * s['best']:.2f}",
+                f"{s['density']:.3f}",
+                amount(s["up"]),
+                amount(s["down"]),
+                f"{s['mismatch']:.3f}",
+                f"{s['seconds']:.1f}",
+            )
+        )
+    return out
+
+
+def verdict(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Whether these runs show the paper's story, said truthfully: consensus (spdst, jmwst) above pdst and nst."""
+    means = {name: summary(group)["accuracy"] for name, group in runs.items()}
+    ours = [n for n in ("spdst", "jmwst") if n in means]
+    theirs = [n for n in ("pdst", "nst") if n in means]
+    if not ours or not theirs:
+        return ""
+    against = [f"{a} ({100 * means[a]:.2f}) is not above {b} ({100 * means[b]:.2f})" for a in ours for b in theirs if means[a] <= means[b]]
+    if not against:
+        return "As in the paper, methods that agree on a sensitivity-aware mask (spdst, jmwst) end above pdst and nst."
+    return "Unlike in the paper, on this task and these seeds " + "; ".join(against) + "."
+
+
+def replace_seed(config: RunConfig, seed: int) -> RunConfig:
+    return replace(config, train=replace(config.train, seed=seed))
