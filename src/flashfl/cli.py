@@ -18,19 +18,23 @@ _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, dispatch, and turn errors the user can mend into one clear line."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if not hasattr(args, "go"):
-        parser.print_help()
-        return 2
+    parser, commands = _parser()
+    words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return int(args.go(args, _overrides(rest)) or 0)
+        overrides: dict[str, str] = {}
+        if words and words[0] in commands:
+            words, overrides = _settings_apart(words, commands[words[0]])
+        args = parser.parse_args(words)
+        if not hasattr(args, "go"):
+            parser.print_help()
+            return 2
+        return int(args.go(args, overrides) or 0)
     except FlashError as error:
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nflashfl: interrupted; a run with --out can be continued with --resume", file=sys.stderr)
+        print("\nflashfl: interrupted; a run can be continued with --resume", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
@@ -40,24 +44,24 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _overrides(rest: Sequence[str]) -> dict[str, str]:
-    """`--name value` and `--name=value` pairs: settings of the method, the training or the task."""
-    found: dict[str, str] = {}
-    at = 0
-    while at < len(rest):
-        name, equals, value = rest[at].partition("=")
-        if not name.startswith("--") or len(name) < 3:
-            raise ConfigError(f"unexpected argument {rest[at]!r}: settings are given as --name value")
+def _settings_apart(words: list[str], command: argparse.ArgumentParser) -> tuple[list[str], dict[str, str]]:
+    """Split `--name value` and `--name=value` settings from the options a command has of its own."""
+    own, settings = [], {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") or name in command._option_string_actions or not command.get_default("settings"):
+            own.append(word)
+            continue
         if not equals:
-            if at + 1 >= len(rest):
-                raise ConfigError(f"{name} needs a value")
-            at, value = at + 1, rest[at + 1]
-        found[name[2:].replace("-", "_") if "." not in name else name[2:]] = value
-        at += 1
-    return found
+            value = next(rest, "")
+            if value == "" or value.startswith("--"):
+                raise ConfigError(f"{name} needs a value: {name} VALUE")
+        settings[name[2:].replace("-", "_")] = value
+    return own, settings
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="flashfl",
         description="Sparse federated learning that is real: FLASH and its rivals, with bytes that are really saved.",
@@ -67,12 +71,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flashfl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="")
 
-    def add(name: str, go: Callable[..., Any], help: str, **more: Any) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=help, description=help, allow_abbrev=False, **more)
-        sub.set_defaults(go=go)
+    made: dict[str, argparse.ArgumentParser] = {}
+
+    def add(name: str, go: Callable[..., Any], help: str, settings: bool = False) -> argparse.ArgumentParser:
+        epilog = "Any setting can be given as --name value; see `flashfl methods` and `flashfl settings`."
+        sub = commands.add_parser(
+            name, help=help, description=help, allow_abbrev=False, epilog=epilog if settings else None
+        )
+        sub.set_defaults(go=go, settings=settings)
+        made[name] = sub
         return sub
 
-    run = add("run", _run, "train one method, from a TOML configuration or on the embedded digits")
+    run = add("run", _run, "train one method, from a TOML configuration or on the embedded digits", settings=True)
     run.add_argument("config", nargs="?", type=Path, help="a TOML file with tables task, train, method")
     run.add_argument("--out", type=Path, help="folder for results and checkpoints (default: runs/TASK-METHOD-SEED)")
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint in that folder")
@@ -81,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--data-root", dest="root", help="where data sets lie (default: FLASHFL_DATA, else ./data)")
     run.add_argument("--quiet", action="store_true", help="show the final line only")
 
-    comparison = add("compare", _compare, "train several methods over several seeds and print a table")
+    comparison = add("compare", _compare, "train several methods over several seeds and print a table", settings=True)
     comparison.add_argument("config", nargs="?", type=Path, help="a TOML file (default: the embedded digits)")
     comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
@@ -96,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("methods", _methods, "list every method with its settings and defaults")
     add("settings", _settings, "list every setting of training and tasks with its default")
-    return parser
+    return parser, made
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
@@ -124,7 +134,9 @@ def quick(config: Any) -> Any:
     method = config.method
     if hasattr(method, "warmup_epochs"):
         method = replace(method, warmup_epochs=1, warmup_clients=min(2, method.warmup_clients))
-    return replace(config, train=small, task=replace(task, clients=clients, limit=min(task.limit or 512, 512)), method=method)
+    return replace(
+        config, train=small, task=replace(task, clients=clients, limit=min(task.limit or 512, 512)), method=method
+    )
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -133,7 +145,10 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.results import RESULTS
 
     config = _config(args, overrides)
-    folder = args.out or Path("runs") / f"{config.task.dataset.replace(':', '-')}-{config.method.name}-seed{config.train.seed}"
+    folder = (
+        args.out
+        or Path("runs") / f"{config.task.dataset.replace(':', '-')}-{config.method.name}-seed{config.train.seed}"
+    )
     if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
         raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
                           "or choose another folder with --out")  # fmt: skip

@@ -8,9 +8,7 @@ from flashfl.core.state import Mask, Weights
 
 
 def net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2)
-    )
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 2))
 
 
 def test_prunable_come_first_then_dense_then_statistics() -> None:

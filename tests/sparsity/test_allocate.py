@@ -39,7 +39,9 @@ def test_share_out_is_exact_within_caps_and_monotone_in_wishes(rows: list[tuple[
     out = share_out(wishes, caps, total)
     assert sum(out) == total
     assert all(0 <= x <= cap for x, cap in zip(out, caps, strict=True))
-    for (a, x, cap_a), (b, y, _) in ((p, q) for p in zip(wishes, out, caps, strict=True) for q in zip(wishes, out, caps, strict=True)):
+    for (a, x, cap_a), (b, y, _) in (
+        (p, q) for p in zip(wishes, out, caps, strict=True) for q in zip(wishes, out, caps, strict=True)
+    ):
         assert not (a > b and x < cap_a and x < y - 1) or sum(wishes) == 0 or total > sum(c for w, c in rows if w > 0)
 
 

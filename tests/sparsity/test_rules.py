@@ -18,7 +18,12 @@ TWO = Layout.build({"prunable": [("a", (8,)), ("b", (8,))]})
 
 
 def move(
-    layout: Layout, weights: list[float], active: str, rate: float, rule: PruneRegrow | None = None, scores: list[float] | None = None
+    layout: Layout,
+    weights: list[float],
+    active: str,
+    rate: float,
+    rule: PruneRegrow | None = None,
+    scores: list[float] | None = None,
 ) -> tuple[str, list[float], tuple[int, ...]]:
     vectors = torch.tensor([weights])
     masks = torch.tensor([[c == "1" for c in active]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,7 +15,9 @@ from .state import Client, Order, Outcome, State, Sums, Traffic, Weights
 class Engine(Protocol):
     """Carries out orders, owns what clients remember, counts bytes."""
 
-    def train(self, s: State, orders: Sequence[tuple[Client, Order]]) -> Outcome: ...
+    def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
+        """Have the orders carried out; they are made as they are needed, in ascending client id."""
+        ...
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]: ...
 
@@ -53,7 +55,7 @@ def run_rounds(
     while not state.done:
         began = time.perf_counter()
         cohort = method.cohort(state, clients)
-        outcome = engine.train(state, [(client, method.order(state, client)) for client in cohort])
+        outcome = engine.train(state, _orders(method, state, cohort))
         if outcome.sums.clients < min(min_replies, len(cohort)):
             _raise_if_hopeless(state, outcome, retries)
             state = state.again()
@@ -87,6 +89,11 @@ def run_rounds(
             return
 
 
+def _orders(method: Method, state: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
+    for client in sorted(cohort, key=lambda c: c.id):
+        yield client, method.order(state, client)
+
+
 def _raise_if_hopeless(state: State, outcome: Outcome, retries: int) -> None:
     if state.attempt >= retries:
         reasons = "; ".join(f"client {c}: {why}" for c, why in list(outcome.failures.items())[:3])
@@ -111,7 +118,7 @@ def _judge(method: Method, state: State, engine: Engine, last: bool) -> dict[str
 def gather_statistics(state: State, clients: Sequence[Client], engine: Engine) -> tuple[State, Traffic]:
     """Static BatchNorm's last act: every client reports the statistics of its data under the final weights."""
     local = replace(state.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
-    outcome = engine.train(state, [(c, state.order(c, local)) for c in clients])
+    outcome = engine.train(state, ((c, state.order(c, local)) for c in clients))
     return replace(state, weights=_with_statistics(state.weights, outcome.sums)), outcome.traffic
 
 

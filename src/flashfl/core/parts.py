@@ -69,7 +69,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     """`value` as the annotated type `hint`, or an error that says what was expected."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
-        return value
+        return from_json(value) if isinstance(value, dict) and "is" in value else value
     if origin in (typing.Union, types.UnionType):
         return _coerce_union(value, hint, args, name)
     if origin is typing.Literal:

@@ -10,8 +10,6 @@ from .nst import NST
 from .pdst import PDST
 from .spdst import SPDST
 
-METHODS: dict[str, type[Method]] = {
-    cls.name: cls for cls in (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST)
-}
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST)}
 
 __all__ = ["JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "HeteroJMWST", "HeteroSPDST"]

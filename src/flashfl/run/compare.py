@@ -117,7 +117,12 @@ def verdict(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     theirs = [n for n in ("pdst", "nst") if n in means]
     if not ours or not theirs:
         return ""
-    against = [f"{a} ({100 * means[a]:.2f}) is not above {b} ({100 * means[b]:.2f})" for a in ours for b in theirs if means[a] <= means[b]]
+    against = [
+        f"{a} ({100 * means[a]:.2f}) is not above {b} ({100 * means[b]:.2f})"
+        for a in ours
+        for b in theirs
+        if means[a] <= means[b]
+    ]
     if not against:
         return "As in the paper, methods that agree on a sensitivity-aware mask (spdst, jmwst) end above pdst and nst."
     return "Unlike in the paper, on this task and these seeds " + "; ".join(against) + "."

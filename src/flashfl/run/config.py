@@ -14,7 +14,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ..core.errors import ConfigError, unknown
 from ..core.method import Method
 from ..core.parts import build
-from ..core.state import Local
+from ..core.rng import fold
+from ..core.state import Client, Local, Plan
+from ..data.task import Task
 from ..data.tasks import TaskConfig
 from ..methods import METHODS
 
@@ -62,6 +64,14 @@ class TrainConfig:
         """The clients' training recipe."""
         names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "max_steps")
         return Local(statistics=not self.static_bn, **{name: getattr(self, name) for name in names})
+
+
+def plan_of(train: TrainConfig, task: Task, clients: Sequence[Client], device: Any = "cpu") -> Plan:
+    """The plan these settings make for a task's model and these clients."""
+    key = fold(train.seed, "run")
+    return Plan(
+        task.layout, task.draw, key, train.rounds, len(clients), train.per_round, train.local(), train.lr_end, device
+    )
 
 
 @dataclass(frozen=True)

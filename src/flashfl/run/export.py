@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..core.errors import ConfigError
+from ..core.rng import fold
 from ..core.state import Weights
 
 
@@ -25,3 +27,21 @@ def export_weights(weights: Weights, path: Path, about: Mapping[str, str]) -> Pa
     save_file(tensors, partial, {"flashfl": json.dumps({"density": weights.mask.density, **about})})
     partial.replace(path)
     return path
+
+
+def export_run(folder: Path, target: Path | None = None) -> Path:
+    """The model of a run's last checkpoint, as a file."""
+    from ..data.tasks import build_task
+    from . import checkpoint
+    from .config import RunConfig, plan_of
+    from .results import read_run
+
+    header = read_run(folder)["header"]
+    if not header.get("config"):
+        raise ConfigError(f"{folder} does not say how its task was made; use run.save() where it was run")
+    config = RunConfig.from_json(header["config"])
+    task = build_task(config.task, fold(config.train.seed, "task"))
+    point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, task.clients), header["identity"])
+    weights = next(iter(config.method.views(point.state).values()))
+    about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
+    return export_weights(weights, target or folder / "model.safetensors", about)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +17,11 @@ from torch import nn
 from ..core.errors import ConfigError, RunStopped
 from ..core.loop import Record, run_rounds
 from ..core.method import Method
-from ..core.rng import fold
-from ..core.state import Plan, State, Traffic, Weights
+from ..core.state import Client, Plan, State, Traffic, Weights
 from ..data.task import Task
 from ..engine import make_engine
 from . import checkpoint as checkpoints
-from .config import TrainConfig
+from .config import TrainConfig, plan_of
 from .record import Recorder
 from .results import Results
 
@@ -120,26 +119,38 @@ def simulate(
     if rounds is not None:
         settings["rounds"] = rounds
     config = _train_config(train, task, settings)
-    run = Run(method, task, config, Path(folder) if folder else None)
-    key = fold(config.seed, "run")
-    engine = make_engine(task, config, run.folder / "masks" if run.folder else None)
+    place = Path(folder) if folder else None
+    engine = make_engine(task, config, place / "masks" if place else None)
     try:
-        plan = Plan(
-            task.layout, task.draw, key, config.rounds, len(task.clients), config.per_round, config.local(),
-            config.lr_end, engine.device,
-        )  # fmt: skip
-        clients = method.admit(task.clients, key)
-        identity = _identity(method, task, config)
-        keeper = _Keeper(run, engine, identity)
-        start = _resume(run, keeper, plan) if resume else None
-        if start is None:
-            run.results.begin({"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)})
-            start = method.init(plan)
-        run.state = start
-        with keeper.on_the_way_out():
-            _loop(run, engine, clients, keeper, watch)
+        return drive(method, task, config, engine, task.clients, place, resume, watch, header)
     finally:
         engine.close()
+
+
+def drive(
+    method: Method,
+    task: Task,
+    config: TrainConfig,
+    engine: Any,
+    clients: Sequence[Client],
+    folder: Path | None = None,
+    resume: bool = False,
+    watch: Watch | None = None,
+    header: Mapping[str, Any] | None = None,
+) -> Run:
+    """Run a method on any engine, for these clients; of the task only its model is used here."""
+    run = Run(method, task, config, folder)
+    plan = plan_of(config, task, clients, engine.device)
+    identity = _identity(method, task, config, clients)
+    clients = method.admit(clients, plan.key)
+    keeper = _Keeper(run, engine, identity)
+    start = _resume(run, keeper, plan) if resume else None
+    if start is None:
+        run.results.begin({"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)})
+        start = method.init(plan)
+    run.state = start
+    with keeper.on_the_way_out():
+        _loop(run, engine, clients, keeper, watch)
     return run
 
 
@@ -214,16 +225,16 @@ def _about(task: Task, clients: Any) -> dict[str, Any]:
     }
 
 
-def _identity(method: Method, task: Task, config: TrainConfig) -> dict[str, Any]:
+def _identity(method: Method, task: Task, config: TrainConfig, clients: Sequence[Client]) -> dict[str, Any]:
     """What must be equal for a checkpoint to be this run's."""
     outside = ("workers", "device", "checkpoint_every", "max_bytes")
     settings = {k: v for k, v in asdict(config).items() if k not in outside}
-    clients = json.dumps([[c.id, c.n, c.density] for c in task.clients])
+    known = json.dumps([[c.id, c.n, c.density] for c in clients])
     return {
         "method": f"{method!r}",
         "settings": settings,
         "layout": task.layout.hash,
-        "clients": hashlib.blake2b(clients.encode(), digest_size=8).hexdigest(),
+        "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
     }
 
 

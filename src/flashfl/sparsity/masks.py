@@ -14,9 +14,7 @@ from .pattern import select
 from .select import magnitude
 
 
-def random_mask(
-    layout: Layout, budgets: Sequence[int], key: int, device: Device = "cpu", nm: int = 0
-) -> Mask:
+def random_mask(layout: Layout, budgets: Sequence[int], key: int, device: Device = "cpu", nm: int = 0) -> Mask:
     """A random mask with these budgets. Under one key, smaller budgets give a subset of what larger ones give."""
     bits = torch.zeros(layout.prunable_size, dtype=torch.bool, device=device)
     for layer, budget in zip(layout.prunable, budgets, strict=True):
@@ -39,9 +37,7 @@ def mismatch(a: Mask, b: Mask) -> float:
 
 def layer_mismatch(a: Mask, b: Mask) -> tuple[float, ...]:
     """SM of each layer."""
-    return tuple(
-        _mismatch(a.bits[x.start : x.stop], b.bits[x.start : x.stop]) for x in a.layout.prunable
-    )
+    return tuple(_mismatch(a.bits[x.start : x.stop], b.bits[x.start : x.stop]) for x in a.layout.prunable)
 
 
 def _mismatch(a: Tensor, b: Tensor) -> float:

@@ -79,7 +79,6 @@ def select(layer: Layer, keys: Tensor, budget: int, m: int = 0) -> Tensor:
     return g.join(lowest(groups, n), lowest(rest, budget - n * g.rows))
 
 
-
 def within_groups(layer: Layer, m: int, keys: Tensor, like: Tensor, candidates: Tensor) -> Tensor:
     """Of `candidates`, the lowest keys of each group, as many as `like` marks in that group."""
     g = Groups.of(layer, m)

@@ -81,7 +81,12 @@ class PruneRegrow:
                 else -magnitude(scores[:, span])
             )
             self._move_layer(
-                layer, vectors[:, span], masks[:, span], rank, [d[i] for d in drops], [g[i] for g in grown],
+                layer,
+                vectors[:, span],
+                masks[:, span],
+                rank,
+                [d[i] for d in drops],
+                [g[i] for g in grown],
                 [layer.size - row[i] for row in counts],
             )
         return [tuple(k + g for k, g in zip(a, b, strict=True)) for a, b in zip(kept, grown, strict=True)]

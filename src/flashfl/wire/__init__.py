@@ -1,0 +1,36 @@
+"""What travels between server and clients, as bytes: near the entropy bound, and believed only when it checks out."""
+
+from __future__ import annotations
+
+from .codec import Coding, Encoded, Limits, Message, Parts, decode, encode, seal, size, size_with, value_key
+from .errors import Distrusted, UnknownFixed, UnknownMask, WireError
+from .ledger import ClientLedger, ServerLedger
+from .sizes import MaskSizes, mask_sizes, rice_bits
+from .tensors import fixed_hash
+from .values import round_values, segments
+
+__all__ = [
+    "ClientLedger",
+    "Coding",
+    "Distrusted",
+    "Encoded",
+    "Limits",
+    "MaskSizes",
+    "Message",
+    "Parts",
+    "ServerLedger",
+    "UnknownFixed",
+    "UnknownMask",
+    "WireError",
+    "decode",
+    "encode",
+    "fixed_hash",
+    "mask_sizes",
+    "rice_bits",
+    "round_values",
+    "seal",
+    "segments",
+    "size",
+    "size_with",
+    "value_key",
+]

@@ -1,0 +1,225 @@
+"""Who holds which samples. Every scheme is a pure function of the labels (or ids), the number of clients and a key.
+
+A partition is one sorted int64 array of sample indices for each client; together they hold every sample once (where
+`natural` is asked for fewer clients than there are ids: every sample of the ids chosen), and no client is empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import ConfigError, DataError, unknown
+
+Index = NDArray[np.int64]
+Partition = list[Index]
+SCHEMES = ("lda", "dirichlet", "shards", "natural", "iid")
+_UNIFORM = 100.0  # from this alpha on, LDA counts as uniform
+
+
+def split(
+    scheme: str,
+    labels: NDArray[Any],
+    clients: int,
+    key: int,
+    *,
+    alpha: float = 1.0,
+    classes_per_client: int = 2,
+    ids: NDArray[Any] | None = None,
+) -> Partition:
+    """The partition a scheme of that name makes."""
+    if scheme == "natural":
+        if ids is None:
+            raise ConfigError("partition = 'natural': this data set does not say who made each sample")
+        return natural(ids, clients, key)
+    if scheme == "lda":
+        return lda(labels, clients, key, alpha)
+    if scheme == "dirichlet":
+        return dirichlet(labels, clients, key, alpha)
+    if scheme == "shards":
+        return shards(labels, clients, key, classes_per_client)
+    if scheme == "iid":
+        return iid(len(labels), clients, key)
+    raise unknown("partition", scheme, SCHEMES)
+
+
+def _rng(key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key))
+
+
+def _check(samples: int, clients: int, alpha: float = 1.0) -> None:
+    if not alpha > 0:
+        raise ConfigError(f"alpha = {alpha}: must be above 0")
+    if not 1 <= clients <= samples:
+        raise ConfigError(f"clients = {clients}: must lie between 1 and the number of samples, {samples}")
+
+
+def _pools(labels: NDArray[Any], rng: np.random.Generator) -> list[Index]:
+    """The samples of each class that occurs, in random order."""
+    shuffled = rng.permutation(len(labels))
+    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    counts = np.unique(labels, return_counts=True)[1]
+    return np.split(order, np.cumsum(counts)[:-1])
+
+
+def _sizes(total: int, parts: int) -> Index:
+    """`total` in `parts` whole numbers that differ by at most one."""
+    return np.diff(np.arange(parts + 1, dtype=np.int64) * total // parts)
+
+
+def iid(samples: int, clients: int, key: int) -> Partition:
+    """A uniformly random split into sizes that differ by at most one."""
+    _check(samples, clients)
+    order = _rng(key).permutation(samples).astype(np.int64)
+    return [np.sort(part) for part in np.split(order, np.cumsum(_sizes(samples, clients))[:-1])]
+
+
+def lda(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Partition:
+    """Latent Dirichlet allocation with equal shares: sizes differ by at most one.
+
+    Each client in turn draws class proportions from Dirichlet(alpha), then its samples class by class without
+    replacement, the proportions renormalised over the classes that still have samples. Turns are in random order, so
+    that who takes the leftovers says nothing about a client's number. An alpha of 100 or more counts as uniform.
+    """
+    _check(len(labels), clients, alpha)
+    if alpha >= _UNIFORM:
+        return iid(len(labels), clients, key)
+    rng = _rng(key)
+    pools = _pools(labels, rng)
+    left = np.array([len(pool) for pool in pools])
+    shares = rng.dirichlet(np.full(len(pools), alpha), size=clients)
+    sizes = _sizes(len(labels), clients)
+    parts: Partition = [np.empty(0, dtype=np.int64)] * clients
+    for client in rng.permutation(clients):
+        taken = _draw(shares[client], left, int(sizes[client]), rng)
+        ends = [(pool, int(rest), int(count)) for pool, rest, count in zip(pools, left, taken, strict=True) if count]
+        parts[client] = np.sort(np.concatenate([pool[rest - count : rest] for pool, rest, count in ends]))
+        left = left - taken
+    return parts
+
+
+def _draw(share: NDArray[np.float64], left: NDArray[Any], count: int, rng: np.random.Generator) -> NDArray[Any]:
+    """How many samples of each class a client takes.
+
+    All draws are made at once; those that ask for more than a class has are drawn again from the other classes, which
+    is what drawing one sample after another, renormalising each time, comes to.
+    """
+    taken = np.zeros_like(left)
+    while count:
+        open_share = np.where(taken < left, share, 0.0)
+        if open_share.sum() <= 0:  # none of the classes this client likes has samples left
+            open_share = (left - taken).astype(np.float64)
+        new = np.minimum(taken + rng.multinomial(count, open_share / open_share.sum()), left)
+        count -= int((new - taken).sum())
+        taken = new
+    return taken
+
+
+def dirichlet(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Partition:
+    """The unbalanced split: each class is cut over the clients by its own draw from Dirichlet(alpha).
+
+    A client that would go empty is given one sample of the client that then has most.
+    """
+    _check(len(labels), clients, alpha)
+    rng = _rng(key)
+    owner = np.empty(len(labels), dtype=np.int64)
+    for pool in _pools(labels, rng):
+        ends = np.cumsum(rng.dirichlet(np.full(clients, alpha)))
+        owner[pool] = np.searchsorted(ends[:-1], (np.arange(len(pool)) + 0.5) / len(pool))
+    held = np.bincount(owner, minlength=clients)
+    for client in np.flatnonzero(held == 0):
+        richest = int(np.argmax(held))
+        owner[rng.choice(np.flatnonzero(owner == richest))] = client
+        held[richest] -= 1
+        held[client] = 1
+    return _by_owner(owner, clients)
+
+
+def _by_owner(owner: NDArray[Any], clients: int) -> Partition:
+    order = np.argsort(owner, kind="stable").astype(np.int64)
+    return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
+
+
+def natural(ids: NDArray[Any], clients: int, key: int) -> Partition:
+    """One client for each id (a writer, a user), in the ids' order; 0 clients: all ids, fewer: a random choice."""
+    names, owner = np.unique(ids, return_inverse=True)
+    clients = clients or len(names)
+    if not 1 <= clients <= len(names):
+        raise ConfigError(f"clients = {clients}: there are only {len(names)} ids to split by; 0 takes them all")
+    parts = _by_owner(owner.reshape(-1), len(names))
+    if clients == len(names):
+        return parts
+    return [parts[i] for i in np.sort(_rng(key).choice(len(names), clients, replace=False))]
+
+
+def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int = 2) -> Partition:
+    """The pathological split: each client holds samples of at most `classes_per_client` classes.
+
+    Every class is cut into shards in proportion to its size, as many in all as clients times classes a client; each
+    client takes shards of the classes with most left, ties broken at random, so that its shards are of different
+    classes wherever that is possible.
+    """
+    _check(len(labels), clients)
+    rng = _rng(key)
+    pools = _pools(labels, rng)
+    wanted = clients * classes_per_client
+    if classes_per_client < 1 or not len(pools) <= wanted <= len(labels):
+        raise ConfigError(
+            f"classes_per_client = {classes_per_client} with {clients} clients makes {wanted} shards: there must be at "
+            f"least one for each of the {len(pools)} classes and at most one for each of the {len(labels)} samples"
+        )
+    cuts = _cut(np.array([len(pool) for pool in pools]), wanted)
+    pieces = [np.array_split(pool, n) for pool, n in zip(pools, cuts, strict=True)]
+    parts: Partition = []
+    for _ in range(clients):
+        left = np.array([len(rest) for rest in pieces])
+        mine: list[Index] = []
+        for label in np.lexsort((rng.random(len(left)), -left))[:classes_per_client]:
+            if pieces[label]:
+                mine.append(pieces[label].pop())
+        while len(mine) < classes_per_client:
+            mine.append(max(pieces, key=len).pop())
+        parts.append(np.sort(np.concatenate(mine)))
+    return parts
+
+
+def _cut(sizes: NDArray[Any], wanted: int) -> NDArray[Any]:
+    """How many shards each class is cut into: at least one, none empty, the smallest shard as large as can be."""
+    cuts = np.ones_like(sizes)
+    for _ in range(wanted - len(sizes)):
+        cuts[np.argmax(sizes / (cuts + 1))] += 1
+    return cuts
+
+
+def save(partition: Partition, path: str | Path) -> None:
+    """Write a partition as an .npz of plain integers, under exactly the name given."""
+    ends = np.cumsum([len(part) for part in partition])
+    with open(path, "wb") as file:
+        np.savez_compressed(file, index=np.concatenate(partition), ends=ends)
+
+
+def load(path: str | Path, samples: int) -> Partition:
+    """A saved partition of `samples` samples."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            index, ends = stored["index"].astype(np.int64), stored["ends"].astype(np.int64)
+    except FileNotFoundError:
+        raise DataError(f"no partition at {path}: `flashfl data partition --save {path}` writes one") from None
+    except Exception as error:  # numpy raises many kinds for files that are not its own
+        raise DataError(f"{path} is not a saved partition: {error}") from None
+    parts = np.split(index, ends[:-1])
+    if len(ends) == 0 or np.any(np.diff(ends, prepend=0) < 1) or ends[-1] != len(index):
+        raise DataError(f"{path} is not a saved partition: a client is empty or samples belong to none")
+    if index.min() < 0 or index.max() >= samples or len(np.unique(index)) != len(index):
+        raise DataError(
+            f"{path} does not fit this data set of {samples} samples: an index is out of range or twice there"
+        )
+    return parts
+
+
+def histogram(partition: Partition, labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
+    """How many samples of each class each client holds: clients by classes."""
+    return np.stack([np.bincount(labels[part], minlength=classes) for part in partition]).astype(np.int64)

@@ -1,0 +1,58 @@
+"""A partition to look at: in the terminal, or as a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import ConfigError
+
+_SHADES = " ▁▂▃▄▅▆▇█"
+
+
+def render(counts: NDArray[Any], rows: int = 40, columns: int = 100) -> str:
+    """A histogram (clients by classes) as text: one line a client, a bar a class, as high as its share of the client.
+
+    Beyond `rows` clients an even choice of them is shown, beyond `columns` classes neighbours are taken together.
+    """
+    clients, classes = counts.shape
+    sizes = counts.sum(1)
+    held = (counts > 0).sum(1)
+    chosen = np.unique(np.linspace(0, clients - 1, min(rows, clients)).round().astype(int))
+    edges = np.unique(np.linspace(0, classes, min(columns, classes) + 1).round().astype(int))[:-1]
+    lines = [
+        f"{clients} clients, {sizes.sum()} samples, {sizes.min()} to {sizes.max()} a client (median "
+        f"{int(np.median(sizes))}), {held.min()} to {held.max()} of {classes} classes a client"
+    ]
+    for client in chosen:
+        grouped = np.add.reduceat(counts[client], edges)
+        levels = np.ceil(grouped / max(1, grouped.max()) * (len(_SHADES) - 1)).astype(int)
+        lines.append(f"{client:>5} {sizes[client]:>6} |{''.join(_SHADES[level] for level in levels)}|")
+    if len(chosen) < clients:
+        lines.append(f"({clients - len(chosen)} clients not shown)")
+    return "\n".join(lines)
+
+
+def plot(counts: NDArray[Any], path: str | Path, title: str = "") -> None:
+    """Write a histogram (clients by classes) as an image: stacked bars, one a client. Needs matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need the matplotlib package: pip install 'flashfl[plots]'") from None
+    clients, classes = counts.shape
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    ends = np.cumsum(counts, axis=1)
+    place = np.arange(clients)
+    for label in range(classes):
+        low = ends[:, label] - counts[:, label]
+        axes.fill_between(place, low, ends[:, label], step="mid", linewidth=0, label=str(label))
+    axes.set(xlabel="client", ylabel="samples", xlim=(-0.5, max(0.5, clients - 0.5)), title=title)
+    if classes <= 20:
+        axes.legend(title="class", loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,95 @@
+"""The client's half of a round: read an order, train, write the update, remember what it was told to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import FlashError
+from ..core.layout import Layout
+from ..core.state import Local, Mask, Order, Tag, Update
+from ..data.examples import Source
+from ..wire import ClientLedger, Message, UnknownMask, WireError, decode, encode
+from ..wire.values import Form
+from .train import ClientFailed, Trainer
+
+# What a client remembers, as JSON: for each of its last rounds the tag and the hashes of the order's mask and its own.
+Memory = list[tuple[Tag, str, str | None]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer in bytes and what the client remembers now; `lacks` if it needs the full mask first."""
+
+    data: bytes
+    memory: Memory
+    lacks: bool = False
+
+
+class ClientSide:
+    """Plays one client at a time on one replica; masks it remembers lie in a store, by hash."""
+
+    def __init__(self, trainer: Trainer, store: Any, values: Form = "fp32") -> None:
+        self.trainer, self.layout, self.store, self.values = trainer, trainer.layout, store, values
+
+    def work(self, client: int, data: Source, order_bytes: bytes, memory: Memory) -> Reply:
+        """Carry out an order. Raises ClientFailed where there is nothing worth sending."""
+        ledger = self._recall(memory)
+        try:
+            message = decode(order_bytes, self.layout, known=ledger.known())
+            ledger.begin(message)
+        except UnknownMask as error:
+            return self._lack(client, order_bytes, error)
+        except WireError as error:
+            raise ClientFailed(f"it cannot read its order ({type(error).__name__}: {error})") from None
+        assert message.local is not None
+        order = Order(message.weights(), message.local, message.key, message.tag, dict(message.extra))
+        update = self.trainer.train(order, client, data, ledger.own(message.start))
+        encoded = encode(update_message(update, order, self.layout), ledger.bases(message), self.values)
+        keeps = "mask" in order.local.keep and update.weights is not None
+        ledger.finish(message, own=update.weights.mask if keeps and update.weights else None)
+        return Reply(encoded.data, self._keep(ledger))
+
+    def _recall(self, memory: Memory) -> ClientLedger:
+        ledger = ClientLedger(self.layout)
+        for tag, order, own in memory:
+            try:
+                ledger.remember(tag, self.store[order], None if own is None else self.store[own])
+            except (KeyError, FlashError):
+                continue  # lost or damaged: as if it had never been; the server will be told
+        return ledger
+
+    def _keep(self, ledger: ClientLedger) -> Memory:
+        return [
+            (tag, self.store.put(order), None if own is None else self.store.put(own))
+            for tag, (order, own) in ledger.rounds().items()
+        ]
+
+    def _lack(self, client: int, order_bytes: bytes, error: UnknownMask) -> Reply:
+        from ..wire.frame import read_frame
+
+        tag = read_frame(memoryview(order_bytes), self.layout, len(order_bytes)).tag
+        lack = encode(Message("lack", self.layout, tag, client, lacks=error.hash))
+        return Reply(lack.data, [], lacks=True)
+
+
+def update_message(update: Update, order: Order, layout: Layout) -> Message:
+    """An update as it will travel."""
+    local: Local = order.local
+    weights = update.weights
+    mask: Mask | None = weights.mask if weights is not None else None
+    values = weights.packed() if weights is not None else None
+    tail = layout.size - layout.trained_size
+    carries: Any = "all" if local.statistics else "weights"
+    metrics: Mapping[str, float] = dict(update.metrics)
+    if local.report == "statistics":
+        mask, carries = None, "statistics"
+        values = values[len(values) - tail :] if values is not None else None
+    elif values is not None and not local.statistics:
+        values = values[: len(values) - tail]
+    return Message(
+        "update", layout, order.tag, update.client, n=update.n, key=order.key, mask=mask, values=values, carries=carries,
+        counts=update.counts if mask is None and local.report == "counts" else None, metrics=metrics,
+        extra=dict(update.extra),
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""The server's half of a round: orders into bytes, bytes into updates that can be believed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..core.layout import Layout
+from ..core.state import Client, Order, Traffic, Update, Weights
+from ..wire import Encoded, Message, ServerLedger, WireError, decode, encode
+from ..wire.trust import Trust, change_norm, check_cohort, check_update
+from ..wire.values import Form
+from .spool import Spool
+
+HISTORY_BYTES = 128 << 20
+
+
+class ServerSide:
+    """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
+
+    def __init__(self, layout: Layout, values: Form = "fp32", trust: Trust | None = None) -> None:
+        self.layout, self.values, self.trust = layout, values, trust or Trust()
+        self.ledger = ServerLedger(layout, bytes=HISTORY_BYTES)
+        self._packed: tuple[Weights | None, Tensor | None] = (None, None)
+
+    def message(self, client: Client, order: Order) -> Message:
+        """An order for a client as it will travel."""
+        own = self.ledger.own(client.id)
+        return Message(
+            "order", self.layout, order.tag, client.id, key=order.key, start=self.ledger.start(client.id),
+            own=own.hash if own is not None else None, local=order.local, mask=order.weights.mask,
+            values=self._pack(order), carries="all" if order.local.statistics else "weights", extra=order.extra,
+        )  # fmt: skip
+
+    def _pack(self, order: Order) -> Tensor:
+        """Packed once for all the clients that get the same weights."""
+        if self._packed[0] is not order.weights:
+            self._packed = (order.weights, order.weights.packed().cpu())
+        values = self._packed[1]
+        assert values is not None
+        return values if order.local.statistics else values[: len(values) - self._tail]
+
+    @property
+    def _tail(self) -> int:
+        return self.layout.size - self.layout.trained_size
+
+    def encode(self, message: Message) -> Encoded:
+        return encode(message, self.ledger.bases(message.client), values=self.values)
+
+    def decode(self, data: bytes, order: Message) -> Message:
+        """An update that answers `order`, or the WireError that says why it does not."""
+        update = decode(data, self.layout, known=self.ledger.known(order.client, order.mask))
+        check_update(update, order, active=_expected(order))
+        return update
+
+    def accept(self, order: Message, update: Message) -> None:
+        keeps = order.local is not None and "mask" in order.local.keep
+        assert order.mask is not None
+        self.ledger.accept(order.client, order.tag, order.mask, own=update.mask if keeps else None)
+
+
+class Inbox:
+    """The updates of one round: checked as they come, spooled, and handed on in order once all are known.
+
+    Whether a change is too large shows only against the whole cohort, so updates wait as bytes; a thousand of them
+    take no more memory than ten.
+    """
+
+    def __init__(self, server: ServerSide) -> None:
+        self.server = server
+        self.spool = Spool()
+        self.norms: dict[int, float] = {}
+        self.failures: dict[int, str] = {}
+        self.traffic = Traffic()
+        self._orders: dict[int, Message] = {}
+
+    def sent(self, order: Message, encoded: Encoded) -> None:
+        self.traffic += encoded.parts.traffic("order")
+        self._orders[order.client] = order
+
+    def failed(self, client: int, why: str) -> None:
+        self.failures[client] = why
+        self._orders.pop(client, None)
+
+    def arrived(self, client: int, data: bytes) -> None:
+        """An answer: kept if it is a good one, else its client is left out with the reason."""
+        order = self._orders[client]
+        try:
+            update = self.server.decode(data, order)
+        except WireError as error:
+            self.traffic += Traffic(up=len(data), overhead=len(data))
+            self.failed(client, f"{type(error).__name__}: {error}")
+            return
+        assert update.parts is not None
+        self.traffic += update.parts.traffic("update")
+        if update.carries != "statistics" and update.mask is not None and self.server.trust.factor > 0:
+            self.norms[client] = change_norm(update, order)
+        self.spool.put(client, data)
+        # The order's values are not needed again; a frozen statistic is.
+        tail = order.values[-self.server._tail :] if order.values is not None and self.server._tail else None
+        self._orders[client] = replace(order, values=tail)
+
+    def updates(self) -> Iterator[Update]:
+        """The good updates in ascending client id; each is accepted as it is handed on."""
+        for client, why in check_cohort(self.norms, self.server.trust).items():
+            self.failed(client, f"{type(why).__name__}: {why}")
+        for client in sorted(self._orders):
+            order = self._orders[client]
+            known = self.server.ledger.known(client, order.mask)
+            update = decode(self.spool.get(client), self.server.layout, known=known)
+            yield _update(update, order)
+            self.server.accept(order, update)
+
+
+def _expected(order: Message) -> int | None:
+    """How many active weights an answer must have: those of the mask the client starts from."""
+    recipe = order.local.start if order.local is not None else None
+    return sum(recipe.budgets) if recipe is not None else None
+
+
+def _update(message: Message, order: Message) -> Update:
+    """A decoded update as the aggregation wants it."""
+    assert message.counts is not None or message.carries == "statistics"
+    weights = None
+    if message.carries == "statistics" and message.values is not None:
+        weights = _statistics_only(message, order)
+    elif message.mask is not None:
+        weights = message.weights()
+    counts = message.counts if message.counts is not None else (0,) * len(message.layout.prunable)
+    return Update(message.client, message.n, weights, counts, dict(message.metrics), dict(message.extra))
+
+
+def _statistics_only(message: Message, order: Message) -> Weights:
+    """Statistics in a vector that is zero elsewhere: sums over it are sums over statistics."""
+    assert message.values is not None and order.mask is not None
+    vector = message.values.new_zeros(message.layout.size)
+    vector[message.layout.trained_size :] = message.values
+    return Weights(order.mask, vector)

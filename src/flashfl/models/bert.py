@@ -1,0 +1,148 @@
+"""Transformer encoders that classify text, through the optional `transformers` package."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import ConfigError, DataError
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+
+class Bert(nn.Module):
+    """An encoder with a classifier on top, from token ids and an attention mask to logits.
+
+    The weight matrices of the encoder's layers are prunable; LayerNorm, biases, pooler and classifier stay dense. With
+    `freeze` the embeddings are fixed: never trained, masked or averaged, so they travel once. They must not be where
+    the model starts from random weights.
+    """
+
+    def __init__(self, net: nn.Module, freeze: bool) -> None:
+        super().__init__()
+        self.net = net
+        self.heads_apart = int(_transformers().__version__.split(".")[0]) >= 5  # its masks have a dimension for heads
+        self.fixed: tuple[str, ...] = ("*embeddings*",) if freeze else ()
+        for name, p in net.named_parameters():
+            if freeze and "embeddings" in name:
+                p.requires_grad_(False)
+
+    @staticmethod
+    def prunable(name: str, p: nn.Parameter) -> bool:
+        return ".layer." in name and p.dim() == 2
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        # A mask for every pair of tokens keeps the library from asking, on the host, whether any token is masked: that
+        # question would stall a GPU at every step and cannot be recorded in a CUDA graph.
+        mask = attention_mask[:, None, :].expand(-1, ids.shape[1], -1)
+        if self.heads_apart:
+            mask = mask[:, None].to(torch.bool)
+        logits: Tensor = self.net(input_ids=ids, attention_mask=mask).logits
+        return logits
+
+
+def has_weights(path: str | Path) -> bool:
+    """Whether a local folder holds a model's weights."""
+    return any((Path(path) / name).is_file() for name in _WEIGHTS)
+
+
+def _transformers() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the library says about itself while it loads
+            import transformers
+    except ImportError:
+        raise ConfigError("this model needs the transformers package: pip install 'flashfl[bert]'") from None
+    return transformers
+
+
+def pretrained(
+    classes: int = 2, vocab: int = 0, length: int = 0, path: str = "bert-base-uncased", freeze: bool = True
+) -> Bert:
+    """The encoder in a local folder, or of that name on the hub, with its weights; only the classifier is drawn.
+
+    It must know as many tokens as `vocab` and texts as long as `length`.
+    """
+    transformers = _transformers()
+    if Path(path).is_dir() and not has_weights(path):
+        raise DataError(
+            f"{path} holds no weights: looked for {', '.join(_WEIGHTS)}. Put one of them there, for instance with "
+            "`hf download google-bert/bert-base-uncased`, or train from random weights with model = 'bert-scratch'"
+        )
+    logging = transformers.utils.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # that the classifier is newly drawn is what we want
+    try:
+        net = transformers.AutoModelForSequenceClassification.from_pretrained(
+            path,
+            num_labels=classes,
+            ignore_mismatched_sizes=True,  # a classifier for other classes is drawn anew
+        )
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"no encoder could be loaded from {path!r}: {str(error).splitlines()[0]} "
+            "Give model_path a folder with config.json and model.safetensors, or the name of a model on the hub"
+        ) from None
+    finally:
+        logging.set_verbosity(level)
+    for what, wanted, has in (("vocab", vocab, "vocab_size"), ("length", length, "max_position_embeddings")):
+        if wanted > getattr(net.config, has, wanted):
+            raise ConfigError(f"{path}: its {has} is {getattr(net.config, has)}, but the texts need {what} = {wanted}")
+    return Bert(net.float(), freeze)
+
+
+def vocabulary(path: str) -> Path:
+    """The vocab.txt of the encoder in a local folder, or of that name on the hub."""
+    if Path(path).is_dir():
+        return Path(path) / "vocab.txt"
+    try:
+        return Path(_transformers().utils.cached_file(path, "vocab.txt"))
+    except OSError as error:
+        raise DataError(f"no vocab.txt for {path!r}, here or on the hub: {str(error).splitlines()[0]}") from None
+
+
+def scratch(classes: int = 2, vocab: int = 30522, length: int = 64, path: str = "", freeze: bool = False) -> Bert:
+    """An encoder of BERT-base's sizes, or of those in `path`/config.json, with random weights."""
+    settings: dict[str, Any] = {}
+    file = Path(path) / "config.json"
+    if path and file.is_file():
+        settings = json.loads(file.read_text())
+    settings |= {"vocab_size": vocab, "num_labels": classes}
+    settings["max_position_embeddings"] = max(length, settings.get("max_position_embeddings", 512))
+    return Bert(_random(settings), freeze)
+
+
+def tiny(
+    classes: int = 2,
+    vocab: int = 30522,
+    length: int = 64,
+    width: int = 128,
+    depth: int = 2,
+    heads: int = 4,
+    dropout: float = 0.0,
+    freeze: bool = False,
+) -> Bert:
+    """A small encoder with random weights: for tests and for training from scratch."""
+    settings = {
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "num_hidden_layers": depth,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": length,
+        "hidden_dropout_prob": dropout,
+        "attention_probs_dropout_prob": dropout,
+        "num_labels": classes,
+    }
+    return Bert(_random(settings), freeze)
+
+
+def _random(settings: dict[str, Any]) -> nn.Module:
+    transformers = _transformers()
+    net: nn.Module = transformers.BertForSequenceClassification(transformers.BertConfig(**settings))
+    return net

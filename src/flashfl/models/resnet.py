@@ -1,0 +1,56 @@
+"""ResNet18 for small images."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .init import initialise
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+
+    def __init__(self, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outside)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inside != outside:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False),
+                nn.BatchNorm2d(outside),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn1(self.conv1(x)).relu()
+        y = self.bn2(self.conv2(y)) + self.shortcut(x)
+        out: Tensor = y.relu()
+        return out
+
+
+class ResNet18(nn.Module):
+    """ResNet18 with a 3x3 first convolution of stride 1 and no max-pool: for images of 32x32 or 64x64.
+
+    Every convolution is prunable, the first and the shortcuts included; BatchNorm and the linear map stay dense.
+    """
+
+    prunable = "conv"
+
+    def __init__(self, classes: int = 10, channels: int = 3, size: int = 32) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        blocks, inside = [], 64
+        for outside, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [Block(inside, outside, stride), Block(outside, outside, 1)]
+            inside = outside
+        self.blocks = nn.Sequential(*blocks)
+        self.fc = nn.Linear(512, classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.bn1(self.conv1(x)).relu())
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits

@@ -1,0 +1,111 @@
+"""Five ways to say which weights are active: the smallest is taken, each one's size known without writing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..core.state import Mask
+from . import rice
+from .errors import BadField
+from .geometry import HASH, Geometry, geometry, host_bits, same, split
+from .reader import Chunk, Piece
+
+FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
+
+
+class Choice(NamedTuple):
+    """A form that describes a mask, with the base it leans on (None unless known or difference)."""
+
+    form: str
+    base: str | None
+    piece: Piece
+
+
+def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Choice:
+    """The smallest form given the masks the other side holds; `only` leaves no choice but among its bases.
+
+    Ties go to the form named first in FORMS, then to the base given first. A form whose fixed part alone is no smaller
+    than the best so far is not looked at.
+    """
+    found: Choice | None = None
+    for least, option in _options(mask, bases, only):
+        if found is None or least < found.piece.size:
+            choice = option()
+            if found is None or choice.piece.size < found.piece.size:
+                found = choice
+    if found is None:
+        raise BadField(f"the mask cannot be sent as {only!r}: no base equals it, or it has no recipe")
+    return found
+
+
+def _options(mask: Mask, bases: Sequence[Mask], only: str | None) -> Iterator[tuple[int, Callable[[], Choice]]]:
+    """(least size, how to make it) of each usable form, in the order of FORMS."""
+    geo = geometry(mask.layout)
+    if only in (None, "known") and any(same(mask, base) for base in bases):
+        yield 1 + HASH, lambda: _known(mask)
+    if only in (None, "recipe") and mask.recipe is not None:
+        yield geo.recipe_size, lambda: _recipe(mask, geo)
+    if only in (None, "difference"):
+        for base in bases:
+            yield geo.difference_fixed, lambda base=base: _difference(mask, base, geo)  # type: ignore[misc]
+    if only in (None, "rice"):
+        yield geo.rice_fixed, lambda: _rice(mask, geo)
+    if only in (None, "bitmap"):
+        yield geo.bitmap_size, lambda: _bitmap(mask, geo)
+
+
+def _known(mask: Mask) -> Choice:
+    return Choice("known", mask.hash, Piece.of(b"\0" + bytes.fromhex(mask.hash)))
+
+
+def _recipe(mask: Mask, geo: Geometry) -> Choice:
+    recipe = mask.recipe
+    assert recipe is not None
+    if len(recipe.budgets) != geo.layers:
+        raise BadField(f"the recipe has {len(recipe.budgets)} budgets for {geo.layers} layers")
+    head = b"\1" + bytes.fromhex(mask.hash) + recipe.key.to_bytes(8, "little") + recipe.nm.to_bytes(2, "little")
+    return Choice("recipe", None, Piece.of(head + geo.write_counts(recipe.budgets)))
+
+
+def _block(head: bytes, lists: rice.Lists) -> Piece:
+    """A head, the lists' parameters, the unary stream's length, and the two streams."""
+
+    def write() -> tuple[Chunk, ...]:
+        low, unary = lists.streams()
+        return head, lists.k.astype(np.uint8).tobytes(), len(unary).to_bytes(4, "little"), low, unary
+
+    return Piece(len(head) + len(lists.k) + 4 + lists.low_bytes + lists.unary_bytes, write)
+
+
+def _rice(mask: Mask, geo: Geometry) -> Choice:
+    positions = np.flatnonzero(host_bits(mask))
+    counts = split(positions, geo)
+    lists = rice.Lists.of(positions - np.repeat(geo.starts, counts), counts, geo.sizes)
+    return Choice("rice", None, _block(b"\3" + geo.write_counts(counts.tolist()), lists))
+
+
+def _difference(mask: Mask, base: Mask, geo: Geometry) -> Choice:
+    bits, before = host_bits(mask), host_bits(base)
+    active = np.flatnonzero(before)
+    has = split(active, geo)
+    first = np.cumsum(has) - has
+    changed = np.flatnonzero(bits ^ before)
+    grows = bits[changed]
+    dropped, grown = changed[~grows], changed[grows]
+    drops, adds = split(dropped, geo), split(grown, geo)
+    ranks = np.concatenate(
+        [
+            np.searchsorted(active, dropped) - np.repeat(first, drops),
+            grown - np.searchsorted(active, grown) - np.repeat(geo.starts - first, adds),
+        ]
+    )
+    lists = rice.Lists.of(ranks, np.concatenate([drops, adds]), np.concatenate([has, geo.sizes - has]))
+    head = b"\2" + bytes.fromhex(base.hash) + geo.write_counts(drops.tolist()) + geo.write_counts(adds.tolist())
+    return Choice("difference", base.hash, _block(head, lists))
+
+
+def _bitmap(mask: Mask, geo: Geometry) -> Choice:
+    return Choice("bitmap", None, Piece(geo.bitmap_size, lambda: (b"\4", mask.packed.tobytes())))

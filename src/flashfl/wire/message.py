@@ -1,0 +1,105 @@
+"""What a message holds, before it is bytes and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Layout
+from ..core.rng import fold
+from ..core.state import Extra, Local, Mask, Tag, Traffic, Weights
+from .values import Carries, Form
+
+Kind = Literal["order", "update", "lack"]
+KINDS: tuple[Kind, ...] = ("order", "update", "lack")
+
+
+@dataclass(frozen=True)
+class Coding:
+    """The choices a sender made: with them a decoded message is written again to the same bytes."""
+
+    mask: str | None = None  # the mask's form
+    base: str | None = None  # the hash of the mask it leans on
+    values: Form = "fp32"
+    held: tuple[str, ...] = ()  # hashes of the fixed tensors that were only named
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """An order, an update, or a client's word that it lacks a mask.
+
+    `values` is packed as `Weights.packed` packs: the active prunable weights in order, then the dense layers, then the
+    statistics; `carries` says whether all of that travels, the weights without statistics, or statistics alone. An
+    update without a mask reports layer `counts`; with one, its counts are the mask's.
+    """
+
+    kind: Kind
+    layout: Layout
+    tag: Tag
+    client: int
+    n: int = 0
+    key: int = 0
+    start: Tag | None = None  # orders: the accepted round whose memory the client starts from
+    own: str | None = None  # orders: the hash of the client's own mask, where the server still holds it
+    local: Local | None = None  # orders only
+    mask: Mask | None = None
+    values: Tensor | None = None
+    carries: Carries = "all"
+    counts: tuple[int, ...] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Extra] = field(default_factory=dict)
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)
+    lacks: str | None = None  # the hash a client asks the full mask of
+    coding: Coding | None = None  # set by the decoder
+    parts: Parts | None = None  # set by the decoder: what the bytes were for
+
+    @property
+    def value_key(self) -> int:
+        """The key by which a lossy form rounds this message's values."""
+        return value_key(self.key, self.kind, self.tag, self.client)
+
+    def weights(self, statistics: Tensor | None = None) -> Weights:
+        """The model that travelled; statistics that did not are those given, else zero. Builds the dense vector."""
+        if self.mask is None or self.values is None or self.carries == "statistics":
+            raise ValueError("this message carries no weights")
+        values = self.values
+        if self.carries == "weights":
+            size = self.layout.size - self.layout.trained_size
+            values = torch.cat([values, values.new_zeros(size) if statistics is None else statistics.to(values)])
+        return Weights.unpack(self.mask, values)
+
+
+def value_key(key: int, kind: Kind, tag: Tag, client: int) -> int:
+    """The rounding key of a message with these header fields; engines that never encode round by it."""
+    return fold(key, "values", kind, *tag, client)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes of a message by what they are for; they add up to its length."""
+
+    values: int = 0
+    mask: int = 0
+    overhead: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.values + self.mask + self.overhead
+
+    def traffic(self, kind: Kind) -> Traffic:
+        """As part of a round's traffic: orders go down, the rest up."""
+        down = self.total if kind == "order" else 0
+        return Traffic(down, self.total - down, self.values, self.mask, self.overhead)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A message as bytes, what they are for, and the choices that were made."""
+
+    data: bytes
+    parts: Parts
+    coding: Coding

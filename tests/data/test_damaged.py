@@ -1,0 +1,264 @@
+"""One test for each thing that can be wrong with a file: the error names the file and what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import published
+import pytest
+
+from flashfl.core.errors import DataError
+from flashfl.data import Options, load
+from flashfl.data.pickles import loads
+
+UNCHECKED = Options(verify=False)
+
+
+def test_missing_files_say_which_where_and_how(tmp_path: Path) -> None:
+    published.mnist(tmp_path / "mnist")
+    gone = tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz"
+    gone.unlink()
+    with pytest.raises(DataError) as error:
+        load("mnist", tmp_path)
+    text = str(error.value)
+    assert str(gone.with_suffix("")) in text
+    assert "train-images" not in text
+    assert "https://" in text
+    assert "FLASHFL_DATA" in text
+
+
+def broken(change: Callable[[bytes], bytes], zipped: bool = False) -> Callable[[Path], None]:
+    def do(path: Path) -> None:
+        data = change(path.read_bytes() if zipped else gzip.decompress(path.read_bytes()))
+        path.write_bytes(data if zipped else gzip.compress(data))
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "what"),
+    [
+        ("train-images-idx3", broken(lambda b: b"\x01" + b[1:]), "bad magic number 01000803"),
+        ("train-images-idx3", broken(lambda b: b""), "empty file"),
+        ("train-images-idx3", broken(lambda b: b[:-5]), "bytes, but sizes"),
+        ("train-images-idx3", broken(lambda b: b[:2] + b"\x08\x02" + b[4:]), "2 dimensions where 3 belong"),
+        ("train-images-idx3", broken(lambda b: b[: len(b) // 2], zipped=True), "truncated"),
+        ("train-images-idx3", broken(lambda b: b"not gzip at all", zipped=True), "not readable as gzip"),
+        ("train-labels-idx1", broken(lambda b: published.idx(np.zeros(39))), "39 labels for the 40 images"),
+        ("train-labels-idx1", broken(lambda b: b[:-1] + b"\x0a"), "has the label 10"),
+    ],
+)
+def test_damaged_idx(tmp_path: Path, file: str, damage: Callable[[Path], None], what: str) -> None:
+    published.mnist(tmp_path / "mnist")
+    path = tmp_path / "mnist" / f"{file}-ubyte.gz"
+    damage(path)
+    with pytest.raises(DataError, match=what) as error:
+        load("mnist", tmp_path, UNCHECKED)
+    assert path.name in str(error.value)
+    assert "Delete it and fetch it again" in str(error.value)
+
+
+def test_published_checksums_are_compared(tmp_path: Path) -> None:
+    published.mnist(tmp_path / "mnist")
+    published.cifar_python(tmp_path, 100)
+    with pytest.raises(DataError, match=r"train-images.*its md5 is [0-9a-f]{32}, the published file's is 6bbc9ace"):
+        load("mnist", tmp_path)
+    with pytest.raises(DataError, match=r"cifar-100-python.train.*its md5 is"):
+        load("cifar100", tmp_path)
+
+
+def test_writers_must_belong_to_the_images(tmp_path: Path) -> None:
+    made = published.mnist(tmp_path / "mnist")
+    published.qmnist(tmp_path / "qmnist", made["train-labels"][::-1], np.arange(40))
+    with pytest.raises(DataError, match="not those of MNIST"):
+        load("mnist-writers", tmp_path, UNCHECKED)
+    published.qmnist(tmp_path / "qmnist", made["train-labels"][:20], np.arange(20))
+    with pytest.raises(DataError, match="where 40 rows of 8 columns belong"):
+        load("mnist-writers", tmp_path, UNCHECKED)
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_bomb_runs_nothing(tmp_path: Path, verify: bool, protocol: int) -> None:
+    published.cifar_python(tmp_path, 10)
+    mark = tmp_path / "went-off"
+    bomb = pickle.dumps({b"data": Bomb(mark), b"labels": [1]}, protocol=protocol)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(bomb)
+    with pytest.raises(DataError, match=r"data_batch_1 is damaged: .*(mkdir, which is not plain data|md5)"):
+        load("cifar10", tmp_path, Options(verify=verify))
+    assert not mark.exists()
+    pickle.loads(bomb)  # the same bytes do go off elsewhere
+    assert mark.exists()
+
+
+def raw(*ops: bytes) -> bytes:
+    return b"\x80\x02" + b"".join(ops) + b"."
+
+
+LOOP: list[object] = []
+LOOP.append(LOOP)
+REFUSED = {
+    "a builtin": raw(b"cbuiltins\neval\n", b"X\x01\x00\x00\x001\x85R"),
+    "numpy's own loader": raw(b"cnumpy\nload\n", b"X\x01\x00\x00\x00x\x85R"),
+    "an object array": pickle.dumps(np.array([{}], dtype=object), protocol=2),
+    "a record array": pickle.dumps(np.zeros(2, dtype=[("a", "i4")]), protocol=2),
+    "an array that is too short": raw(
+        b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x05\x85cnumpy\ndtype\nX\x02\x00\x00\x00u1\x85R\x89U\x01at\x85b"
+    ),
+    "a state for a function": raw(b"c_codecs\nencode\n", b"}b"),
+    "a state for a stand-in class": raw(b"cnumpy\nndarray\n", b"}b"),
+    "the stand-in itself": raw(b"cnumpy\nndarray\n"),
+    "an unfinished array": raw(b"cnumpy.core.multiarray\n_reconstruct\n)R"),
+    "a persistent id": raw(b"X\x01\x00\x00\x00aQ"),
+    "a set": pickle.dumps({1, 2}, protocol=2),
+    "a loop": pickle.dumps(LOOP, protocol=2),
+    "another encoding": raw(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R"),
+    "half a file": published.python2({b"data": np.zeros(5)})[:-9],
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_pickle_reader_refuses(name: str) -> None:
+    with pytest.raises(DataError, match="some-file is damaged: refused as a pickle"):
+        loads(REFUSED[name], Path("some-file"))
+
+
+def test_the_pickle_reader_admits_plain_data() -> None:
+    held = {
+        b"bytes": b"\x00\xff",
+        b"numbers": [1, 2.5, -(2**40), True, None],
+        b"text": "é",
+        b"nested": [(1, [2])],
+        b"empty": ([], []),
+        b"u1": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        b"big": np.arange(3, dtype=">i4"),
+        b"fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    }
+    for data in (published.python2(held), pickle.dumps(held, protocol=4)):
+        read = loads(data, Path("x"))
+        assert list(read) == list(held)
+        for name, value in held.items():
+            assert np.array_equal(read[name], value) if isinstance(value, np.ndarray) else read[name] == value
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ([1, 2], "'data' is not an array of uint8"),
+        ({b"data": np.zeros((2, 3072)), b"labels": [0, 1]}, "'data' is not an array of uint8"),
+        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0]}, "not a list of 2 labels"),
+        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, "x"]}, "not a list of 2 labels"),
+        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, 10]}, "has the label 10"),
+    ],
+)
+def test_damaged_cifar(tmp_path: Path, content: object, what: str) -> None:
+    published.cifar_python(tmp_path, 10)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(published.python2(content))
+    with pytest.raises(DataError, match=rf"data_batch_3 is damaged: .*{what}"):
+        load("cifar10", tmp_path, UNCHECKED)
+
+
+def test_cut_binary_cifar(tmp_path: Path) -> None:
+    published.cifar_binary(tmp_path, 10)
+    file = tmp_path / "cifar-10-batches-bin" / "test_batch.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"test_batch\.bin is damaged: .*no whole number of records of 3073"):
+        load("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "what"),
+    [
+        ("wnids.txt", "", "not a list of different class names"),
+        ("wnids.txt", "n00\nn09\n", "n09/images is damaged: it holds no .JPEG"),
+        ("val/val_annotations.txt", "val_0.JPEG\tn77\n", "line 1 is not an image and a class"),
+        ("val/val_annotations.txt", "val_9.JPEG\tn00\n", "val_9.JPEG is missing"),
+        ("val/images/val_1.JPEG", "not an image", "val_1.JPEG is damaged: not readable as an image"),
+    ],
+)
+def test_damaged_tiny_imagenet(tmp_path: Path, file: str, text: str, what: str) -> None:
+    pytest.importorskip("PIL")
+    folder = published.tiny_imagenet(tmp_path)
+    (folder / file).write_text(text)
+    with pytest.raises(DataError, match=what):
+        load("tinyimagenet", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ('{"users": ["a"], "user_data": {"a"', "not JSON, or cut short"),
+        ('{"users": ["a"], "user_data": {}}', "not LEAF's form"),
+        ("[1]", "not LEAF's form"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1, 2]], "y": [1]}}}', r"images of shape \(1, 2\)"),
+    ],
+)
+def test_damaged_leaf(tmp_path: Path, text: str, what: str) -> None:
+    published.leaf(tmp_path)
+    file = next((tmp_path / "femnist" / "train").glob("*_1_*.json"))
+    file.write_text(text)
+    with pytest.raises(DataError, match=what) as error:
+        load("femnist", tmp_path)
+    assert file.name in str(error.value)
+
+
+def test_leaf_without_json(tmp_path: Path) -> None:
+    published.leaf(tmp_path)
+    for file in (tmp_path / "femnist" / "test").glob("*.json"):
+        file.unlink()
+    with pytest.raises(DataError, match="no all_data_"):
+        load("femnist", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (b"index\tsentence\n0\tx\n", "its first line is"),
+        (b"sentence\tlabel\nfine\t1\nbroken line\n", "line 3 does not end in a tab"),
+        (b"sentence\tlabel\nfine\t2\n", "line 2 does not end in a tab"),
+        (b"sentence\tlabel\n", "holds no sentences"),
+        (b"sentence\tlabel\n\xff\xfe\t1\n", "not UTF-8"),
+    ],
+)
+def test_damaged_sst2(tmp_path: Path, text: bytes, what: str) -> None:
+    published.sst2(tmp_path)
+    (tmp_path / "SST-2" / "dev.tsv").write_bytes(text)
+    with pytest.raises(DataError, match=rf"dev\.tsv is damaged: .*{what}"):
+        load("sst2", tmp_path)
+
+
+def test_damaged_vocabulary(tmp_path: Path) -> None:
+    published.sst2(tmp_path)
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"vocab\.txt is damaged: it lacks \[PAD\]"):
+        load("sst2", tmp_path, Options(vocab=str(tmp_path / "vocab.txt")))
+
+
+def test_folders_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    with pytest.raises(DataError, match="no folder"):
+        load(f"folder:{tmp_path / 'x'}", tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(DataError, match="holds 1 folders"):
+        load(f"folder:{tmp_path}", tmp_path)
+    (tmp_path / "b").mkdir()
+    with pytest.raises(DataError, match="no images under"):
+        load(f"folder:{tmp_path}", tmp_path)
+    published.picture(tmp_path / "a" / "1.png", (1, 1, 1), (8, 8))
+    published.picture(tmp_path / "b" / "1.png", (1, 1, 1), (9, 8))
+    with pytest.raises(DataError, match=r"8x9 pixels where 8x8 belong; task\.size"):
+        load(f"folder:{tmp_path}", tmp_path)

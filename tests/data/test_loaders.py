@@ -1,0 +1,187 @@
+"""Every loader, on small files in the published form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import published
+import pytest
+import torch
+
+from flashfl.core.errors import ConfigError
+from flashfl.data import DATASETS, Options, load
+from flashfl.data.dataset import DataSet
+
+UNCHECKED = Options(verify=False)
+
+
+def check(data: DataSet, train: int, test: int) -> None:
+    assert len(data.train) == train
+    assert data.test is not None
+    assert len(data.test) == test
+    for held in (data.train, data.test):
+        (x, *_), y = held.fetch(torch.arange(len(held)), key=1)
+        assert x.shape[1:] == data.shape
+        assert y.dtype == torch.int64
+        assert y.min() >= 0
+        assert y.max() < data.classes
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("folder", ["mnist", "MNIST/raw"])
+def test_mnist(tmp_path: Path, zipped: bool, folder: str) -> None:
+    made = published.mnist(tmp_path / folder, zipped=zipped)
+    data = load("mnist", tmp_path, UNCHECKED)
+    check(data, 40, 10)
+    assert np.array_equal(data.train.inputs[0].numpy()[:, 0], made["train"])
+    assert np.array_equal(data.labels, made["train-labels"])
+    assert data.train.inputs[0].dtype == torch.uint8
+
+
+def test_fashion_mnist(tmp_path: Path) -> None:
+    published.mnist(tmp_path / "fashion-mnist")
+    check(load("fashion-mnist", tmp_path), 40, 10)
+
+
+def test_mnist_by_writer(tmp_path: Path) -> None:
+    made = published.mnist(tmp_path / "mnist")
+    published.qmnist(tmp_path / "qmnist", made["train-labels"], np.arange(40) % 7)
+    data = load("mnist-writers", tmp_path, UNCHECKED)
+    check(data, 40, 10)
+    assert data.writers is not None
+    assert data.writers.tolist() == [i % 7 for i in range(40)]
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+@pytest.mark.parametrize("write", [published.cifar_python, published.cifar_binary])
+def test_cifar(tmp_path: Path, classes: int, write: object) -> None:
+    made = write(tmp_path, classes)  # type: ignore[operator]
+    data = load(f"cifar{classes}", tmp_path, UNCHECKED)
+    check(data, 6 * (len(made) - 1), 6)
+    assert data.test is not None
+    assert np.array_equal(data.train.inputs[0].numpy().reshape(-1, 3072), np.concatenate(made[:-1]))
+    assert np.array_equal(data.test.inputs[0].numpy().reshape(-1, 3072), made[-1])
+    plain = load(f"cifar{classes}", tmp_path, Options(verify=False, augment=False))
+    assert data.train.augment is not None
+    assert plain.train.augment is None
+    assert data.test.augment is None
+
+
+def test_tiny_imagenet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    folder = published.tiny_imagenet(tmp_path)
+    data = load("tinyimagenet", tmp_path)
+    check(data, 12, 3)
+    assert data.classes == 3
+    means = data.train.inputs[0].float().mean((1, 2, 3))
+    assert torch.allclose(means, data.train.target * 40.0, atol=2)
+    assert len(list((folder / ".flashfl-cache").glob("*.npy"))) == 2
+    monkeypatch.setattr("flashfl.data.tinyimagenet.picture", None)  # a second decoding would fail
+    again = load("tinyimagenet", tmp_path)
+    assert torch.equal(again.train.inputs[0], data.train.inputs[0])
+
+
+def test_tiny_imagenet_is_read_anew_when_its_files_change(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    folder = published.tiny_imagenet(tmp_path)
+    load("tinyimagenet", tmp_path)
+    published.picture(folder / "train" / "n01" / "images" / "n01_9.JPEG", (1, 2, 3))
+    assert len(load("tinyimagenet", tmp_path).train) == 13
+
+
+def test_a_folder_that_cannot_be_written_to_is_cached_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("PIL")
+    folder = published.tiny_imagenet(tmp_path / "data")
+    (folder / ".flashfl-cache").write_text("in the way")  # even root cannot make a folder here
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    check(load("tinyimagenet", tmp_path / "data"), 12, 3)
+    assert len(list((tmp_path / "cache").rglob("*.npy"))) == 2
+    (tmp_path / "nowhere").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "nowhere"))
+    check(load("tinyimagenet", tmp_path / "data"), 12, 3)
+
+
+def test_a_broken_cache_is_made_again(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    folder = published.tiny_imagenet(tmp_path)
+    load("tinyimagenet", tmp_path)
+    for file in (folder / ".flashfl-cache").glob("*.npy"):
+        file.write_bytes(file.read_bytes()[:500])
+    check(load("tinyimagenet", tmp_path), 12, 3)
+
+
+def test_femnist(tmp_path: Path) -> None:
+    published.leaf(tmp_path)
+    for _ in range(2):  # from JSON, then from the kept arrays
+        data = load("femnist", tmp_path)
+        check(data, 20, 5)
+        assert data.writers is not None
+        assert np.bincount(data.writers).tolist() == [4] * 5
+    (x,), _ = data.train.fetch(torch.arange(20))
+    assert 0 <= x.min() < 0.05
+    assert 0.95 < x.max() <= 1
+
+
+def test_sst2_with_words(tmp_path: Path) -> None:
+    published.sst2(tmp_path)
+    data = load("sst2", tmp_path, Options(length=8, vocab_size=9))
+    assert (len(data.train), data.classes, data.shape, data.vocab) == (4, 2, (8,), 9)
+    (ids, mask), y = data.train.fetch(torch.arange(4))
+    assert y.tolist() == [1, 0, 0, 1]
+    assert ids[0].tolist() == [2, *ids[0, 1:4].tolist(), 3, 0, 0, 0]
+    assert mask[0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert ids[2, 1] == 1  # a rare word is unknown
+
+
+def test_sst2_with_pieces(tmp_path: Path) -> None:
+    published.sst2(tmp_path)
+    vocab = published.vocabulary(tmp_path / "bert")
+    data = load("sst2", tmp_path, Options(length=7, vocab=str(vocab)))
+    (ids, _), _ = data.train.fetch(torch.arange(4))
+    assert data.vocab == 13
+    assert ids[0].tolist() == [2, 4, 5, 6, 3, 0, 0]
+    assert ids[1].tolist() == [2, 4, 10, 12, 10, 11, 3]  # cut to fit
+    assert ids[2].tolist() == [2, 7, 8, 9, 3, 0, 0]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_folder_of_images(tmp_path: Path, split: bool) -> None:
+    pytest.importorskip("PIL")
+    for part in ("train", "val") if split else ("",):
+        for i, name in enumerate(("cat", "dog")):
+            for j in range(3):
+                published.picture(tmp_path / part / name / f"{j}.png", (100 * i, 0, 0), (10, 10))
+    data = load(f"folder:{tmp_path}", tmp_path)
+    assert data.shape == (3, 10, 10)
+    assert data.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert (data.test is None) is not split
+    assert load(f"folder:{tmp_path}", tmp_path, Options(size=6)).shape == (3, 6, 6)
+
+
+def test_digits() -> None:
+    data = load("digits", Path("nowhere"))
+    check(data, 1437, 360)
+    (x,), _ = data.train.fetch(torch.arange(1437))
+    assert abs(x.mean().item()) < 0.02
+    assert abs(x.std().item() - 1) < 0.02
+    assert np.bincount(data.labels, minlength=10).min() > 120
+
+
+def test_unknown_data_set_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'cifar10'"):
+        load("cifar-10", Path())
+
+
+def test_what_is_known_without_files(tmp_path: Path) -> None:
+    assert [name for name, info in DATASETS.items() if info.present(tmp_path)] == ["digits"]
+    published.mnist(tmp_path / "mnist")
+    assert DATASETS["mnist"].present(tmp_path)
+    assert DATASETS["mnist-writers"].absent(tmp_path) == ("qmnist/qmnist-train-labels-idx2-int",)
+    published.cifar_binary(tmp_path, 100)
+    assert DATASETS["cifar100"].present(tmp_path)
+    for info in DATASETS.values():
+        assert info.about
+        assert info.get or not info.files

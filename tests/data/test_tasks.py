@@ -1,0 +1,238 @@
+"""Tasks by configuration: what is built, that the key decides the split, that every data set can be made up."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import published
+import pytest
+import torch
+
+from flashfl.core.errors import ConfigError, DataError
+from flashfl.core.parts import build
+from flashfl.data import DATASETS, TaskConfig, build_task, load_data, partition, tasks
+from flashfl.data.examples import Subset
+
+
+def indices(task: object) -> list[list[int]]:
+    return [s.index.tolist() for s in task.train]  # type: ignore[attr-defined]
+
+
+def test_the_default_task() -> None:
+    task = build_task(TaskConfig(), key=1)
+    assert len(task.clients) == 20
+    assert sum(c.n for c in task.clients) == 1437
+    assert {c.n for c in task.clients} == {71, 72}
+    assert task.layout.prunable_size == 239_904
+    assert not task.pretrained
+    assert torch.equal(task.draw(3), task.draw(3))
+    json.dumps(task.info)
+    assert np.array(task.info["histogram"]).sum() == 1437
+    assert task.info["model"] == "digits"
+
+
+def test_the_key_draws_the_split_and_a_seed_can_fix_it() -> None:
+    data = load_data(TaskConfig())
+    one, same, two = (indices(build_task(TaskConfig(), key, data)) for key in (1, 1, 2))
+    assert one == same
+    assert one != two
+    fixed = [indices(build_task(TaskConfig(partition_seed=5), key, data)) for key in (1, 2)]
+    assert fixed[0] == fixed[1]
+
+
+def test_clients_share_the_samples() -> None:
+    task = build_task(TaskConfig())
+    sources = {id(s.source) for s in task.train if isinstance(s, Subset)}
+    assert len(sources) == 1
+
+
+def test_limits() -> None:
+    task = build_task(TaskConfig(limit=100, clients=5))
+    assert sum(c.n for c in task.clients) == 100
+    assert task.test is not None
+    assert len(task.test) == 100
+    task = build_task(TaskConfig(per_client=7, clients=5))
+    assert {c.n for c in task.clients} == {7}
+
+
+def test_a_saved_partition_is_used(tmp_path: Path) -> None:
+    data = load_data(TaskConfig())
+    parts = partition.lda(data.labels, 6, 99, 0.3)
+    partition.save(parts, tmp_path / "p.npz")
+    task = build_task(TaskConfig(partition_file=str(tmp_path / "p.npz")), 1, data)
+    assert indices(task) == [p.tolist() for p in parts]
+
+
+@pytest.mark.parametrize("name", [n for n in DATASETS if n != "sst2"])
+def test_every_data_set_can_be_made_up(name: str, tmp_path: Path) -> None:
+    config = TaskConfig(dataset=name, clients=2, synthetic=True, data_root=str(tmp_path))
+    task = build_task(config)
+    (x,), y = task.train[0].fetch(torch.arange(4), key=3)
+    model = task.build(0)
+    with torch.no_grad():
+        assert model(x).shape == (4, DATASETS[name].classes)
+    assert x.shape[1:] == DATASETS[name].shape
+    assert y.max() < DATASETS[name].classes
+    assert "made-up" in task.info["dataset"]
+
+
+def test_made_up_data_by_writer() -> None:
+    task = build_task(TaskConfig(dataset="femnist", synthetic=True, clients=50, partition="natural"))
+    assert {c.n for c in task.clients} == {16}
+
+
+def test_made_up_sentences_train_a_small_transformer() -> None:
+    pytest.importorskip("transformers")
+    config = TaskConfig(dataset="sst2", model="tiny-transformer", synthetic=True, clients=2)
+    task = build_task(config)
+    model = task.build(1)
+    step = torch.optim.SGD(model.parameters(), lr=0.2)
+    for at in range(30):
+        inputs, y = task.train[at % 2].fetch(torch.arange(64))
+        step.zero_grad()
+        task.loss(model(*inputs), y).backward()
+        step.step()
+    inputs, y = task.test.fetch(torch.arange(64))  # type: ignore[union-attr]
+    assert task.metric(model(*inputs), y) > 0.9
+
+
+def test_made_up_sentences_for_the_full_bert() -> None:
+    pytest.importorskip("transformers")
+    task = build_task(TaskConfig(dataset="sst2", synthetic=True, clients=2))
+    assert task.pretrained
+    assert task.layout.prunable_size == 84_934_656
+    assert task.layout.of_kind("fixed")
+    assert task.info["model"] == "bert"
+
+
+def test_a_local_bert_keeps_its_weights_and_reads_pieces(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from flashfl.models import build_model
+
+    published.sst2(tmp_path)
+    published.vocabulary(tmp_path / "small")
+    build_model("tiny-transformer", vocab=13, length=8, width=16, heads=2).net.save_pretrained(tmp_path / "small")
+    config = TaskConfig(dataset="sst2", data_root=str(tmp_path), model_path="small", length=8, clients=2)
+    task = build_task(config)
+    assert task.pretrained
+    assert torch.equal(task.draw(1), task.draw(2))
+    assert {layer.name.split(".")[2] for layer in task.layout.of_kind("fixed")} == {"embeddings"}
+    inputs, _ = task.train[0].fetch(torch.arange(2))
+    assert task.build()(*inputs).shape == (2, 2)
+
+
+def test_named_tasks(tmp_path: Path) -> None:
+    published.cifar_python(tmp_path, 10)
+    task = tasks.cifar10(tmp_path, clients=5, alpha=0.5, verify=False)
+    assert (len(task.clients), task.info["alpha"], task.name) == (5, 0.5, "cifar10")
+    assert tasks.cifar10.__doc__ is not None
+    with pytest.raises(ConfigError, match="did you mean 'verify'"):
+        tasks.cifar10(tmp_path, verfy=False)
+
+
+def test_the_root_is_given_or_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published.mnist(tmp_path / "mnist")
+    monkeypatch.setenv("FLASHFL_DATA", str(tmp_path))
+    assert build_task(TaskConfig(dataset="mnist", verify=False, clients=2)).info["train"] == 40
+    with pytest.raises(DataError, match="elsewhere"):
+        build_task(TaskConfig(dataset="mnist", data_root="elsewhere"))
+
+
+def test_by_writer(tmp_path: Path) -> None:
+    made = published.mnist(tmp_path / "mnist")
+    published.qmnist(tmp_path / "qmnist", made["train-labels"], np.arange(40) % 8)
+    task = tasks.mnist_writers(tmp_path, verify=False)
+    assert [c.n for c in task.clients] == [5] * 8
+    assert len(tasks.mnist_writers(tmp_path, clients=3, verify=False).clients) == 3
+
+
+def test_a_factory_can_travel_to_another_process() -> None:
+    task = build_task(TaskConfig())
+    again = pickle.loads(pickle.dumps(task._model))
+    assert sum(p.numel() for p in again().parameters()) == 241_898
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"clients": -1}, "clients = -1: must be at least 0"),
+        ({"tokens": "letters"}, "expected auto, wordpiece or words"),
+        ({"dataset": "hub:x", "synthetic": True}, "known shapes"),
+        ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
+        ({"model": "tiny-transformer"}, "does not take 'channels'"),
+        ({"clients": 2000}, "must lie between 1 and the number of samples, 1437"),
+        ({"prunable": "nothing.*"}, "makes no parameter prunable"),
+    ],
+)
+def test_bad_settings(values: dict[str, object], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        _ = build_task(build(TaskConfig, values)).layout
+
+
+class FakeSplit:
+    """What `datasets` hands out, as far as it is used."""
+
+    def __init__(self, columns: dict[str, list[object]], features: dict[str, object]) -> None:
+        self.columns, self.features = columns, features
+
+    def __getitem__(self, key: str | int) -> object:
+        if isinstance(key, int):
+            return {name: column[key] for name, column in self.columns.items()}
+        return self.columns[key]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, splits: dict[str, FakeSplit]) -> None:
+    def load_dataset(name: str, config: str | None = None) -> dict[str, FakeSplit]:
+        if name != "someone/things":
+            raise FileNotFoundError(f"no {name} here")
+        return splits
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+Image = type("Image", (), {})
+ClassLabel = type("ClassLabel", (), {"num_classes": 3})
+Value = type("Value", (), {"dtype": "string"})
+
+
+def test_images_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    pictures = [pil.new("L", (9, 9), 20 * i) for i in range(6)]
+    held = FakeSplit({"img": pictures, "label": [0, 1, 2, 0, 1, 2]}, {"img": Image(), "label": ClassLabel()})
+    fake_hub(monkeypatch, {"train": held, "test": held})
+    data = load_data(TaskConfig(dataset="hub:someone/things", size=16))
+    assert (data.shape, data.classes, len(data.train)) == ((3, 16, 16), 3, 6)
+    task = build_task(TaskConfig(dataset="hub:someone/things", clients=2))
+    assert (task.info["shape"], task.info["model"]) == ([3, 9, 9], "resnet18")
+    with pytest.raises(DataError, match="hub:someone/else could not be fetched"):
+        load_data(TaskConfig(dataset="hub:someone/else"))
+
+
+def test_texts_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns: dict[str, list[object]] = {"text": ["a b", "c d", "a d"], "label": [0, 1, 2]}
+    held = FakeSplit(columns, {"text": Value(), "label": ClassLabel()})
+    unlabelled = FakeSplit({**columns, "label": [-1] * 3}, held.features)
+    fake_hub(monkeypatch, {"train": held, "test": unlabelled, "validation": held})
+    data = load_data(TaskConfig(dataset="hub:someone/things:plain", length=6))
+    assert (data.shape, data.vocab, data.classes) == ((6,), 8, 3)
+    assert data.test is not None
+    assert data.test.target.min() == 0
+    fake_hub(monkeypatch, {"other": held})
+    with pytest.raises(DataError, match="no split 'train'; it has other"):
+        load_data(TaskConfig(dataset="hub:someone/things"))
+
+
+def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'flashfl\[hub\]'"):
+        load_data(TaskConfig(dataset="hub:someone/things"))

@@ -1,0 +1,93 @@
+"""Transformer encoders: what is prunable, what is fixed, that weights are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashfl.core.errors import ConfigError, DataError
+from flashfl.core.layout import Layout
+from flashfl.models import bert, build_model
+
+pytest.importorskip("transformers")
+SMALL = {"classes": 2, "vocab": 50, "length": 12, "width": 16, "depth": 2, "heads": 2}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.arange(1, 25).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    return ids, mask
+
+
+def test_only_the_encoders_matrices_are_prunable() -> None:
+    layout = Layout.of(build_model("tiny-transformer", **SMALL))
+    assert len(layout.prunable) == 2 * 6
+    assert layout.prunable_size == 2 * (4 * 16 * 16 + 2 * 16 * 64)
+    assert all(".layer." in layer.name and layer.name.endswith(".weight") for layer in layout.prunable)
+    assert not layout.of_kind("fixed")
+
+
+def test_frozen_embeddings_are_fixed() -> None:
+    model = build_model("tiny-transformer", freeze=True, **SMALL)
+    layout = Layout.of(model, fixed=model.fixed)
+    assert {layer.name.split(".")[2] for layer in layout.of_kind("fixed")} == {"embeddings"}
+    assert not any("embeddings" in layer.name for layer in layout.travelling)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == layout.trained_size
+
+
+def test_masked_tokens_do_not_matter() -> None:
+    model = build_model("tiny-transformer", **SMALL).eval()
+    ids, mask = batch()
+    other = torch.where(mask == 1, ids, 7)
+    assert torch.allclose(model(ids, mask), model(other, mask), atol=1e-6)
+    assert not torch.allclose(model(ids, mask), model(ids, torch.ones_like(mask)), atol=1e-6)
+
+
+def test_the_mask_is_the_librarys_own() -> None:
+    model = build_model("tiny-transformer", **SMALL).eval()
+    ids, mask = batch()
+    assert torch.allclose(model(ids, mask), model.net(input_ids=ids, attention_mask=mask).logits, atol=1e-5)
+
+
+def test_bert_base_has_its_published_sizes() -> None:
+    with torch.device("meta"):
+        model = build_model("bert-scratch", freeze=True)
+    layout = Layout.of(model, fixed=model.fixed)
+    assert layout.prunable_size == 12 * (4 * 768 * 768 + 2 * 768 * 3072)
+    assert sum(layer.size for layer in layout.of_kind("fixed")) == 23_837_184
+    assert len(layout.prunable) == 72
+
+
+def test_local_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> None:
+    first = build_model("tiny-transformer", **SMALL)
+    first.net.save_pretrained(tmp_path)
+    again = build_model("bert", classes=3, vocab=50, length=12, path=str(tmp_path))
+    weights = dict(first.named_parameters())
+    kept = [torch.equal(p, weights[name]) for name, p in again.named_parameters() if "classifier" not in name]
+    assert all(kept)
+    assert again(*batch()).shape == (2, 3)
+    assert again.fixed
+    assert not again.net.bert.embeddings.word_embeddings.weight.requires_grad
+
+
+def test_a_folder_without_weights_says_what_to_put_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"holds no weights: looked for model\.safetensors"):
+        build_model("bert", path=str(tmp_path))
+
+
+def test_texts_must_fit_the_encoder(tmp_path: Path) -> None:
+    build_model("tiny-transformer", **SMALL).net.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="vocab_size is 50, but the texts need vocab = 51"):
+        build_model("bert", vocab=51, path=str(tmp_path))
+
+
+def test_scratch_takes_its_sizes_from_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}'
+    )
+    model = bert.scratch(vocab=20, length=8, path=str(tmp_path))
+    assert len(Layout.of(model).prunable) == 6

@@ -1,0 +1,182 @@
+"""Whole messages: nothing is lost, sizes are exact, and writing again gives the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_support import WireTestRule, layouts, mask_of, masks, order, samples, small_layout, update
+
+from flashfl.core.layout import Layout
+from flashfl.core.state import Extra, Local, Mask, Weights
+from flashfl.wire import Coding, Limits, Message, decode, encode, fixed_hash, mask_sizes, size, size_with
+from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge, UnknownFixed, UnknownMask
+from flashfl.wire.values import FORMS, Form
+
+LAYOUT = small_layout()
+
+
+def check_same(a: Message, b: Message) -> None:
+    """Every field but values, which a lossy form may round, and coding."""
+    for name in ("kind", "tag", "client", "n", "key", "start", "own", "local", "carries", "metrics", "lacks"):
+        assert getattr(a, name) == getattr(b, name), name
+    assert (a.mask is None) == (b.mask is None)
+    assert a.mask is None or b.mask is None or torch.equal(a.mask.bits, b.mask.bits)
+    assert (a.values is None) == (b.values is None)
+    assert b.counts == (a.mask.counts if a.mask is not None else a.counts)
+    assert set(a.extra) == set(b.extra)
+    for name, extra in a.extra.items():
+        assert extra.form == b.extra[name].form
+        assert torch.equal(extra.value, b.extra[name].value)
+    for name, tensor in a.fixed.items():
+        assert torch.equal(tensor, b.fixed[name])
+
+
+def again(message: Message, known: dict[str, Mask], fixed: dict[str, torch.Tensor] | None = None) -> bytes:
+    coding = message.coding or Coding()
+    bases = (known[coding.base],) if coding.base else ()
+    return encode(message, bases, coding.values, coding.held, coding.mask).data
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("index", range(8))
+def test_round_trip(index: int, form: Form) -> None:
+    message, bases = samples(LAYOUT)[index]
+    known = {mask.hash: mask for mask in bases}
+    sent = encode(message, bases, form)
+    assert sent.parts.total == len(sent.data)
+    assert size(message, bases, form) == sent.parts
+    found = decode(sent.data, LAYOUT, known)
+    check_same(message, found)
+    if form == "fp32" and message.values is not None:
+        assert torch.equal(found.values, message.values)
+    assert again(found, known) == sent.data
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_any_message(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    mask, base = data.draw(masks(layout)), data.draw(masks(layout))
+    metrics = data.draw(st.dictionaries(st.text("abc. -_", min_size=1), st.floats(-1e9, 1e9), max_size=3))
+    message = dataclasses.replace(
+        update(mask, data.draw(st.sampled_from(["all", "weights"])), metrics=metrics),
+        tag=(data.draw(st.integers(0, 255)), data.draw(st.integers(0, 2**32 - 1)), data.draw(st.integers(0, 65535))),
+        client=data.draw(st.integers(0, 2**64 - 1)),
+    )
+    form = data.draw(st.sampled_from(FORMS))
+    sent = encode(message, (base,), form)
+    found = decode(sent.data, layout, {base.hash: base})
+    check_same(message, found)
+    assert sent.parts == size(message, (base,), form)
+    assert again(found, {base.hash: base}) == sent.data
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_size_without_mask_or_values(form: Form) -> None:
+    """What a device counts is what an encoder writes."""
+    for message, bases in samples(LAYOUT)[:3]:
+        assert message.mask is not None
+        found = mask_sizes(LAYOUT, message.mask.bits[None], [base.bits for base in bases])
+        bare = dataclasses.replace(message, mask=None, values=None)
+        parts = size_with(bare, int(found.counts.sum()), int(found.bytes), form)
+        assert parts == encode(message, bases, form).parts
+
+
+def test_weights() -> None:
+    mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
+    weights = Weights.masked(mask, torch.randn(LAYOUT.size))
+    sent = encode(Message("update", LAYOUT, (2, 0, 0), 1, 10, mask=mask, values=weights.packed()))
+    assert torch.equal(decode(sent.data, LAYOUT).weights().vector, weights.vector)
+    bare = weights.packed()[: mask.active + 17]
+    sent = encode(Message("update", LAYOUT, (2, 0, 0), 1, 10, mask=mask, values=bare, carries="weights"))
+    found = decode(sent.data, LAYOUT).weights(statistics=weights.vector[LAYOUT.trained_size :])
+    assert torch.equal(found.vector, weights.vector)
+    with pytest.raises(ValueError, match="no weights"):
+        Message("update", LAYOUT, (2, 0, 0), 1).weights()
+
+
+def test_fixed_tensors_once_then_by_hash() -> None:
+    layout = small_layout(fixed=True)
+    mask = mask_of(layout, [0.5, 0.1, 0.0, 1.0], 1)
+    table = torch.arange(8.0).view(4, 2)
+    message = order(mask, fixed={"table": table})
+    first = encode(message, (mask,))
+    assert torch.equal(decode(first.data, layout, {mask.hash: mask}).fixed["table"], table)
+    then = encode(message, (mask,), held=(fixed_hash(table),))
+    assert len(first.data) - len(then.data) == 4 * 8 - 8 + 1
+    with pytest.raises(UnknownFixed) as lost:
+        decode(then.data, layout, {mask.hash: mask})
+    assert lost.value.hash == fixed_hash(table)
+    found = decode(then.data, layout, {mask.hash: mask}, fixed={fixed_hash(table): table})
+    assert found.fixed["table"] is table
+    assert again(found, {mask.hash: mask}) == then.data
+
+
+def test_settings_travel_whole() -> None:
+    mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
+    local = Local(epochs=3, lr=1, adapt=WireTestRule(0.5, ("a", "b")), keep=("mask",))
+    found = decode(encode(order(mask, local)).data, LAYOUT).local
+    assert found == local
+    assert isinstance(found.adapt, WireTestRule)
+
+
+def test_small_overhead() -> None:
+    """A message under a known mask is within 200 bytes of its values; settings take at most 300 more."""
+    layout = small_layout([50_000] * 20)
+    mask = mask_of(layout, [0.1] * 20, 1)
+    sent = encode(update(mask, metrics={"loss": 1.0}), (mask,))
+    assert len(sent.data) - 4 * update(mask).values.numel() <= 200
+    down = encode(order(mask, start=(2, 1, 0), own=mask.hash), (mask,))
+    assert len(down.data) - 4 * update(mask).values.numel() <= 500
+
+
+def test_lost_mask_is_named() -> None:
+    mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
+    with pytest.raises(UnknownMask) as lost:
+        decode(encode(order(mask), (mask,)).data, LAYOUT)
+    assert lost.value.hash == mask.hash
+
+
+def test_limits_come_before_work() -> None:
+    mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
+    extra = {"x": Extra("dense", torch.zeros(40))}
+    data = encode(update(mask, extra=extra, metrics={"a": 1.0, "b": 2.0})).data
+    for limits in (Limits(message=100), Limits(metrics=1), Limits(extras=0), Limits(elements=39)):
+        with pytest.raises(TooLarge):
+            decode(data, LAYOUT, limits=limits)
+    for limits in (Limits(json=10), Limits(depth=0)):
+        with pytest.raises(TooLarge):
+            decode(encode(order(mask)).data, LAYOUT, limits=limits)
+
+
+def bad_messages(layout: Layout) -> list[tuple[Message, type[Exception]]]:
+    mask = mask_of(layout, [0.5, 0.1, 0.0, 1.0], 1)
+    plain = update(mask)
+    return [
+        (dataclasses.replace(plain, counts=(1, 2, 3, 4)), BadCount),
+        (dataclasses.replace(plain, mask=None), BadField),
+        (dataclasses.replace(plain, tag=(300, 0, 0)), BadField),
+        (dataclasses.replace(plain, metrics={"loss": float("nan")}), NonFinite),
+        (dataclasses.replace(plain, metrics={"": 1.0}), BadField),
+        (dataclasses.replace(plain, metrics={f"{i:03}": 1.0 for i in range(300)}), TooLarge),
+        (dataclasses.replace(plain, local=Local()), BadSection),
+        (dataclasses.replace(plain, start=(1, 0, 0)), BadSection),
+        (dataclasses.replace(order(mask), local=None), BadSection),
+        (dataclasses.replace(order(mask), start=(1, -1, 0)), BadField),
+        (dataclasses.replace(order(mask), fixed={"table": torch.zeros(2)}), BadField),
+        (dataclasses.replace(plain, extra={"x": Extra("masked", torch.zeros(3))}), BadCount),
+        (dataclasses.replace(plain, extra={"x": Extra("scalar", torch.zeros(3))}), BadField),
+        (dataclasses.replace(plain, extra={"x": Extra("dense", torch.zeros(3, dtype=torch.float16))}), BadField),
+        (dataclasses.replace(plain, extra={"x": Extra("dense", torch.tensor([float("inf")]))}), NonFinite),
+    ]
+
+
+@pytest.mark.parametrize("index", range(15))
+def test_what_cannot_be_sent(index: int) -> None:
+    message, error = bad_messages(LAYOUT)[index]
+    with pytest.raises(error):
+        encode(message)

@@ -1,0 +1,204 @@
+"""One test for each named error of the decoder."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import torch
+from wire_support import changed, mask_of, order, small_layout, update
+from wire_surgery import LENGTH, close_up, open_up, payload, remove, replace
+
+from flashfl.core.errors import FlashError
+from flashfl.core.state import Extra, Mask
+from flashfl.sparsity.masks import random_mask
+from flashfl.wire import Limits, Message, decode, encode, errors, seal
+
+LAYOUT = small_layout()
+BASE = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
+NEAR = changed(BASE, 0.3, 2)
+KNOWN = {BASE.hash: BASE}
+EXTRA = {"a": Extra("scalar", torch.tensor(1.0)), "b": Extra("bits", torch.ones(5, dtype=torch.bool))}
+UPDATE = encode(update(NEAR, extra=EXTRA, metrics={"loss": 1.0, "steps": 2.0}), (BASE,), form="difference").data
+ORDER = encode(order(BASE, start=(2, 1, 0)), (BASE,), form="known").data
+
+
+def refused(error: type[errors.WireError], data: bytes, match: str = "", **more: object) -> None:
+    with pytest.raises(error, match=match) as found:
+        decode(data, LAYOUT, KNOWN, **more)  # type: ignore[arg-type]
+    assert type(found.value) is error
+
+
+def put(data: bytes, at: int, what: bytes) -> bytes:
+    return data[:at] + what + data[at + len(what) :]
+
+
+def test_untouched_messages_decode() -> None:
+    decode(UPDATE, LAYOUT, KNOWN)
+    decode(ORDER, LAYOUT, KNOWN)
+
+
+def test_bad_magic() -> None:
+    refused(errors.BadMagic, b"")
+    refused(errors.BadMagic, b"PK\3\4" + UPDATE[4:])
+
+
+def test_bad_version() -> None:
+    refused(errors.BadVersion, seal(put(UPDATE, 4, b"\2")))
+
+
+def test_bad_length() -> None:
+    refused(errors.BadLength, UPDATE[:20])
+    refused(errors.BadLength, UPDATE[:-1])
+    refused(errors.BadLength, replace(UPDATE, "values", payload(UPDATE, "values")[:-1]))
+    header, sections = open_up(UPDATE)
+    cut = bytearray(close_up(header, sections)[:-1])
+    cut[LENGTH] = struct.pack("<I", len(cut))
+    refused(errors.BadLength, seal(cut))
+
+
+def test_trailing_bytes() -> None:
+    refused(errors.TrailingBytes, UPDATE + b"\0")
+    for name in ("mask", "values", "metrics", "extra"):
+        refused(errors.TrailingBytes, replace(UPDATE, name, payload(UPDATE, name) + b"\0"))
+    refused(errors.TrailingBytes, replace(ORDER, "start", payload(ORDER, "start") + b"\0"))
+
+
+def test_bad_checksum() -> None:
+    refused(errors.BadChecksum, put(UPDATE, 100, bytes([UPDATE[100] ^ 1])))
+
+
+def test_wrong_layout() -> None:
+    with pytest.raises(errors.WrongLayout):
+        decode(UPDATE, small_layout((40, 300, 17)), KNOWN)
+
+
+def test_too_large() -> None:
+    refused(errors.TooLarge, UPDATE, limits=Limits(message=50))
+    refused(errors.TooLarge, replace(ORDER, "local", b'{"is":' + b"[" * 20 + b"]" * 20 + b"}"))
+    wide = struct.pack("<BB", 0, 8) + struct.pack("<I", 1 << 31) * 8
+    refused(errors.TooLarge, replace(UPDATE, "extra", b"\1\1x\1" + wide))
+    refused(errors.TooLarge, replace(UPDATE, "extra", b"\1\1x\2" + b"\xff\xff\xff\xff"))
+
+
+def test_bad_section() -> None:
+    header, sections = open_up(UPDATE)
+    refused(errors.BadSection, close_up(header, [*sections, sections[0]]))
+    refused(errors.BadSection, close_up(header, [*sections, (99, b"")]))
+    refused(errors.BadSection, replace(UPDATE, "lacks", b"\0" * 8))
+    refused(errors.BadSection, remove(ORDER, "local"))
+    refused(errors.BadSection, remove(UPDATE, "mask"))
+    refused(errors.BadSection, replace(UPDATE, "counts", b"\0" * 5))
+
+
+def test_bad_field() -> None:
+    refused(errors.BadField, seal(put(UPDATE, 5, b"\7")), "kind")
+    refused(errors.BadField, replace(UPDATE, "mask", b"\x09"), "form")
+    refused(errors.BadField, replace(UPDATE, "values", b"\0\x09"), "form")
+    refused(errors.BadField, replace(UPDATE, "metrics", b"\1\1\x07" + b"\0" * 8), "ASCII")
+    refused(errors.BadField, replace(UPDATE, "extra", b"\1\1x\x09"), "form")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"is":"Local","lr":0.03,"lr":0.04}',
+        '{"is":"Local", "lr":0.03}',
+        '{"is":"Local","lr":1}',
+        '{"is":"Local","epochs":1}',
+        '{"is":"Local","lr":NaN}',
+        '{"is":"Local","lr":1e999}',
+        '{"is":"Local","lr":-1.0}',
+        '{"is":"Local","nonsense":1}',
+        '{"is":"Recipe","key":1,"budgets":[1]}',
+        '{"is":"os.system"}',
+        '{"is":"Local","epochs":' + "9" * 5000 + "}",
+        "[1]",
+        "\xff",
+        "",
+    ],
+)
+def test_settings_only_in_canonical_form(text: str) -> None:
+    refused(errors.BadField, replace(ORDER, "local", text.encode("latin1")), "settings")
+
+
+def test_canonical_settings_are_what_json_gives() -> None:
+    plain = payload(ORDER, "local")
+    assert json.dumps(json.loads(plain), sort_keys=True, separators=(",", ":")).encode() == plain
+
+
+def test_bad_count() -> None:
+    rice = payload(encode(update(NEAR), form="rice").data, "mask")
+    refused(errors.BadCount, replace(UPDATE, "mask", put(rice, 1, b"\xff")))
+    difference = payload(UPDATE, "mask")
+    refused(errors.BadCount, replace(UPDATE, "mask", put(difference, 9, b"\x28")))
+    counts = encode(Message("update", LAYOUT, (1, 0, 0), 3, 50, counts=BASE.counts)).data
+    refused(errors.BadCount, replace(counts, "counts", b"\xff" * 5))
+    refused(errors.BadCount, replace(UPDATE, "metrics", b"\0"))
+
+
+def test_bad_order() -> None:
+    one, two = b"\4loss" + struct.pack("<d", 1.0), b"\5steps" + struct.pack("<d", 2.0)
+    decode(replace(UPDATE, "metrics", b"\2" + one + two), LAYOUT, KNOWN)
+    refused(errors.BadOrder, replace(UPDATE, "metrics", b"\2" + two + one))
+    refused(errors.BadOrder, replace(UPDATE, "metrics", b"\2" + one + one))
+
+
+def test_out_of_range() -> None:
+    """One weight of layer 0 at gap 39 of 40 moved one place too far."""
+    bits = torch.zeros(LAYOUT.prunable_size, dtype=torch.bool)
+    bits[39] = True
+    mask = Mask(LAYOUT, bits)
+    data = encode(update(mask), form="rice").data
+    body = bytearray(payload(data, "mask"))
+    assert body[-2:] == bytes([0b00111, 0b10])  # k = 5: low bits 7, quotient 1
+    body[-2] = 0b01000
+    refused(errors.OutOfRange, replace(data, "mask", bytes(body)))
+
+
+def test_non_finite() -> None:
+    bad = struct.pack("<f", float("nan"))
+    refused(errors.NonFinite, replace(UPDATE, "values", payload(UPDATE, "values")[:-4] + bad))
+    refused(errors.NonFinite, replace(UPDATE, "metrics", b"\1\1x" + struct.pack("<d", float("inf"))))
+    refused(errors.NonFinite, replace(UPDATE, "extra", b"\1\1x\3\0" + bad))
+    half = encode(update(BASE), (BASE,), "fp16").data
+    refused(errors.NonFinite, replace(half, "values", put(payload(half, "values"), 2, struct.pack("<e", float("inf")))))
+
+
+def test_bad_mask() -> None:
+    data = encode(order(random_mask(LAYOUT, BASE.counts, 5)), form="recipe").data
+    decode(data, LAYOUT)
+    body = payload(data, "mask")
+    refused(errors.BadMask, replace(data, "mask", put(body, 9, b"\7")))
+
+
+def test_a_recipe_that_cannot_be_followed() -> None:
+    data = encode(order(random_mask(LAYOUT, BASE.counts, 5)), form="recipe").data
+
+    def broken(*_: object) -> Mask:
+        raise RuntimeError("no such pattern")
+
+    refused(errors.BadField, data, "recipe", build=broken)
+
+
+def test_unknown_mask() -> None:
+    with pytest.raises(errors.UnknownMask) as found:
+        decode(ORDER, LAYOUT, {})
+    assert found.value.hash == BASE.hash
+
+
+def test_int8_scales_no_sender_would_choose() -> None:
+    data = encode(update(BASE), (BASE,), "int8").data
+    body = payload(data, "values")
+    refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", -1.0))))
+    refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", 0.0))))
+    refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", np.float32(0.1)))))
+    refused(errors.NonFinite, replace(data, "values", put(body, 2, struct.pack("<f", float("inf")))))
+
+
+def test_errors_are_one_family() -> None:
+    named = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, FlashError)]
+    assert len(named) > 15
+    assert all(issubclass(x, (errors.WireError, errors.Distrusted)) or x is FlashError for x in named)

@@ -1,0 +1,142 @@
+"""Whatever the bytes, the decoder answers with a message that keeps every promise, or with a named error.
+
+More than half of the mutations are made field by field and sealed with a valid checksum, so that they reach the
+checks behind it. A million of them is a slow test; the fast suite makes twenty thousand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from wire_support import changed, mask_of, resnet_layout, samples, small_layout, update
+from wire_surgery import mutate_bytes, mutate_field
+
+from flashfl.core.layout import Layout
+from flashfl.core.state import Mask
+from flashfl.wire import Coding, Limits, Message, WireError, decode, encode, fixed_hash
+from flashfl.wire.values import FORMS, count_values
+
+HERE = Path(__file__).parent
+Seed = tuple[bytes, dict[str, Mask], dict[str, torch.Tensor]]
+
+
+def seeds(layout: Layout) -> list[Seed]:
+    """Valid messages of every kind, mask form and value form."""
+    out: list[Seed] = []
+    for message, bases in samples(layout):
+        known = {mask.hash: mask for mask in bases}
+        for form in FORMS if message.values is not None else FORMS[:1]:
+            out.append((encode(message, bases, form).data, known, {}))
+        if message.mask is not None:
+            forms = ["rice", "bitmap", *(["difference"] if bases else [])]
+            out += [(encode(message, bases, form=form).data, known, {}) for form in forms]
+    return out
+
+
+def fixed_seed() -> tuple[Layout, Seed]:
+    layout = small_layout(fixed=True)
+    message = dataclasses.replace(samples(layout)[4][0], fixed={"table": torch.arange(8.0).view(4, 2)})
+    held = {fixed_hash(message.fixed["table"]): message.fixed["table"]}
+    return layout, (encode(message, held=tuple(held)).data, {}, held)
+
+
+def check(message: Message, data: bytes, known: dict[str, Mask], fixed: dict[str, torch.Tensor]) -> None:
+    """Every promise a decoded message makes, and that it is written again to the very same bytes."""
+    layout, mask = message.layout, message.mask
+    if mask is not None:
+        assert mask.bits.dtype == torch.bool
+        assert mask.bits.shape == (layout.prunable_size,)
+        assert message.counts == Mask(layout, mask.bits).counts
+    if message.counts is not None:
+        assert all(0 <= c <= k for c, k in zip(message.counts, layout.sizes, strict=True))
+    if message.values is not None:
+        assert message.values.dtype == torch.float32
+        assert message.values.shape == (count_values(layout, mask.active if mask else 0, message.carries),)
+        assert bool(torch.isfinite(message.values).all())
+    coding = message.coding or Coding()
+    bases = (known[coding.base],) if coding.base else ()
+    assert encode(message, bases, coding.values, coding.held, coding.mask).data == data
+
+
+def fuzz(layout: Layout, pool: list[Seed], count: int, seed: int, seconds: float = 1e9) -> Counter[str]:
+    """How `count` mutations ended, by the name of the error; two thirds are made field by field and sealed."""
+    rng = np.random.default_rng(seed)
+    ends: Counter[str] = Counter()
+    until = time.monotonic() + seconds
+    limits = Limits(message=1 << 26, elements=1 << 22)
+    for step in range(count):
+        data, known, fixed = pool[int(rng.integers(len(pool)))]
+        bad = mutate_field(data, rng) if step % 3 else mutate_bytes(data, rng)
+        try:
+            found = decode(bad, layout, known, limits, fixed)
+        except WireError as error:
+            ends[type(error).__name__] += 1
+        else:
+            check(found, bad, known, fixed)
+            ends["decoded"] += 1
+        if step % 64 == 0 and time.monotonic() > until:
+            break
+    return ends
+
+
+def test_twenty_thousand() -> None:
+    layout = small_layout()
+    ends = fuzz(layout, seeds(layout), 19_000, 1)
+    other, seed = fixed_seed()
+    ends += fuzz(other, [seed], 1000, 2)
+    assert ends.total() == 20_000
+    assert len(ends) > 12, ends
+    assert ends["decoded"] > 1000, ends
+
+
+@pytest.mark.slow
+def test_a_million() -> None:
+    """Time-boxed: over layouts of up to 2,000 weights, a new one every ten thousand."""
+    until = time.monotonic() + float(os.environ.get("FLASHFL_FUZZ_SECONDS", "1500"))
+    ends: Counter[str] = Counter()
+    rng = np.random.default_rng(3)
+    while ends.total() < 1_000_000 and time.monotonic() < until:
+        layout = small_layout(tuple(int(x) for x in rng.integers(0, 500, 4)))
+        ends += fuzz(layout, seeds(layout), 10_000, ends.total(), until - time.monotonic())
+    print(ends.total(), dict(ends))
+    assert ends["decoded"] > 1000
+
+
+def large(count: int = 500, room: int = 768 << 20) -> None:
+    """Mutations at ResNet18's size with `room` bytes of memory beyond what is in use before the first."""
+    layout = resnet_layout()
+    base = mask_of(layout, [0.05] * 20, 1)
+    near = changed(base, 0.125, 2)
+    known = {base.hash: base}
+    pool: list[Seed] = [
+        (encode(update(base), (base,)).data, known, {}),
+        (encode(update(near), (base,), "int8").data, known, {}),
+        (encode(update(near), form="rice").data, known, {}),
+        (encode(update(near), form="bitmap", values="fp16").data, known, {}),
+    ]
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+    began = time.monotonic()
+    ends = fuzz(layout, pool, count, 4)
+    print(ends.total(), f"{time.monotonic() - began:.0f} s", dict(ends))
+    assert ends.total() == count
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
+def test_five_hundred_at_resnet18_size_under_a_memory_limit() -> None:
+    path = os.pathsep.join([str(HERE), *sys.path])
+    code = "import torch; torch.set_num_threads(1); import test_wire_fuzz as t; t.large()"
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    print(run.stdout)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,94 @@
+"""Masks in all forms: round trips, exact sizes, and the choice of the smallest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_support import changed, layouts, mask_of, masks, small_layout
+
+from flashfl.core.state import Mask
+from flashfl.sparsity.masks import random_mask
+from flashfl.wire.errors import BadField
+from flashfl.wire.geometry import geometry
+from flashfl.wire.masks import FORMS, plan
+from flashfl.wire.reader import Reader
+from flashfl.wire.sizes import mask_sizes
+from flashfl.wire.unmask import read_mask, rebuild
+
+
+def sent(mask: Mask, bases: tuple[Mask, ...], form: str | None) -> tuple[Mask, str, int]:
+    choice = plan(mask, bases, form)
+    data = b"".join(choice.piece.write())
+    assert len(data) == choice.piece.size
+    known = {base.hash: base for base in bases}
+    found, name, base = read_mask(Reader(memoryview(data), "mask"), mask.layout, known, rebuild)
+    assert (name, base) == (choice.form, choice.base)
+    assert torch.equal(found.bits, mask.bits)
+    assert found.counts == Mask(mask.layout, mask.bits).counts
+    return found, name, len(data)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_form_round_trips(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    mask, base = data.draw(masks(layout)), data.draw(masks(layout))
+    sizes = [sent(mask, (base,), form)[2] for form in ("difference", "rice", "bitmap")]
+    sizes.append(sent(mask, (base, mask), "known")[2])
+    assert sent(mask, (base,), None)[2] == min(sizes[:3] + sizes[3:] * mask.equal(base))
+    assert sent(mask, (base, mask), None)[2] == min(sizes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_counted_is_encoded(data: st.DataObject) -> None:
+    """Bytes counted by tensor reductions, with shared and with own bases, are those the encoder writes."""
+    layout = data.draw(layouts())
+    rows = [data.draw(masks(layout)) for _ in range(3)]
+    own = [data.draw(masks(layout)), rows[1], data.draw(masks(layout))]
+    shared = data.draw(masks(layout))
+    bits, mine = torch.stack([x.bits for x in rows]), torch.stack([x.bits for x in own])
+    for bases, held in (
+        ([], [()] * 3),
+        ([shared.bits], [(shared,)] * 3),
+        ([shared.bits, mine], [(shared, x) for x in own]),
+    ):
+        found = mask_sizes(layout, bits, bases)
+        assert found.bytes.tolist() == [plan(m, b).piece.size for m, b in zip(rows, held, strict=True)]
+        assert [tuple(row) for row in found.counts.tolist()] == [mask.counts for mask in rows]
+
+
+def test_recipe() -> None:
+    layout = small_layout((4000, 30_000))
+    mask = random_mask(layout, (400, 600), 2**64 - 1)
+    found, form, size = sent(mask, (), None)
+    assert form == "recipe"
+    assert size == geometry(layout).recipe_size == 23
+    assert found.recipe == mask.recipe
+
+
+def test_full_and_empty_layers_are_almost_free() -> None:
+    layout = small_layout((100_000, 200_000, 50_000))
+    assert sent(mask_of(layout, [1.0, 0.0, 1.0], 1), (), None)[2] == 1 + 3 * (3 + 1) - 1 + 4
+
+
+def test_choice() -> None:
+    layout = small_layout((5000, 20_000))
+    base = mask_of(layout, [0.1, 0.05], 1)
+    assert sent(base, (base,), None)[1:] == ("known", 9)
+    assert sent(Mask(layout, base.bits.clone()), (base,), None)[1] == "known"
+    assert sent(changed(base, 0.1, 2), (base,), None)[1] == "difference"
+    assert sent(mask_of(layout, [0.1, 0.05], 9), (base,), None)[1] == "rice"
+    assert sent(mask_of(layout, [0.5, 0.5], 9), (base,), None)[1] == "bitmap"
+    near, far = changed(base, 0.1, 2), changed(base, 0.5, 3)
+    assert plan(changed(near, 0.05, 4), (far, near)).base == near.hash
+
+
+@pytest.mark.parametrize("form", ["known", "recipe"])
+def test_impossible_forms_are_refused(form: str) -> None:
+    layout = small_layout()
+    assert form in FORMS
+    with pytest.raises(BadField, match="cannot be sent"):
+        plan(mask_of(layout, [0.1] * 4, 1), (), form)
