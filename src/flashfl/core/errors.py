@@ -29,6 +29,8 @@ class RunStopped(FlashError):
 def unknown(what: str, given: str, known: Iterable[str]) -> ConfigError:
     """An error for a name nobody knows, naming the nearest one somebody does."""
     names = sorted(known)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"unknown {what} {given!r}: {hint}known: {', '.join(names)}")
+    near = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
+    hint = f"did you mean {near[0]!r}?" if near and len(names) > 12 else f"known: {', '.join(names)}"
+    if near and len(names) <= 12:
+        hint = f"did you mean {near[0]!r}? {hint}"
+    return ConfigError(f"unknown {what} {given!r}: {hint}")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -128,7 +127,7 @@ def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     masks: dict[str, Any] = {}
 
     def put_mask(name: str, mask: Mask) -> None:
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(mask.packed))
+        tensors[name] = torch.from_numpy(mask.packed.copy())
         recipe = mask.recipe
         masks[name] = recipe and {"key": str(recipe.key), "budgets": list(recipe.budgets), "nm": recipe.nm}
 

@@ -82,7 +82,7 @@ class UnknownFixed(WireError):
         self.name, self.hash = name, hash
 
 
-class Distrusted(FlashError):
+class Distrusted(WireError):
     """A well-formed update that does not fit the order that caused it."""
 
 

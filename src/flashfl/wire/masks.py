@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,10 +11,11 @@ import numpy as np
 from ..core.state import Mask
 from . import rice
 from .errors import BadField
-from .geometry import HASH, Geometry, geometry, host_bits, same, split
+from .geometry import Geometry, count_layers, geometry, host_bits, same, split
 from .reader import Chunk, Piece
 
 FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
+_TAIL = 4096  # how far from a layer's end its last position is looked for
 
 
 class Choice(NamedTuple):
@@ -27,34 +29,56 @@ class Choice(NamedTuple):
 def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Choice:
     """The smallest form given the masks the other side holds; `only` leaves no choice but among its bases.
 
-    Ties go to the form named first in FORMS, then to the base given first. A form whose fixed part alone is no smaller
-    than the best so far is not looked at.
+    Ties go to the form named first in FORMS, then to the base given first. A form that cannot be smaller than the best
+    so far is not worked out.
     """
-    found: Choice | None = None
-    for least, option in _options(mask, bases, only):
-        if found is None or least < found.piece.size:
-            choice = option()
-            if found is None or choice.piece.size < found.piece.size:
-                found = choice
+    geo, found = geometry(mask.layout), _first(mask, bases, only)
+    for base in bases if only in (None, "difference") else ():
+        if geo.difference_fixed < _size(found):
+            found = _smaller(found, _difference(mask, base, geo))
+    if (
+        only in (None, "rice")
+        and geo.rice_fixed < _size(found)
+        and (found is None or _least_rice(mask, geo) < _size(found))
+    ):
+        found = _smaller(found, _rice(mask, geo))
+    if only in (None, "bitmap") and geo.bitmap_size < _size(found):
+        found = _bitmap(mask, geo)
     if found is None:
         raise BadField(f"the mask cannot be sent as {only!r}: no base equals it, or it has no recipe")
     return found
 
 
-def _options(mask: Mask, bases: Sequence[Mask], only: str | None) -> Iterator[tuple[int, Callable[[], Choice]]]:
-    """(least size, how to make it) of each usable form, in the order of FORMS."""
-    geo = geometry(mask.layout)
+def _first(mask: Mask, bases: Sequence[Mask], only: str | None) -> Choice | None:
+    """The smaller of the forms that do not look at bits."""
     if only in (None, "known") and any(same(mask, base) for base in bases):
-        yield 1 + HASH, lambda: _known(mask)
-    if only in (None, "recipe") and mask.recipe is not None:
-        yield geo.recipe_size, lambda: _recipe(mask, geo)
-    if only in (None, "difference"):
-        for base in bases:
-            yield geo.difference_fixed, lambda base=base: _difference(mask, base, geo)  # type: ignore[misc]
-    if only in (None, "rice"):
-        yield geo.rice_fixed, lambda: _rice(mask, geo)
-    if only in (None, "bitmap"):
-        yield geo.bitmap_size, lambda: _bitmap(mask, geo)
+        return _known(mask)
+    return _recipe(mask, geometry(mask.layout)) if only in (None, "recipe") and mask.recipe is not None else None
+
+
+def _size(choice: Choice | None) -> float:
+    return choice.piece.size if choice is not None else math.inf
+
+
+def _smaller(found: Choice | None, other: Choice) -> Choice:
+    return other if found is None or other.piece.size < found.piece.size else found
+
+
+def _least_rice(mask: Mask, geo: Geometry) -> int:
+    """A size the Rice form cannot be below, from layer counts and last positions alone.
+
+    n gaps that skip s places in all take at least n(1 + k) + (s - n(2**k - 1)) / 2**k bits, whatever the gaps.
+    """
+    bits, total = host_bits(mask), 0
+    for start, size, count in zip(geo.starts.tolist(), geo.sizes.tolist(), count_layers(mask), strict=True):
+        coded = min(count, size - count)
+        tail = bits[max(start, start + size - _TAIL) : start + size]
+        at = np.flatnonzero(tail if coded == count else ~tail)
+        skipped = size - len(tail) + int(at[-1]) + 1 - coded if coded and at.size else 0
+        total += min(
+            coded * (1 + k) + (max(0, skipped - coded * ((1 << k) - 1)) >> k) for k in range(size.bit_length() + 1)
+        )
+    return geo.rice_fixed + total // 8
 
 
 def _known(mask: Mask) -> Choice:

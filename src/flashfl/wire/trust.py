@@ -18,7 +18,6 @@ from ..core.layout import Layout
 from .errors import ChangeTooLarge, NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
 from .geometry import count_layers, same
 from .message import Message
-from .values import segments
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,11 @@ def check_update(update: Message, order: Message, active: int | None = None) -> 
             raise WrongContent(f"client {update.client} was asked for statistics and sent weights")
         _check_statistics(update)
         return
-    if (update.values is None) != (report == "counts") or update.counts is None:
+    counts = count_layers(update.mask) if update.mask is not None else update.counts
+    if (update.values is None) != (report == "counts") or counts is None:
         raise WrongContent(f"client {update.client} was asked for {report} and sent something else")
     expected = active if active is not None else sum(count_layers(order.mask)) if order.mask is not None else None
-    total = sum(update.counts)
+    total = sum(counts)
     if expected is not None and total != expected:
         raise WrongDensity(f"client {update.client} has {total} active weights, expected {expected}")
     if report == "weights":
@@ -71,14 +71,12 @@ def _check_statistics(update: Message) -> None:
 
 
 def _statistics(update: Message) -> dict[str, Tensor]:
-    """The statistics that travelled, by name."""
+    """The statistics that travelled, by name: always the tail of the values."""
     if update.values is None or update.carries == "weights":
         return {}
-    layout, counts = update.layout, update.counts or ()
-    parts = segments(layout, counts, update.carries, "fp32")
-    layers = [x for x in layout.travelling if update.carries == "all" or x.kind == "statistic"]
-    pairs = zip(layers, parts, strict=True)
-    return {x.name: update.values[p.start : p.stop] for x, p in pairs if x.kind == "statistic"}
+    first = update.layout.size - update.values.numel()
+    layers = update.layout.of_kind("statistic")
+    return {layer.name: update.values[layer.start - first : layer.stop - first] for layer in layers}
 
 
 def change_norm(update: Message, order: Message) -> float:

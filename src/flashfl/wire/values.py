@@ -221,7 +221,7 @@ def _read_levels(scales: Array, levels: Array, parts: Sequence[Segment]) -> Arra
     for scale, size in zip(scales.tolist(), sizes, strict=True):
         part = levels[at : at + size]
         top = int(np.abs(part).max()) if size else 0
-        if (scale == 0) != (top == 0) or (scale > 0 and (top != 127 or not TINY <= scale or 127 * scale >= 2.0**128)):
+        if (scale == 0) != (top == 0) or (scale > 0 and (top != 127 or not scale >= TINY or 127 * scale >= 2.0**128)):
             raise BadField("an int8 scale does not fit its levels")
         at += size
     out: Array = levels.astype(np.float32) * np.repeat(scales, sizes)

@@ -1,0 +1,240 @@
+"""The promises every registered method keeps, whoever wrote it: a new method is covered by being registered."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashfl as fl
+from flashfl.core.method import Method
+from flashfl.core.state import Mask, State
+from flashfl.data.task import Task
+from flashfl.sparsity import weight_budget
+
+ROUNDS = 4
+SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "eval_every": 2, "workers": 1, "checkpoint_every": 1}
+
+
+def small(name: str, **changes: Any) -> Method:
+    """A method at a density that small nets can bear, with a short first stage."""
+    cls = fl.METHODS[name]
+    known = {f.name for f in fields(cls)}
+    wanted = {"density": 0.3, "warmup_clients": 3, "warmup_epochs": 3, "densities": (0.2, 0.3, 0.4), **changes}
+    if "densities" in known:
+        wanted.pop("density")
+    return cls(**{k: v for k, v in wanted.items() if k in known})
+
+
+VARIANTS = [
+    *((name, {}) for name in fl.METHODS),
+    ("pdst", {"allocation": "erk"}),
+    ("pdst", {"allocation": "erk+"}),
+    ("spdst", {"nm": 4}),
+    ("spdst", {"mask_init": "magnitude"}),
+    ("jmwst", {"nm": 4}),
+    ("jmwst", {"r_int": 2}),
+    ("jmwst", {"freeze_after": 2}),
+    ("jmwst", {"aggregator": "wfa", "adapt": fl.PruneRegrow(growth="gradient")}),
+    ("nst", {"adapt": fl.PruneRegrow(growth="momentum")}),
+]
+variants = pytest.mark.parametrize(
+    ("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS]
+)
+methods = pytest.mark.parametrize("name", list(fl.METHODS))
+
+
+def run(method: Method, task: Task, **settings: Any) -> tuple[fl.Run, list[State]]:
+    states: list[State] = []
+    done = fl.simulate(method, task, ROUNDS, watch=lambda s, line: states.append(s), **{**SETTINGS, **settings})
+    return done, states
+
+
+def assert_equal(a: fl.Run, b: fl.Run) -> None:
+    assert torch.equal(a.weights.mask.bits, b.weights.mask.bits)
+    assert torch.equal(a.weights.vector, b.weights.vector)
+    assert a.checksum == b.checksum
+
+
+@variants
+def test_the_density_is_exact_in_every_round(name: str, changes: dict[str, Any], small_task: Task) -> None:
+    method = small(name, **changes)
+    _, states = run(method, small_task)
+    pattern = changes.get("nm", 0)
+    for state in states:
+        fresh = Mask(state.layout, state.mask.bits)
+        assert fresh.counts == state.mask.counts, "what a mask says of itself must be true"
+        assert not state.weights.vector[: state.layout.prunable_size][~state.mask.bits].any()
+        if name == "nst":
+            assert fresh.active >= weight_budget(state.layout, 0.3)
+        elif state.stage == 2 and not pattern:
+            assert fresh.active == weight_budget(state.layout, getattr(method, "density", 1.0))
+    if pattern:
+        assert len({state.mask.counts for state in states if state.stage == 2}) == 1
+
+
+@methods
+def test_clients_of_every_round_have_their_exact_budget(name: str, small_task: Task, monkeypatch: Any) -> None:
+    from flashfl import aggregate
+    from flashfl.engine import cpu
+
+    seen: list[tuple[int, ...]] = []
+
+    def spy(sums: Any, update: Any) -> Any:
+        seen.append(update.counts)
+        return aggregate.add(sums, update)
+
+    monkeypatch.setattr(cpu, "add", spy)
+    run(small(name), small_task)
+    allowed = {weight_budget(small_task.layout, d) for d in (0.2, 0.3, 0.4, 1.0)}
+    assert seen
+    assert {sum(counts) for counts in seen} <= allowed
+
+
+@methods
+def test_stage_one_moves_layer_densities(name: str, small_task: Task) -> None:
+    method = small(name)
+    if not hasattr(method, "warmup_clients"):
+        pytest.skip("this method has no first stage")
+    _, states = run(method, small_task)
+    first = next(s for s in states if s.stage == 2)
+    densities = first.mask.layer_densities
+    assert max(densities) - min(densities) > 0.01, "uniform densities mean that stage 1 was a no-op"
+
+
+@methods
+def test_frozen_masks_never_move(name: str, small_task: Task) -> None:
+    if name not in ("dense", "pdst", "spdst", "hetero-spdst"):
+        pytest.skip("this method moves its mask")
+    _, states = run(small(name), small_task)
+    masks = [s.mask for s in states if s.stage == 2]
+    assert all(fl.mismatch(a, b) == 0 for a, b in itertools.pairwise(masks))
+
+
+@methods
+def test_moving_masks_move(name: str, small_task: Task) -> None:
+    if name not in ("nst", "jmwst", "hetero-jmwst"):
+        pytest.skip("this method freezes its mask")
+    _, states = run(small(name), small_task)
+    masks = [s.mask for s in states if s.stage == 2]
+    assert any(fl.mismatch(a, b) > 0 for a, b in itertools.pairwise(masks))
+
+
+@methods
+def test_nested_masks_nest(name: str, small_task: Task) -> None:
+    method = small(name)
+    if not hasattr(method, "densities"):
+        pytest.skip("this method has one density")
+    _, states = run(method, small_task)
+    for state in (s for s in states if s.stage == 2):
+        masks = [state.extra[f"mask {d}"] for d in sorted(method.densities)]
+        for small_mask, large in itertools.pairwise(masks):
+            assert isinstance(small_mask, Mask)
+            assert isinstance(large, Mask)
+            assert not (small_mask.bits & ~large.bits).any()
+        counts = [Mask(state.layout, m.bits).active for m in masks if isinstance(m, Mask)]
+        assert counts == [weight_budget(state.layout, d) for d in sorted(method.densities)]
+
+
+@methods
+def test_the_order_of_clients_does_not_matter(name: str, small_task: Task) -> None:
+    method = small(name)
+    whole, _ = run(method, small_task)
+
+    class Shuffled(type(method)):  # type: ignore[misc]
+        def cohort(self, s: State, clients: Any) -> Any:
+            return tuple(reversed(super().cohort(s, tuple(reversed(clients)))))
+
+    other = Shuffled(**{f.name: getattr(method, f.name) for f in fields(method)})
+    assert_equal(whole, run(other, small_task)[0])
+
+
+@methods
+def test_the_number_of_workers_does_not_matter(name: str, small_task: Task) -> None:
+    one, _ = run(small(name), small_task)
+    three, _ = run(small(name), small_task, workers=3)
+    assert_equal(one, three)
+    assert one.traffic == three.traffic
+
+
+class _Stop(Exception):  # noqa: N818
+    pass
+
+
+@variants
+def test_a_run_killed_at_any_round_resumes_to_the_same_bits(
+    name: str, changes: dict[str, Any], small_task: Task, tmp_path: Path
+) -> None:
+    method = small(name, **changes)
+    whole, states = run(method, small_task)
+    for at in range(1, len(states)):
+        folder = tmp_path / str(at)
+        seen = itertools.count(1)
+
+        def kill(state: State, line: Any, at: int = at, seen: Any = seen) -> None:
+            if next(seen) > at:
+                raise _Stop  # as sudden as a kill: no checkpoint is written on the way out
+
+        with pytest.raises(_Stop):
+            fl.simulate(method, small_task, ROUNDS, folder=folder, watch=kill, **SETTINGS)
+        resumed = fl.simulate(method, small_task, ROUNDS, folder=folder, resume=True, **SETTINGS)
+        assert_equal(whole, resumed)
+        assert resumed.traffic == whole.traffic, "bytes after a resume are those of the undisturbed run"
+        assert len(resumed.history) == len(whole.history)
+
+
+@methods
+def test_clients_that_fail_do_not_stop_a_run(name: str, small_task: Task) -> None:
+    done, states = run(small(name), small_task, dropout=0.4, retries=9)
+    assert states[-1].done
+    assert any(line["failures"] for line in done.history)
+
+
+@methods
+def test_a_method_is_data(name: str) -> None:
+    method = small(name)
+    assert method == replace(method)
+    assert isinstance(hash(method), int)
+    assert fl.METHODS[name]() is not None, "every field has a default"
+    lines = Path(sys.modules[type(method).__module__].__file__ or "").read_text().count("\n")
+    assert lines <= 130
+
+
+@pytest.mark.slow
+@methods
+def test_kill_minus_nine_then_resume(name: str, tmp_path: Path) -> None:
+    """A real process on the real digits task, killed without warning, and another that goes on."""
+    density = [] if name == "dense" or name.startswith("hetero") else ["--density", "0.05"]
+    common = [sys.executable, "-m", "flashfl.cli", "run", "--method", name, *density, "--rounds", "6"]
+    common += ["--checkpoint-every", "1", "--quiet"]
+    whole = subprocess.run([*common, "--out", str(tmp_path / "whole")], capture_output=True, text=True, check=True)
+    process = subprocess.Popen([*common, "--out", str(tmp_path / "cut")], stdout=subprocess.DEVNULL)
+    results = tmp_path / "cut" / "results.jsonl"
+    while process.poll() is None and (not results.exists() or results.read_text().count('"round"') < 3):
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = subprocess.run(
+        [*common, "--out", str(tmp_path / "cut"), "--resume"], capture_output=True, text=True, check=True
+    )
+    assert resumed.stdout.split("checksum ")[1].split()[0] == whole.stdout.split("checksum ")[1].split()[0]
+
+
+def test_the_worked_example_of_the_documentation_runs(tmp_path: Path) -> None:
+    page = Path(__file__).parent.parent / "docs" / "adding-a-method.md"
+    blocks = [b.split("```")[0] for b in page.read_text().split("```python\n")[1:]]
+    script = tmp_path / "example.py"
+    script.write_text("\n\n".join(textwrap.dedent(b) for b in blocks))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
+

@@ -1,0 +1,95 @@
+"""What a server refuses to believe."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from wire_support import changed, mask_of, order, small_layout, update
+
+from flashfl.core.state import Local, Weights
+from flashfl.wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
+from flashfl.wire.trust import Trust, change_norm, check_cohort, check_update
+
+LAYOUT = small_layout((400, 800))
+MASK = mask_of(LAYOUT, [0.2, 0.1], 1)
+ORDER, UPDATE = order(MASK), update(changed(MASK, 0.3, 2))
+
+
+def test_honest_updates_pass() -> None:
+    check_update(UPDATE, ORDER)
+    counted = dataclasses.replace(UPDATE, mask=None, values=None, counts=(100, 60))
+    check_update(counted, order(MASK, Local(report="counts")), active=160)
+    alone = dataclasses.replace(UPDATE, mask=None, values=torch.ones(10), carries="statistics")
+    check_update(alone, order(MASK, Local(report="statistics")))
+
+
+def test_another_round_or_client() -> None:
+    for other in ({"tag": (2, 3, 1)}, {"client": 6}, {"kind": "order"}):
+        with pytest.raises(WrongTag):
+            check_update(dataclasses.replace(UPDATE, **other), ORDER)  # type: ignore[arg-type]
+
+
+def test_another_density() -> None:
+    dense = mask_of(LAYOUT, [0.2, 0.2], 1)
+    with pytest.raises(WrongDensity, match="240"):
+        check_update(update(dense), ORDER)
+    with pytest.raises(WrongDensity):
+        check_update(UPDATE, ORDER, active=7)
+
+
+def test_something_else_than_was_asked_for() -> None:
+    wrong = [
+        (dataclasses.replace(UPDATE, n=0), ORDER),
+        (dataclasses.replace(UPDATE, values=None), ORDER),
+        (UPDATE, order(MASK, Local(report="counts"))),
+        (dataclasses.replace(UPDATE, mask=None), ORDER),
+        (dataclasses.replace(UPDATE, carries="weights"), ORDER),
+        (dataclasses.replace(UPDATE, carries="weights"), order(MASK, Local(report="statistics"))),
+        (dataclasses.replace(UPDATE, values=None), order(MASK, Local(report="statistics"))),
+    ]
+    for message, asked in wrong:
+        with pytest.raises(WrongContent):
+            check_update(message, asked)
+
+
+def with_value(at: int, value: float) -> object:
+    assert UPDATE.values is not None
+    values = UPDATE.values.clone()
+    values[at] = value
+    return dataclasses.replace(UPDATE, values=values)
+
+
+def test_variances() -> None:
+    with pytest.raises(NegativeVariance, match="running_var"):
+        check_update(with_value(-1, -0.1), ORDER)  # type: ignore[arg-type]
+    check_update(with_value(-6, -0.1), ORDER)  # type: ignore[arg-type]
+    with pytest.raises(NonFinite):
+        check_update(with_value(3, float("nan")), ORDER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_norm_of_the_change(share: float) -> None:
+    """Against the dense vectors: over the new mask and the dense layers, weights outside the old mask from 0."""
+    mask = changed(MASK, share, 3)
+    new, old = torch.randn(LAYOUT.size), torch.randn(LAYOUT.size)
+    a, b = Weights.masked(mask, new), Weights.masked(MASK, old)
+    up, down = dataclasses.replace(UPDATE, mask=mask, values=a.packed()), dataclasses.replace(ORDER, values=b.packed())
+    active = torch.cat([mask.bits, torch.ones(LAYOUT.size - LAYOUT.prunable_size, dtype=torch.bool)])
+    active[LAYOUT.trained_size :] = False
+    expected = float(((a.vector - b.vector) * active).double().norm())
+    assert np.isclose(change_norm(up, down), expected)
+    with pytest.raises(ValueError, match="weights"):
+        change_norm(dataclasses.replace(up, mask=None), down)
+
+
+def test_cohort() -> None:
+    norms = {1: 1.0, 2: 1.2, 3: 0.8, 4: 12.0}
+    assert list(check_cohort(norms)) == [4]
+    assert list(check_cohort({**norms, 5: float("nan")})) == [4, 5]
+    assert check_cohort(norms, Trust(factor=20)) == {}
+    assert check_cohort(norms, Trust(factor=0)) == {}
+    assert check_cohort({1: 1.0, 2: 100.0}) == {}
+    assert check_cohort({1: 0.0, 2: 0.0, 3: 5.0}) == {}
