@@ -108,10 +108,9 @@ def changed(mask: Mask, share: float, key: int) -> Mask:
 
 def choices(universe: Sequence[int], counts: Sequence[int]) -> float:
     """Bytes of the entropy bound: log2 of the number of ways to choose, layer by layer."""
-    bits = sum(
-        math.lgamma(u + 1) - math.lgamma(c + 1) - math.lgamma(u - c + 1) for u, c in zip(universe, counts, strict=True)
-    )
-    return bits / math.log(2) / 8
+    pairs = zip(universe, counts, strict=True)
+    nats = sum(math.lgamma(u + 1) - math.lgamma(c + 1) - math.lgamma(u - c + 1) for u, c in pairs)
+    return nats / math.log(2) / 8
 
 
 def change_bound(mask: Mask, base: Mask) -> float:
@@ -309,9 +308,8 @@ def savings() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(
-        f"ResNet18: {K:,} prunable, {DENSE:,} dense, {STATISTICS:,} statistics; torch {torch.__version__}, numpy {np.__version__}"
-    )
+    print(f"ResNet18: {K:,} prunable, {DENSE:,} dense, {STATISTICS:,} statistics")
+    print(f"torch {torch.__version__}, numpy {np.__version__}, scipy {scipy.__version__}")
     for part in (sizes, overhead, timings, savings):
         part()
     print(f"\n{failures} failed")

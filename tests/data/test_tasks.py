@@ -87,11 +87,10 @@ def test_made_up_data_by_writer() -> None:
 
 
 def test_made_up_sentences_train_a_small_transformer() -> None:
-    pytest.importorskip("transformers")
-    config = TaskConfig(dataset="sst2", model="tiny-transformer", synthetic=True, clients=2)
+    config = TaskConfig(dataset="sst2", model="tiny-transformer", synthetic=True, clients=2, partition="iid")
     task = build_task(config)
     model = task.build(1)
-    step = torch.optim.SGD(model.parameters(), lr=0.2)
+    step = torch.optim.SGD(model.parameters(), lr=0.1)
     for at in range(30):
         inputs, y = task.train[at % 2].fetch(torch.arange(64))
         step.zero_grad()
@@ -116,7 +115,7 @@ def test_a_local_bert_keeps_its_weights_and_reads_pieces(tmp_path: Path) -> None
 
     published.sst2(tmp_path)
     published.vocabulary(tmp_path / "small")
-    build_model("tiny-transformer", vocab=13, length=8, width=16, heads=2).net.save_pretrained(tmp_path / "small")
+    build_model("bert-scratch", vocab=13, length=8, width=16, depth=1, heads=2).net.save_pretrained(tmp_path / "small")
     config = TaskConfig(dataset="sst2", data_root=str(tmp_path), model_path="small", length=8, clients=2)
     task = build_task(config)
     assert task.pretrained
@@ -149,6 +148,13 @@ def test_by_writer(tmp_path: Path) -> None:
     task = tasks.mnist_writers(tmp_path, verify=False)
     assert [c.n for c in task.clients] == [5] * 8
     assert len(tasks.mnist_writers(tmp_path, clients=3, verify=False).clients) == 3
+
+
+def test_a_limit_is_shared_over_writers() -> None:
+    config = TaskConfig(dataset="femnist", synthetic=True, clients=5, partition="natural")
+    data = load_data(config)
+    small = TaskConfig(dataset="femnist", partition="natural", clients=3, limit=30)
+    assert [c.n for c in build_task(small, 1, data).clients] == [10] * 3
 
 
 def test_a_factory_can_travel_to_another_process() -> None:

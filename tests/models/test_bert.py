@@ -12,7 +12,7 @@ from flashfl.core.layout import Layout
 from flashfl.models import bert, build_model
 
 pytest.importorskip("transformers")
-SMALL = {"classes": 2, "vocab": 50, "length": 12, "width": 16, "depth": 2, "heads": 2}
+SMALL = {"classes": 2, "vocab": 50, "length": 12, "width": 16, "depth": 2, "heads": 2, "dropout": 0.0}
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +23,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_only_the_encoders_matrices_are_prunable() -> None:
-    layout = Layout.of(build_model("tiny-transformer", **SMALL))
+    layout = Layout.of(build_model("bert-scratch", **SMALL))
     assert len(layout.prunable) == 2 * 6
     assert layout.prunable_size == 2 * (4 * 16 * 16 + 2 * 16 * 64)
     assert all(".layer." in layer.name and layer.name.endswith(".weight") for layer in layout.prunable)
@@ -31,7 +31,7 @@ def test_only_the_encoders_matrices_are_prunable() -> None:
 
 
 def test_frozen_embeddings_are_fixed() -> None:
-    model = build_model("tiny-transformer", freeze=True, **SMALL)
+    model = build_model("bert-scratch", freeze=True, **SMALL)
     layout = Layout.of(model, fixed=model.fixed)
     assert {layer.name.split(".")[2] for layer in layout.of_kind("fixed")} == {"embeddings"}
     assert not any("embeddings" in layer.name for layer in layout.travelling)
@@ -39,7 +39,7 @@ def test_frozen_embeddings_are_fixed() -> None:
 
 
 def test_masked_tokens_do_not_matter() -> None:
-    model = build_model("tiny-transformer", **SMALL).eval()
+    model = build_model("bert-scratch", **SMALL).eval()
     ids, mask = batch()
     other = torch.where(mask == 1, ids, 7)
     assert torch.allclose(model(ids, mask), model(other, mask), atol=1e-6)
@@ -47,7 +47,7 @@ def test_masked_tokens_do_not_matter() -> None:
 
 
 def test_the_mask_is_the_librarys_own() -> None:
-    model = build_model("tiny-transformer", **SMALL).eval()
+    model = build_model("bert-scratch", **SMALL).eval()
     ids, mask = batch()
     assert torch.allclose(model(ids, mask), model.net(input_ids=ids, attention_mask=mask).logits, atol=1e-5)
 
@@ -62,7 +62,7 @@ def test_bert_base_has_its_published_sizes() -> None:
 
 
 def test_local_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> None:
-    first = build_model("tiny-transformer", **SMALL)
+    first = build_model("bert-scratch", **SMALL)
     first.net.save_pretrained(tmp_path)
     again = build_model("bert", classes=3, vocab=50, length=12, path=str(tmp_path))
     weights = dict(first.named_parameters())
@@ -80,7 +80,7 @@ def test_a_folder_without_weights_says_what_to_put_there(tmp_path: Path) -> None
 
 
 def test_texts_must_fit_the_encoder(tmp_path: Path) -> None:
-    build_model("tiny-transformer", **SMALL).net.save_pretrained(tmp_path)
+    build_model("bert-scratch", **SMALL).net.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="vocab_size is 50, but the texts need vocab = 51"):
         build_model("bert", vocab=51, path=str(tmp_path))
 

@@ -110,6 +110,23 @@ def test_a_text_model_does_not_take_images() -> None:
         build_model("tiny-transformer", classes=2, channels=3, size=32)
 
 
+def test_the_small_transformer_prunes_its_layers_matrices() -> None:
+    model = build_model("tiny-transformer", classes=2, vocab=50, length=12, width=16, depth=2, heads=2)
+    layout = Layout.of(model)
+    assert layout.prunable_size == 2 * (4 * 16 * 16 + 2 * 16 * 64)
+    assert len(layout.prunable) == 2 * 6
+    assert not layout.of_kind("fixed", "statistic")
+
+
+def test_the_small_transformer_does_not_see_padding() -> None:
+    model = build_model("tiny-transformer", vocab=50, length=12, width=16, depth=2, heads=2)
+    ids = torch.arange(1, 25).view(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    assert torch.allclose(model(ids, mask), model(torch.where(mask == 1, ids, 7), mask), atol=1e-6)
+    assert torch.allclose(model(ids, mask)[1:], model(ids[1:, :5], mask[1:, :5]), atol=1e-6)
+
+
 def test_too_small_an_image_is_an_error() -> None:
     with pytest.raises(ConfigError, match="mnistnet needs images of at least 13 pixels a side, not 8"):
         build_model("mnistnet", size=8)

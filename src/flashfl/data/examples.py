@@ -107,3 +107,15 @@ def source(data: Any) -> Source:
     raise DataError(
         f"cannot read samples from {type(data).__name__}: give a tuple (inputs, targets) of tensors or a torch Dataset"
     )
+
+
+def on_device(sources: Sequence[Source], device: torch.device | str) -> list[Source]:
+    """The sources on a device; what several of them share is moved there once."""
+    moved: dict[int, Source] = {}
+
+    def base(data: Source) -> Source:
+        if id(data) not in moved:
+            moved[id(data)] = data.to(device)
+        return moved[id(data)]
+
+    return [Subset(base(s.source), s.index.to(device)) if isinstance(s, Subset) else base(s) for s in sources]

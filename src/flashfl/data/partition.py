@@ -1,7 +1,8 @@
 """Who holds which samples. Every scheme is a pure function of the labels (or ids), the number of clients and a key.
 
-A partition is one sorted int64 array of sample indices for each client; together they hold every sample once (where
-`natural` is asked for fewer clients than there are ids: every sample of the ids chosen), and no client is empty.
+A partition is one sorted int64 array of sample indices for each client; no client is empty, and together they hold
+every sample once. Two schemes leave samples out when there are too few clients for all: `natural` then chooses among
+the ids, `shards` among the classes.
 """
 
 from __future__ import annotations
@@ -160,17 +161,19 @@ def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int
 
     Every class is cut into shards in proportion to its size, as many in all as clients times classes a client; each
     client takes shards of the classes with most left, ties broken at random, so that its shards are of different
-    classes wherever that is possible.
+    classes wherever that is possible. With more classes than shards, as many classes are chosen as there are shards.
     """
     _check(len(labels), clients)
     rng = _rng(key)
     pools = _pools(labels, rng)
     wanted = clients * classes_per_client
-    if classes_per_client < 1 or not len(pools) <= wanted <= len(labels):
+    if not 1 <= wanted <= len(labels):
         raise ConfigError(
             f"classes_per_client = {classes_per_client} with {clients} clients makes {wanted} shards: there must be at "
-            f"least one for each of the {len(pools)} classes and at most one for each of the {len(labels)} samples"
+            f"least one and at most one for each of the {len(labels)} samples"
         )
+    if wanted < len(pools):
+        pools = [pools[i] for i in np.sort(rng.choice(len(pools), wanted, replace=False))]
     cuts = _cut(np.array([len(pool) for pool in pools]), wanted)
     pieces = [np.array_split(pool, n) for pool, n in zip(pools, cuts, strict=True)]
     parts: Partition = []

@@ -60,6 +60,7 @@ class Task:
         if densities is not None and len(densities) != len(sources):
             raise ConfigError(f"{len(densities)} densities for {len(sources)} clients")
         self.name, self.loss, self.metric, self.densities = name, loss, metric, densities
+        self.info: dict[str, Any] = {}  # what a report may say about it, as plain JSON data
         self._model, self._prunable, self._fixed = model, prunable, fixed
         self.test = None if test is None else source(test)
         self.train, self.held = (sources, []) if test is not None else _hold_out(sources, holdout)
@@ -87,7 +88,7 @@ class Task:
 
     @cached_property
     def clients(self) -> tuple[Client, ...]:
-        density = self.densities or [None] * len(self.train)
+        density: Sequence[float | None] = self.densities or [None] * len(self.train)
         return tuple(Client(i, len(s), d) for i, (s, d) in enumerate(zip(self.train, density, strict=True)))
 
     @property

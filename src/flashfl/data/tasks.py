@@ -104,7 +104,9 @@ def _partition(config: TaskConfig, data: DataSet, key: int) -> partition.Partiti
     if config.partition_file:
         return partition.load(config.partition_file, len(data.train))
     key = fold(config.partition_seed if config.partition_seed >= 0 else key, "partition")
-    used = _some(len(data.train), config.limit, fold(key, "limit"))
+    natural = config.partition == "natural"
+    # Few of all samples would leave each writer one or none: there the limit is shared out over the clients instead.
+    used = _some(len(data.train), 0 if natural else config.limit, fold(key, "limit"))
     parts = partition.split(
         config.partition,
         data.labels[used],
@@ -114,7 +116,9 @@ def _partition(config: TaskConfig, data: DataSet, key: int) -> partition.Partiti
         classes_per_client=config.classes_per_client,
         ids=None if data.writers is None else data.writers[used],
     )
-    return [used[p[_some(len(p), config.per_client, fold(key, "cap", i))]] for i, p in enumerate(parts)]
+    caps = [config.per_client, max(1, config.limit // len(parts)) if natural and config.limit else 0]
+    cap = min((c for c in caps if c), default=0)
+    return [used[part[_some(len(part), cap, fold(key, "cap", i))]] for i, part in enumerate(parts)]
 
 
 def _some(count: int, limit: int, key: int) -> NDArray[np.int64]:

@@ -15,13 +15,21 @@ def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
     """The engine a training configuration asks for; `auto` takes a GPU where there is one."""
     device = config.device
     if device == "auto":
-        device = "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        raise ConfigError(f"device = {device!r}: expected auto, cpu or cuda") from None
-    if kind != "cpu":
-        raise ConfigError(f"device = {device!r}: only cpu is supported yet")
-    from .cpu import CPUEngine
+        raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N") from None
+    if kind == "cpu":
+        from .cpu import CPUEngine
 
-    return CPUEngine(task, config.workers, config.threads, config.values, config.dropout, None, folder)
+        return CPUEngine(task, config.workers, config.threads, config.values, config.dropout, None, folder)
+    if kind != "cuda":
+        raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device = {device!r}: this machine has no CUDA device that torch {torch.__version__} can use")
+    from .cuda import LaneEngine
+
+    return LaneEngine(
+        task, device, config.precision, config.lanes, config.values, config.dropout, config.deterministic, folder
+    )

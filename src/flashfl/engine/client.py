@@ -8,10 +8,12 @@ from typing import Any
 
 from ..core.errors import FlashError
 from ..core.layout import Layout
-from ..core.state import Local, Mask, Order, Tag, Update
+from ..core.state import Extra, Local, Mask, Order, Tag, Update
 from ..data.examples import Source
 from ..wire import ClientLedger, Message, UnknownMask, WireError, decode, encode
+from ..wire.errors import WrongContent
 from ..wire.values import Form
+from .server import OWN
 from .train import ClientFailed, Trainer
 
 # What a client remembers, as JSON: for each of its last rounds the tag and the hashes of the order's mask and its own.
@@ -30,7 +32,8 @@ class Reply:
 class ClientSide:
     """Plays one client at a time on one replica; masks it remembers lie in a store, by hash."""
 
-    def __init__(self, trainer: Trainer, store: Any, values: Form = "fp32") -> None:
+    def __init__(self, trainer: Trainer, store: Any, values: Form | None = "fp32") -> None:
+        """`values`: how weights travel; None: as they came."""
         self.trainer, self.layout, self.store, self.values = trainer, trainer.layout, store, values
 
     def work(self, client: int, data: Source, order_bytes: bytes, memory: Memory) -> Reply:
@@ -38,15 +41,17 @@ class ClientSide:
         ledger = self._recall(memory)
         try:
             message = decode(order_bytes, self.layout, known=ledger.known())
+            extra = self._given_back(ledger, message)
             ledger.begin(message)
         except UnknownMask as error:
             return self._lack(client, order_bytes, error)
         except WireError as error:
             raise ClientFailed(f"it cannot read its order ({type(error).__name__}: {error})") from None
-        assert message.local is not None
-        order = Order(message.weights(), message.local, message.key, message.tag, dict(message.extra))
+        assert message.local is not None and message.coding is not None
+        order = Order(message.weights(), message.local, message.key, message.tag, extra)
         update = self.trainer.train(order, client, data, ledger.own(message.start))
-        encoded = encode(update_message(update, order, self.layout), ledger.bases(message), self.values)
+        form = self.values or message.coding.values
+        encoded = encode(update_message(update, order, self.layout), ledger.bases(message), form)
         keeps = "mask" in order.local.keep and update.weights is not None
         ledger.finish(message, own=update.weights.mask if keeps and update.weights else None)
         return Reply(encoded.data, self._keep(ledger))
@@ -59,6 +64,16 @@ class ClientSide:
             except (KeyError, FlashError):
                 continue  # lost or damaged: as if it had never been; the server will be told
         return ledger
+
+    def _given_back(self, ledger: ClientLedger, order: Message) -> dict[str, Extra]:
+        """Take over our own mask where the server gives it back to us; the extras that are left."""
+        extra = dict(order.extra)
+        own = extra.pop(OWN, None)
+        if own is not None and order.start is not None and order.mask is not None:
+            if own.value.numel() != self.layout.prunable_size:
+                raise WrongContent(f"a mask of {own.value.numel()} weights, expected {self.layout.prunable_size}")
+            ledger.remember(order.start, order.mask, Mask(self.layout, own.value))
+        return extra
 
     def _keep(self, ledger: ClientLedger) -> Memory:
         return [

@@ -13,10 +13,10 @@ from ..aggregate import add
 from ..core.errors import FlashError
 from ..core.state import Client, Mask, Order, Outcome, State, Sums, Weights
 from ..data.task import Task
-from ..wire import Message
 from ..wire.trust import Trust
 from ..wire.values import Form
 from .client import ClientSide, Memory, Reply
+from .memories import Memories
 from .pool import Died, InProcess, Pool
 from .server import Inbox, ServerSide
 from .store import MaskStore
@@ -42,34 +42,27 @@ class CPUEngine:
     ) -> None:
         self.task, self.dropout = task, dropout
         self.server = ServerSide(task.layout, values, trust)
-        self.store = MaskStore(task.layout, folder)
-        self.clients: dict[int, Memory] = {}
-        self._pinned: set[str] = set()
-        self._rounds = 0
+        self.memories = Memories(MaskStore(task.layout, folder))
         # What models are judged by is written here, where every worker sees it.
         self._board = torch.zeros(task.layout.size).share_memory_()
         count = workers or max(1, (os.cpu_count() or 1) // threads)
-        make = _Make(task, self.store, values, self._board)
+        make = _Make(task, self.memories.store, values, self._board)
         self.pool: Pool | InProcess = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         inbox = Inbox(self.server)
         waiting: dict[int, tuple[Client, Order]] = {}  # in the order of the jobs, which is that of the results
-        self._memories: dict[int, Memory] = {}
+        new: dict[int, Memory] = {}
         for result in self.pool.run(self._jobs(s, orders, inbox, waiting)):
             client, order = waiting.pop(next(iter(waiting)))
             if isinstance(result, Reply) and result.lacks:
                 result = self._again(inbox, client, order, result)
-            self._take(inbox, client.id, result)
+            self._take(inbox, client.id, result, new)
         sums = Sums(self.task.layout)
         for update in inbox.updates():
             add(sums, update)
-        for client in inbox.failures:
-            self._memories.pop(client, None)
-        self.clients.update(self._memories)
-        self._memories = {}
         inbox.spool.close()
-        self._tidy()
+        self.memories.update({c: m for c, m in new.items() if c not in inbox.failures})
         return Outcome(sums, inbox.traffic, dict(sorted(inbox.failures.items())))
 
     def _jobs(
@@ -80,11 +73,11 @@ class CPUEngine:
             message = self.server.message(client, order)
             encoded = self.server.encode(message)
             inbox.sent(message, encoded)
-            if self.dropout and _drops(s, client.id, self.dropout):
+            if self.dropout and drops(s, client.id, self.dropout):
                 inbox.failed(client.id, "dropped out (simulated)")
                 continue
             waiting[client.id] = (client, order)
-            yield ("train", client.id, encoded.data, self.clients.get(client.id, []))
+            yield ("train", client.id, encoded.data, self.memories.clients.get(client.id, []))
 
     def _again(self, inbox: Inbox, client: Client, order: Order, lack: Reply) -> Any:
         """A client lacks a mask: it is sent the full one, within the round."""
@@ -93,16 +86,14 @@ class CPUEngine:
         parts = decode(lack.data, self.task.layout).parts
         assert parts is not None
         inbox.traffic += parts.traffic("lack")
-        self.server.ledger.forget(client.id)
-        message: Message = self.server.message(client, order)
-        encoded = self.server.encode(message)
+        message, encoded = self.server.remind(client, order)
         inbox.sent(message, encoded)
         [result] = self.pool.run([("train", client.id, encoded.data, [])])
         return result
 
-    def _take(self, inbox: Inbox, client: int, result: Any) -> None:
+    def _take(self, inbox: Inbox, client: int, result: Any, new: dict[int, Memory]) -> None:
         if isinstance(result, Reply):
-            self._memories[client] = result.memory
+            new[client] = result.memory
             inbox.arrived(client, result.data)
         elif isinstance(result, ClientFailed | Died):
             inbox.failed(client, str(result))
@@ -126,42 +117,13 @@ class CPUEngine:
         return {"loss": loss / n, "metric": metric / n}
 
     def memory(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the state; masks are named by hash and lie in the store."""
-        record, tensors = self.server.ledger.state()
-        masks = [Mask.unpack(self.task.layout, t.numpy()) for t in tensors.values()]
-        history = dict(zip(tensors, map(self.store.put, masks), strict=True))
-        return {
-            "clients": {str(c): m for c, m in self.clients.items()},
-            "ledger": record,
-            "history": history,
-            "masks": sorted({*history.values(), *self._held()}),
-        }
+        return self.memories.save(self.server.ledger)
 
     def restore(self, memory: Mapping[str, Any]) -> None:
-        self.clients = {
-            int(c): [(tuple(tag), order, own) for tag, order, own in rounds] for c, rounds in memory["clients"].items()
-        }
-        try:
-            tensors = {name: torch.from_numpy(self.store[h].packed.copy()) for name, h in memory["history"].items()}
-        except (KeyError, FlashError) as error:
-            import warnings
-
-            warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
-            return
-        self.server.ledger.restore((dict(memory["ledger"]), tensors))
+        self.memories.restore(memory, self.server.ledger)
 
     def forget_masks(self, pinned: set[str]) -> None:
-        """Masks in `pinned` are needed by checkpoints; all others that no client holds may go."""
-        self._pinned = pinned
-        self.store.keep_only(pinned | self._held())
-
-    def _held(self) -> set[str]:
-        return {h for rounds in self.clients.values() for _, *hashes in rounds for h in hashes if h is not None}
-
-    def _tidy(self) -> None:
-        self._rounds += 1
-        if self._rounds % 10 == 0:
-            self.store.keep_only(self._pinned | self._held())
+        self.memories.forget(pinned)
 
     def close(self) -> None:
         self.pool.close()
@@ -193,6 +155,6 @@ class _Make:
         return work
 
 
-def _drops(s: State, client: int, share: float) -> bool:
+def drops(s: State, client: int, share: float) -> bool:
     """Whether a client fails in this round: keyed, so that a repeated run loses the same ones."""
     return s.key("dropout", client) % 1_000_000 < share * 1_000_000

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from statistics import median
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..core.errors import FlashError
 from ..core.layout import Layout
-from ..core.state import Client, Order, Traffic, Update, Weights
+from ..core.state import Client, Extra, Mask, Order, Traffic, Update, Weights
 from ..wire import Encoded, Message, ServerLedger, WireError, decode, encode
+from ..wire.errors import WrongContent
 from ..wire.trust import Trust, change_norm, check_cohort, check_update
 from ..wire.values import Form
 from .spool import Spool
+from .store import MaskStore
 
 HISTORY_BYTES = 128 << 20
+OWN = "own mask"  # the extra by which a client that lost its own mask is given it back
 
 
 class ServerSide:
     """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
 
-    def __init__(self, layout: Layout, values: Form = "fp32", trust: Trust | None = None) -> None:
+    def __init__(
+        self, layout: Layout, values: Form = "fp32", trust: Trust | None = None, clip: float = 0.0
+    ) -> None:
         self.layout, self.values, self.trust = layout, values, trust or Trust()
+        self.clip = clip  # a change above this many times the cohort's median is shortened to that; 0: never
         self.ledger = ServerLedger(layout, bytes=HISTORY_BYTES)
         self._packed: tuple[Weights | None, Tensor | None] = (None, None)
 
@@ -29,7 +40,7 @@ class ServerSide:
         """An order for a client as it will travel."""
         own = self.ledger.own(client.id)
         return Message(
-            "order", self.layout, order.tag, client.id, key=order.key, start=self.ledger.start(client.id),
+            "order", self.layout, order.tag, client.id, client.n, order.key, start=self.ledger.start(client.id),
             own=own.hash if own is not None else None, local=order.local, mask=order.weights.mask,
             values=self._pack(order), carries="all" if order.local.statistics else "weights", extra=order.extra,
         )  # fmt: skip
@@ -49,16 +60,43 @@ class ServerSide:
     def encode(self, message: Message) -> Encoded:
         return encode(message, self.ledger.bases(message.client), values=self.values)
 
+    def remind(self, client: Client, order: Order) -> tuple[Message, Encoded]:
+        """An order for a client that has lost what it held: the full mask, and its own if it is still known here."""
+        own = self.ledger.own(client.id)
+        if own is None:
+            self.ledger.forget(client.id)
+        message = self.message(client, order)
+        if own is not None:
+            message = replace(message, extra={**message.extra, OWN: Extra("bits", own.bits)})
+        return message, encode(message, (), values=self.values)
+
     def decode(self, data: bytes, order: Message) -> Message:
         """An update that answers `order`, or the WireError that says why it does not."""
         update = decode(data, self.layout, known=self.ledger.known(order.client, order.mask))
         check_update(update, order, active=_expected(order))
+        if update.n != order.n:  # an average weighted by it must not be at the mercy of what a client says today
+            raise WrongContent(f"client {update.client} reports {update.n} samples and is known to have {order.n}")
         return update
 
     def accept(self, order: Message, update: Message) -> None:
         keeps = order.local is not None and "mask" in order.local.keep
         assert order.mask is not None
         self.ledger.accept(order.client, order.tag, order.mask, own=update.mask if keeps else None)
+
+    def save(self, store: MaskStore) -> dict[str, Any]:
+        """What clients hold, for a checkpoint: masks are named by hash and put into the store."""
+        record, tensors = self.ledger.state()
+        masks = [Mask.unpack(self.layout, t.numpy()) for t in tensors.values()]
+        return {"ledger": record, "history": dict(zip(tensors, map(store.put, masks), strict=True))}
+
+    def load(self, saved: Mapping[str, Any], store: MaskStore) -> None:
+        """Take over what `save` gave; if a mask is lost, clients are sent full ones again."""
+        try:
+            tensors = {name: torch.from_numpy(store[h].packed.copy()) for name, h in saved["history"].items()}
+        except (KeyError, FlashError) as error:
+            warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
+            return
+        self.ledger.restore((dict(saved["ledger"]), tensors))
 
 
 class Inbox:
@@ -98,6 +136,8 @@ class Inbox:
         if update.carries != "statistics" and update.mask is not None and self.server.trust.factor > 0:
             self.norms[client] = change_norm(update, order)
         self.spool.put(client, data)
+        if self.server.clip:
+            return
         # The order's values are not needed again; a frozen statistic is.
         tail = order.values[-self.server._tail :] if order.values is not None and self.server._tail else None
         self._orders[client] = replace(order, values=tail)
@@ -106,12 +146,19 @@ class Inbox:
         """The good updates in ascending client id; each is accepted as it is handed on."""
         for client, why in check_cohort(self.norms, self.server.trust).items():
             self.failed(client, f"{type(why).__name__}: {why}")
+        most = self._longest()
         for client in sorted(self._orders):
             order = self._orders[client]
             known = self.server.ledger.known(client, order.mask)
             update = decode(self.spool.get(client), self.server.layout, known=known)
-            yield _update(update, order)
+            made = _update(update, order)
+            yield _shortened(made, order, most / self.norms[client]) if self.norms.get(client, 0) > most else made
             self.server.accept(order, update)
+
+    def _longest(self) -> float:
+        """The longest change that counts in full."""
+        norms = [norm for client, norm in self.norms.items() if client in self._orders]
+        return self.server.clip * median(norms) if self.server.clip and norms else float("inf")
 
 
 def _expected(order: Message) -> int | None:
@@ -130,6 +177,15 @@ def _update(message: Message, order: Message) -> Update:
         weights = message.weights()
     counts = message.counts if message.counts is not None else (0,) * len(message.layout.prunable)
     return Update(message.client, message.n, weights, counts, dict(message.metrics), dict(message.extra))
+
+
+def _shortened(update: Update, order: Message, share: float) -> Update:
+    """An update whose trained weights went only this share of their way; its statistics are as they were."""
+    assert update.weights is not None
+    start = order.weights().restrict(update.weights.mask).vector
+    vector, trained = update.weights.vector.clone(), update.weights.layout.trained_size
+    vector[:trained] = start[:trained] + (vector[:trained] - start[:trained]) * share
+    return replace(update, weights=Weights(update.weights.mask, vector))
 
 
 def _statistics_only(message: Message, order: Message) -> Weights:

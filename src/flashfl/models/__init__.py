@@ -14,6 +14,7 @@ from .digits import DigitsNet
 from .leafcnn import LeafCNN
 from .mnistnet import MNISTNet
 from .resnet import ResNet18
+from .tiny import TinyTransformer
 from .vgg import VGG16
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -24,7 +25,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "vgg16": VGG16,
     "bert": bert.pretrained,
     "bert-scratch": bert.scratch,
-    "tiny-transformer": bert.tiny,
+    "tiny-transformer": TinyTransformer,
 }
 
 # Those that come with weights, which are kept, and the model of the same shapes that is drawn at random.
@@ -42,4 +43,14 @@ def build_model(name: str, **options: Any) -> nn.Module:
     return MODELS[name](**options)
 
 
-__all__ = ["MODELS", "PRETRAINED", "VGG16", "DigitsNet", "LeafCNN", "MNISTNet", "ResNet18", "build_model"]
+__all__ = [
+    "MODELS",
+    "PRETRAINED",
+    "VGG16",
+    "DigitsNet",
+    "LeafCNN",
+    "MNISTNet",
+    "ResNet18",
+    "TinyTransformer",
+    "build_model",
+]

@@ -106,43 +106,31 @@ def vocabulary(path: str) -> Path:
         raise DataError(f"no vocab.txt for {path!r}, here or on the hub: {str(error).splitlines()[0]}") from None
 
 
-def scratch(classes: int = 2, vocab: int = 30522, length: int = 64, path: str = "", freeze: bool = False) -> Bert:
-    """An encoder of BERT-base's sizes, or of those in `path`/config.json, with random weights."""
-    settings: dict[str, Any] = {}
-    file = Path(path) / "config.json"
-    if path and file.is_file():
-        settings = json.loads(file.read_text())
-    settings |= {"vocab_size": vocab, "num_labels": classes}
-    settings["max_position_embeddings"] = max(length, settings.get("max_position_embeddings", 512))
-    return Bert(_random(settings), freeze)
-
-
-def tiny(
+def scratch(
     classes: int = 2,
     vocab: int = 30522,
     length: int = 64,
-    width: int = 128,
-    depth: int = 2,
-    heads: int = 4,
-    dropout: float = 0.0,
+    path: str = "",
     freeze: bool = False,
+    width: int = 768,
+    depth: int = 12,
+    heads: int = 12,
+    dropout: float = 0.1,
 ) -> Bert:
-    """A small encoder with random weights: for tests and for training from scratch."""
-    settings = {
-        "vocab_size": vocab,
+    """A BERT of these sizes, or of those in `path`/config.json, with random weights."""
+    transformers = _transformers()
+    settings: dict[str, Any] = {
         "hidden_size": width,
         "num_hidden_layers": depth,
         "num_attention_heads": heads,
         "intermediate_size": 4 * width,
-        "max_position_embeddings": length,
         "hidden_dropout_prob": dropout,
         "attention_probs_dropout_prob": dropout,
-        "num_labels": classes,
+        "max_position_embeddings": 512,
     }
-    return Bert(_random(settings), freeze)
-
-
-def _random(settings: dict[str, Any]) -> nn.Module:
-    transformers = _transformers()
-    net: nn.Module = transformers.BertForSequenceClassification(transformers.BertConfig(**settings))
-    return net
+    file = Path(path) / "config.json"
+    if path and file.is_file():
+        settings |= json.loads(file.read_text())
+    settings |= {"vocab_size": vocab, "num_labels": classes}
+    settings["max_position_embeddings"] = max(length, settings["max_position_embeddings"])
+    return Bert(transformers.BertForSequenceClassification(transformers.BertConfig(**settings)), freeze)

@@ -19,6 +19,7 @@ from ..core.state import Client, Local, Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
 from ..methods import METHODS
+from .track import check_names
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,12 @@ class TrainConfig:
     values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights travel
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    lanes: int = 0  # clients side by side on a GPU; 0: as many as a round has and memory allows, up to 16
+    deterministic: bool = False  # on a GPU: the same bits every time, at some cost
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads inside each; changing it may change results in the last bits
     checkpoint_every: int = 25  # rounds; 0: only at the end and when interrupted
+    track: str = ""  # where numbers are shown beside the results file: tensorboard, mlflow, wandb, or several
 
     def __post_init__(self) -> None:
         for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):
@@ -58,6 +62,7 @@ class TrainConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
+        check_names(self.track)
         self.local()
 
     def local(self) -> Local:

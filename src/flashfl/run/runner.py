@@ -7,7 +7,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from . import checkpoint as checkpoints
 from .config import TrainConfig, plan_of
 from .record import Recorder
 from .results import Results
+from .track import Tracking
 
 Watch = Callable[[State, dict[str, Any]], None]
 
@@ -142,15 +143,19 @@ def drive(
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, clients, engine.device)
     identity = _identity(method, task, config, clients)
-    clients = method.admit(clients, plan.key)
+    # Clients that come and go are admitted as they come, by whoever keeps the list of them.
+    live = getattr(clients, "admit", None)
+    clients = live(method, plan.key) if live else method.admit(clients, plan.key)
     keeper = _Keeper(run, engine, identity)
     start = _resume(run, keeper, plan) if resume else None
     if start is None:
         run.results.begin({"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)})
         start = method.init(plan)
     run.state = start
-    with keeper.on_the_way_out():
-        _loop(run, engine, clients, keeper, watch)
+    step = start.round if start.stage == 2 else 0
+    tracking = Tracking(config.track, folder, folder.name if folder else "", header or identity, step)
+    with closing(tracking), keeper.on_the_way_out():
+        _loop(run, engine, clients, keeper, watch, tracking)
     return run
 
 
@@ -163,17 +168,19 @@ def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, 
     return build(TrainConfig, {**base, **settings}, "train")
 
 
-def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | None) -> None:
-    config, began, recorder = run.train, time.perf_counter(), Recorder()
+def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | None, tracking: Tracking) -> None:
+    config, began, recorder = run.train, time.perf_counter(), Recorder(run.task, clients, run.folder)
     assert run.state is not None
-    recorder.observe(run.state)
+    recorder.begin(run.state)
     rounds = run_rounds(
-        run.method, run.state, clients, engine, config.eval_every, config.min_replies, config.retries, run.over_budget
-    )
+        run.method, run.state, clients, recorder.tap(engine), config.eval_every, config.min_replies, config.retries,
+        run.over_budget,
+    )  # fmt: skip
     for state, record in rounds:
         run.state, run.traffic = state, run.traffic + record.traffic
-        line = {**_line(record, run.traffic), **recorder.observe(state)}
+        line = recorder.complete(_line(record, run.traffic), state)
         run.results.append(line)
+        tracking.log(state.round, line)
         if watch is not None:
             watch(state, line)
         if config.checkpoint_every and len(run.results.rounds) % config.checkpoint_every == 0:
@@ -227,9 +234,10 @@ def _about(task: Task, clients: Any) -> dict[str, Any]:
 
 def _identity(method: Method, task: Task, config: TrainConfig, clients: Sequence[Client]) -> dict[str, Any]:
     """What must be equal for a checkpoint to be this run's."""
-    outside = ("workers", "device", "checkpoint_every", "max_bytes")
+    outside = ("workers", "device", "checkpoint_every", "max_bytes", "track")
     settings = {k: v for k, v in asdict(config).items() if k not in outside}
-    known = json.dumps([[c.id, c.n, c.density] for c in clients])
+    live = hasattr(clients, "admit")  # those that come and go are not part of what a run is
+    known = json.dumps([] if live else [[c.id, c.n, c.density] for c in clients])
     return {
         "method": f"{method!r}",
         "settings": settings,

@@ -11,23 +11,26 @@ from ..core.layout import Layout
 from ..core.rng import Device, hashes
 from ..core.state import Mask, Recipe
 from .pattern import select
-from .select import magnitude
+from .select import lowest_by_layer, magnitude
 
 
 def random_mask(layout: Layout, budgets: Sequence[int], key: int, device: Device = "cpu", nm: int = 0) -> Mask:
     """A random mask with these budgets. Under one key, smaller budgets give a subset of what larger ones give."""
-    bits = torch.zeros(layout.prunable_size, dtype=torch.bool, device=device)
-    for layer, budget in zip(layout.prunable, budgets, strict=True):
-        bits[layer.start : layer.stop] = select(layer, hashes(key, layer.start, layer.stop, device), budget, nm)
-    return Mask(layout, bits, tuple(budgets), Recipe(key, tuple(budgets), nm))
+    keys = hashes(key, 0, layout.prunable_size, device)
+    return Mask(layout, _select(layout, keys, budgets, nm, True), tuple(budgets), Recipe(key, tuple(budgets), nm))
 
 
 def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0) -> Mask:
     """The weights of largest magnitude, budget by budget; of equals the lower index. Smaller budgets nest too."""
-    bits = torch.zeros(layout.prunable_size, dtype=torch.bool, device=vector.device)
-    for layer, budget in zip(layout.prunable, budgets, strict=True):
-        bits[layer.start : layer.stop] = select(layer, -magnitude(vector[layer.start : layer.stop]), budget, nm)
-    return Mask(layout, bits, tuple(budgets))
+    keys = -magnitude(vector[: layout.prunable_size])
+    return Mask(layout, _select(layout, keys, budgets, nm, False), tuple(budgets))
+
+
+def _select(layout: Layout, keys: Tensor, budgets: Sequence[int], nm: int, distinct: bool) -> Tensor:
+    if nm == 0:
+        return lowest_by_layer(layout, keys[None], [budgets], None, distinct)[0]
+    spans = zip(layout.prunable, budgets, strict=True)
+    return torch.cat([select(layer, keys[layer.start : layer.stop], budget, nm) for layer, budget in spans])
 
 
 def mismatch(a: Mask, b: Mask) -> float:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from ..core.layout import Layer, Layout
+from ..core.layout import Layout
 from ..core.parts import part
 from ..core.rng import fold, hash_rows
 from .allocate import share_out
 from .pattern import within_groups
-from .select import lowest, magnitude
+from .select import lowest_by_layer, magnitude
 
 
 @part
@@ -69,33 +69,38 @@ class PruneRegrow:
         keys = [fold(key, "grow") for key in keys]
         drops = [[math.ceil(rate * c) for c in row] for row in counts]
         kept = [[c - d for c, d in zip(row, drop, strict=True)] for row, drop in zip(counts, drops, strict=True)]
+        k, heads = layout.prunable_size, vectors[:, : layout.prunable_size]
+        by_hash = self.growth == "random" or scores is None
+        rank = hash_rows(keys, 0, k, vectors.device) if by_hash else -magnitude(scores)  # type: ignore[arg-type]
+        size = magnitude(heads)
+        dropped = lowest_by_layer(layout, size, drops, masks)
         if self.nm:
-            grown = drops
+            grown_counts: Sequence[Sequence[int]] = drops
+            grown = self._within_groups(layout, rank, size, dropped, masks)
         else:
-            grown = self._shares(layout, vectors, masks, drops, kept, counts)
-        for i, layer in enumerate(layout.prunable):
+            grown_counts = self._shares(layout, heads, drops, kept, counts)
+            pool = ~masks
+            if _runs_out(layout, grown_counts, counts):
+                rank, pool = _dropped_last(rank, size, dropped), pool | dropped
+            grown = lowest_by_layer(layout, rank, grown_counts, pool, distinct=by_hash)
+        heads.masked_fill_(dropped & ~grown, 0.0)
+        masks &= ~dropped
+        masks |= grown
+        return [tuple(a + b for a, b in zip(x, y, strict=True)) for x, y in zip(kept, grown_counts, strict=True)]
+
+    def _within_groups(self, layout: Layout, rank: Tensor, size: Tensor, dropped: Tensor, masks: Tensor) -> Tensor:
+        """Growth inside the groups of a pattern: each gets back as many as it lost."""
+        rank, pool = _dropped_last(rank, size, dropped), dropped | ~masks
+        grown = torch.zeros_like(dropped)
+        for layer in layout.prunable:
             span = slice(layer.start, layer.stop)
-            rank = (
-                hash_rows(keys, layer.start, layer.stop, vectors.device)
-                if self.growth == "random" or scores is None
-                else -magnitude(scores[:, span])
-            )
-            self._move_layer(
-                layer,
-                vectors[:, span],
-                masks[:, span],
-                rank,
-                [d[i] for d in drops],
-                [g[i] for g in grown],
-                [layer.size - row[i] for row in counts],
-            )
-        return [tuple(k + g for k, g in zip(a, b, strict=True)) for a, b in zip(kept, grown, strict=True)]
+            grown[:, span] = within_groups(layer, self.nm, rank[:, span], dropped[:, span], pool[:, span])
+        return grown
 
     def _shares(
         self,
         layout: Layout,
-        vectors: Tensor,
-        masks: Tensor,
+        heads: Tensor,
         drops: Sequence[Sequence[int]],
         kept: Sequence[Sequence[int]],
         counts: Sequence[Sequence[int]],
@@ -106,7 +111,7 @@ class PruneRegrow:
         devices, does not matter.
         """
         sums = torch.stack(
-            [vectors[:, x.start : x.stop].abs().sum(-1, dtype=torch.float64) for x in layout.prunable], dim=-1
+            [heads[:, x.start : x.stop].abs().sum(-1, dtype=torch.float64) for x in layout.prunable], dim=-1
         )
         rows = sums.float().tolist()
         shares = []
@@ -118,34 +123,14 @@ class PruneRegrow:
             shares.append(share_out(importance, room, sum(drop)))
         return shares
 
-    def _move_layer(
-        self,
-        layer: Layer,
-        values: Tensor,
-        active: Tensor,
-        rank: Tensor,
-        drop: Sequence[int],
-        grow: Sequence[int],
-        inactive: Sequence[int],
-    ) -> None:
-        """One layer of every client, in place. Where the inactive run out, the largest just dropped come back."""
-        size = magnitude(values)
-        dropped = lowest(size, _counts(drop, values), active)
-        pool = ~active
-        if self.nm or any(g > room for g, room in zip(grow, inactive, strict=True)):
-            rank = torch.where(dropped, (1 << 33) - size.long(), rank.long())  # after every inactive one
-            pool = pool | dropped
-        if self.nm:
-            grown = within_groups(layer, self.nm, rank, dropped, pool)
-        else:
-            grown = lowest(rank, _counts(grow, values), pool)
-        values.masked_fill_(dropped & ~grown, 0.0)
-        active &= ~dropped
-        active |= grown
+
+def _runs_out(layout: Layout, grown: Sequence[Sequence[int]], counts: Sequence[Sequence[int]]) -> bool:
+    """Whether some layer is to grow more than it has inactive positions."""
+    return any(
+        g > k - c for row, have in zip(grown, counts, strict=True) for g, k, c in zip(row, layout.sizes, have, strict=True)
+    )
 
 
-def _counts(numbers: Sequence[int], like: Tensor) -> int | Tensor:
-    """One number where all rows agree (selecting is then cheaper), else one per row."""
-    if len(set(numbers)) == 1:
-        return numbers[0]
-    return torch.tensor(numbers, device=like.device)
+def _dropped_last(rank: Tensor, size: Tensor, dropped: Tensor) -> Tensor:
+    """Ranks by which the just dropped come after every inactive position, the largest of them first."""
+    return torch.where(dropped, (1 << 33) - size.long(), rank.long())

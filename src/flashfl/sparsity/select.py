@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
+
+from ..core.layout import Layout
+
+Radix = Callable[[Layout, Tensor, Sequence[Sequence[int]], Tensor | None, bool], Tensor]
 
 
 def magnitude(values: Tensor) -> Tensor:
@@ -33,6 +40,38 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
     if not isinstance(count, int):
         below &= (per_row > 0).expand(keys.shape[:-1]).unsqueeze(-1)
     return below
+
+
+def lowest_by_layer(
+    layout: Layout,
+    keys: Tensor,
+    counts: Sequence[Sequence[int]],
+    candidates: Tensor | None = None,
+    distinct: bool = False,
+) -> Tensor:
+    """The lowest candidates of every layer of every row: keys [rows, K], counts[row][layer] of them.
+
+    distinct: no two candidates of a layer have equal keys, so there are no ties to settle.
+    """
+    if keys.is_cuda and keys.dtype == torch.int32 and (radix := _radix()) is not None:
+        return radix(layout, keys, counts, candidates, distinct)
+    chosen = torch.zeros_like(keys, dtype=torch.bool)
+    for i, layer in enumerate(layout.prunable):
+        span = slice(layer.start, layer.stop)
+        among = None if candidates is None else candidates[:, span]
+        wanted = [row[i] for row in counts]
+        count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=keys.device)
+        chosen[:, span] = lowest(keys[:, span], count, among)
+    return chosen
+
+
+@functools.cache
+def _radix() -> Radix | None:
+    try:
+        from ..kernels.select import radix_lowest
+    except ImportError:  # a GPU without Triton: sorting does it too
+        return None
+    return radix_lowest
 
 
 def _kth(keys: Tensor, count: int) -> Tensor:

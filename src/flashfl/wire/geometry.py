@@ -96,9 +96,9 @@ def same(a: Mask, b: Mask) -> bool:
     """Whether two masks are equal, by the cheapest sure test."""
     if a is b or a.bits is b.bits:
         return True
-    if a.bits.is_cuda and b.bits.device == a.bits.device:
-        return bool(torch.equal(a.bits, b.bits))
     if a.known_counts is not None and b.known_counts is not None and a.known_counts != b.known_counts:
         return False
+    if a.bits.is_cuda and b.bits.device == a.bits.device:
+        return bool(torch.equal(a.bits, b.bits))
     head = 1 << 16  # masks that differ mostly differ early
     return bool(torch.equal(a.bits[:head].cpu(), b.bits[:head].cpu())) and a.hash == b.hash

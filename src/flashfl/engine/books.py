@@ -1,0 +1,217 @@
+"""The accounts of an engine that never makes bytes: what every message would take, counted on the device.
+
+Sizes are the wire format's own closed forms, so they equal what the CPU engine really encodes. Everything the host
+needs is read back once, when a round is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Layout
+from ..core.state import Client, Mask, Order, Outcome, State, Sums, Tag, Traffic
+from ..wire import Message, ServerLedger, mask_sizes, size_with
+from ..wire.geometry import HASH, geometry
+from ..wire.trust import Trust
+from ..wire.values import Form
+from .memories import Memories
+from .server import HISTORY_BYTES
+from .store import MaskStore
+
+_KNOWN = 1 + HASH  # bytes of a mask both sides know
+
+
+@dataclass
+class _Heard:
+    """The updates of some clients, still on the device."""
+
+    seats: list[Any]
+    bytes: list[int | Tensor]  # of each mask
+    good: Tensor
+    norms: Tensor
+    losses: Tensor
+
+
+class Books:
+    """A server's ledger and its clients' memories, for masks that live on a device."""
+
+    def __init__(self, layout: Layout, values: Form = "fp32", folder: Path | None = None) -> None:
+        self.layout, self.values, self.trust = layout, values, Trust()
+        self.ledger = ServerLedger(layout, bytes=HISTORY_BYTES)
+        self.memories = Memories(MaskStore(layout, folder))
+        self.own: dict[int, tuple[Tag, Mask, Mask]] = {}  # client -> round, its order's mask, the mask it kept
+        self._sizes: dict[tuple[int, int], tuple[Any, int | Tensor]] = {}
+
+    def open(self, s: State) -> Round:
+        self._sizes = {}
+        return Round(self, s.plan.device)
+
+    def remembered(self, client: int, order: Order) -> Mask | None:
+        """The mask a client kept, if the order starts from the round it kept it in."""
+        kept = self.own.get(client)
+        return kept[2] if kept and "mask" in order.local.keep and kept[0] == self.ledger.start(client) else None
+
+    def order_bytes(self, client: Client, order: Order) -> int | Tensor:
+        """What the mask of an order to this client takes; still on the device where it has to be counted."""
+        mask, bases = order.weights.mask, self.ledger.bases(client.id)
+        if any(base is mask for base in bases):
+            return _KNOWN
+        key = (id(mask), id(bases[0]) if bases else 0)
+        if key not in self._sizes:
+            found: int | Tensor = mask_sizes(self.layout, mask.bits[None], [b.bits for b in bases]).bytes[0]
+            if mask.recipe is not None:
+                found = found.clamp(max=geometry(self.layout).recipe_size)
+            self._sizes[key] = ((mask, bases), found)  # what is counted is kept alive, so that its id stays its own
+        return self._sizes[key][1]
+
+    def memory(self) -> dict[str, Any]:
+        """As the CPU engine's; masks go to the store only now."""
+        put = self.memories.store.put
+        for client, (tag, order, own) in self.own.items():
+            self.memories.clients[client] = [(tag, put(order), put(own))]
+        return self.memories.save(self.ledger)
+
+    def restore(self, memory: Mapping[str, Any], device: torch.device) -> None:
+        self.memories.restore(memory, self.ledger, device)
+        store = self.memories.store
+        for client, rounds in self.memories.clients.items():
+            for tag, order, own in rounds:
+                if own is not None and own in store and order in store:
+                    self.own[client] = (tag, store[order].to(device), store[own].to(device))
+
+    def forget_masks(self, pinned: set[str]) -> None:
+        self.memories.forget(pinned)
+
+
+@dataclass
+class Round:
+    """The accounts of one round."""
+
+    books: Books
+    device: Any
+    orders: list[tuple[Client, Order, int | Tensor]] = field(default_factory=list)
+    heard: list[_Heard] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def sent(self, client: Client, order: Order) -> None:
+        self.orders.append((client, order, self.books.order_bytes(client, order)))
+
+    def failed(self, client: int, why: str) -> None:
+        self.failures[client] = why
+
+    def received(self, seats: list[Any], values: Tensor, starts: Tensor, losses: Tensor, sums: Sums) -> None:
+        """Add a stack of updates to the sums, without those that are not finite or change too much, and no waiting."""
+        layout, k = self.books.layout, self.books.layout.prunable_size
+        bits = torch.stack([seat.mask.bits for seat in seats])
+        before = torch.stack([seat.order.weights.vector for seat in seats])
+        change = values[:, : layout.trained_size] - before[:, : layout.trained_size]
+        change[:, :k] *= bits
+        norms = torch.linalg.vector_norm(change, dim=1, dtype=torch.float64)
+        good = values.isfinite().all(1) & losses.isfinite()
+        reports = seats[0].order.local.report
+        if reports == "weights":
+            good &= self._believed(norms, good)
+        if reports != "counts":
+            self._add(seats, torch.where(good[:, None], values, 0.0), bits & good[:, None], sums)
+        self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), good, norms, losses))
+
+    def _believed(self, norms: Tensor, good: Tensor) -> Tensor:
+        """Whose change is not far above the median of these clients."""
+        trust = self.books.trust
+        if trust.factor <= 0 or len(norms) < trust.least:
+            return torch.ones_like(good)
+        ordered = norms.masked_fill(~good, float("inf")).sort().values
+        finite = good.sum()
+        middle = ordered[((finite - 1) // 2).clamp(min=0)] + ordered[(finite // 2).clamp(max=len(norms) - 1)]
+        median = middle / 2
+        return ~((norms > trust.factor * median) & (median > 0))
+
+    def _add(self, seats: Sequence[Any], values: Tensor, bits: Tensor, sums: Sums) -> None:
+        layout = self.books.layout
+        if sums.weights is None or sums.holders is None:
+            sums.weights = torch.zeros(layout.size, dtype=torch.float64, device=values.device)
+            sums.holders = torch.zeros(layout.prunable_size, dtype=torch.int64, device=values.device)
+        if seats[0].order.local.report == "statistics":
+            values[:, : layout.trained_size] = 0
+        for seat, vector, mask in zip(seats, values, bits, strict=True):
+            sums.weights.add_(vector, alpha=seat.n)
+            sums.holders.add_(mask, alpha=seat.n)
+
+    def _mask_bytes(self, seats: Sequence[Any], bits: Tensor) -> list[int | Tensor]:
+        """What each update's mask takes: a hash where it is the order's, else counted against what both sides hold."""
+        if all(seat.mask is seat.order.weights.mask for seat in seats):
+            return [_KNOWN] * len(seats)
+        bases = [torch.stack([seat.order.weights.mask.bits for seat in seats])]
+        own = [self.books.ledger.own(seat.client.id) for seat in seats]
+        known = [i for i, mask in enumerate(own) if mask is not None]
+        found = mask_sizes(self.books.layout, bits, bases).bytes
+        if known:
+            rows = torch.stack([own[i].bits for i in known])  # type: ignore[union-attr]
+            place = torch.tensor(known, device=bits.device)
+            other = mask_sizes(self.books.layout, bits[place], [rows]).bytes
+            found = found.index_copy(0, place, torch.minimum(found[place], other))
+        return list(found)
+
+    def close(self, sums: Sums) -> Outcome:
+        """The round's one wait: read every number that is still on the device, then settle the accounts."""
+        counted = [b for _, _, b in self.orders if isinstance(b, Tensor)]
+        counted += [b for heard in self.heard for b in heard.bytes if isinstance(b, Tensor)]
+        parts = [torch.stack(counted).double()] if counted else []
+        for heard in self.heard:
+            parts += [heard.good.double(), heard.losses.double(), heard.norms]
+        numbers = iter(torch.cat(parts).tolist() if parts else [])
+        down = [(c, o, int(next(numbers)) if isinstance(b, Tensor) else b) for c, o, b in self.orders]
+        up = [[int(next(numbers)) if isinstance(b, Tensor) else b for b in heard.bytes] for heard in self.heard]
+        traffic = sum((self._down(*each) for each in down), Traffic())
+        for heard, sizes in zip(self.heard, up, strict=True):
+            rows = len(heard.seats)
+            good, losses, _norms = ([next(numbers) for _ in range(rows)] for _ in range(3))
+            for seat, size, fine, loss in zip(heard.seats, sizes, good, losses, strict=True):
+                traffic += self._settle(seat, size, bool(fine), loss, sums)
+        return Outcome(sums, traffic, dict(sorted(self.failures.items())))
+
+    def _down(self, client: Client, order: Order, mask_bytes: int) -> Traffic:
+        ledger, local = self.books.ledger, order.local
+        own = "0" * 16 if ledger.own(client.id) is not None else None
+        message = Message(
+            "order", self.books.layout, order.tag, client.id, key=order.key, start=ledger.start(client.id), own=own,
+            local=local, carries="all" if local.statistics else "weights", extra=order.extra,
+        )  # fmt: skip
+        return size_with(message, order.weights.mask.active, mask_bytes, self.books.values).traffic("order")
+
+    def _settle(self, seat: Any, mask_bytes: int, good: bool, loss: float, sums: Sums) -> Traffic:
+        order: Order = seat.order
+        local, layout = order.local, self.books.layout
+        steps = min(seat.batches * local.batch, seat.n) * local.epochs
+        mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
+        if not good:
+            self.failed(seat.client.id, "its weights or its loss are not finite after training, or changed too much")
+            return Traffic()
+        sums.n += seat.n
+        sums.clients += 1
+        sums.counts = [a + b for a, b in zip(sums.counts, seat.counts, strict=True)]
+        sums.loss += seat.n * mean
+        carries: Any = "all" if local.statistics else "weights"
+        message = Message(
+            "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": mean},
+            carries="statistics" if local.report == "statistics" else carries,
+            counts=seat.counts if local.report == "counts" else None,
+        )  # fmt: skip
+        keeps = "mask" in local.keep and local.report == "weights"
+        self.books.ledger.accept(seat.client.id, order.tag, order.weights.mask, own=seat.mask if keeps else None)
+        if keeps:
+            self.books.own[seat.client.id] = (order.tag, order.weights.mask, seat.mask)
+        if local.report == "weights":
+            return size_with(message, seat.mask.active, mask_bytes, self.books.values).traffic("update")
+        from ..wire import size
+
+        if local.report == "statistics":
+            tail = torch.zeros(layout.size - layout.trained_size)
+            message = Message(**{**message.__dict__, "values": tail})
+        return size(message, (), self.books.values).traffic("update")

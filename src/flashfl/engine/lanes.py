@@ -1,0 +1,277 @@
+"""Many clients side by side on one device: replicas whose training step is captured once and replayed on streams.
+
+All lanes' weights lie in one stack, in the memory order the device likes best (convolutions channels-last), so that
+what concerns all clients (moving masks, averaging) is one operation on the stack.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.layout import Layer, Layout
+from ..core.state import Local
+from ..data.task import Task
+
+_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+class Stack:
+    """The flat vectors of several clients, stored channels-last where that is wanted."""
+
+    def __init__(self, layout: Layout, rows: int, device: torch.device, channels_last: bool) -> None:
+        self.layout, self.channels_last = layout, channels_last
+        self.values = torch.zeros(rows, layout.size, device=device)
+        self.masks = torch.zeros(rows, layout.prunable_size, dtype=torch.bool, device=device)
+
+    def _turned(self, layer: Layer) -> bool:
+        return self.channels_last and len(layer.shape) == 4 and layer.kind in ("prunable", "dense")
+
+    def view(self, flat: Tensor, layer: Layer) -> Tensor:
+        """A layer's tensor, in its logical shape, inside a flat row of this stack."""
+        part = flat[layer.start : layer.stop]
+        if self._turned(layer):
+            o, i, h, w = layer.shape
+            return part.view(o, h, w, i).permute(0, 3, 1, 2)
+        return part.view(layer.shape)
+
+    def flat(self, layer: Layer, tensor: Tensor) -> Tensor:
+        """A tensor of a layer's logical shape as a flat piece in this stack's order."""
+        return (tensor.permute(0, 2, 3, 1) if self._turned(layer) else tensor).reshape(-1)
+
+    def _copy(self, source: Tensor, target: Tensor, inward: bool) -> None:
+        for layer in self.layout.travelling if target.shape[-1] == self.layout.size else self.layout.prunable:
+            a, b = source[:, layer.start : layer.stop], target[:, layer.start : layer.stop]
+            if self._turned(layer):
+                o, i, h, w = layer.shape
+                shape, order = ((o, i, h, w), (0, 1, 3, 4, 2)) if inward else ((o, h, w, i), (0, 1, 4, 2, 3))
+                turned = a.view(-1, *shape).permute(order)
+                b.view(turned.shape).copy_(turned)
+            else:
+                b.copy_(a)
+
+    def load(self, values: Tensor, masks: Tensor) -> None:
+        """Take rows in logical order."""
+        self._copy(values, self.values[: len(values)], True)
+        self._copy(masks, self.masks[: len(masks)], True)
+
+    def read(self, rows: int) -> Tensor:
+        """The first rows, in logical order."""
+        out = torch.empty(rows, self.layout.size, device=self.values.device)
+        self._copy(self.values[:rows], out, False)
+        return out
+
+    def logical(self, flat: Tensor) -> Tensor:
+        """Rows over the prunable weights, in logical order."""
+        out = torch.empty_like(flat)
+        self._copy(flat, out, False)
+        return out
+
+
+class Options:
+    """What a captured step depends on: another value means another capture."""
+
+    def __init__(self, local: Local) -> None:
+        growth = getattr(local.adapt, "growth", "random")
+        self.momentum, self.weight_decay, self.prox = local.momentum, local.weight_decay, local.prox
+        self.ema = growth == "momentum"
+
+    @property
+    def key(self) -> tuple[float, float, float, bool]:
+        return (self.momentum, self.weight_decay, self.prox, self.ema)
+
+
+class Lane:
+    """One replica on one stream. `stage` gives it an epoch's samples, `run` steps through them."""
+
+    def __init__(self, task: Task, stack: Stack, row: int, half: Tensor | None, lr: Tensor, capture: bool) -> None:
+        self.task, self.layout, self.stack, self.row, self.lr, self.capture = task, task.layout, stack, row, lr, capture
+        device = stack.values.device
+        self.device = device
+        self.master, self.mask = stack.values[row], stack.masks[row]
+        self.half = None if half is None else half[row]
+        self.module = task.build().to(device)
+        self.module.train()
+        self._bind()
+        self.k = self.layout.prunable_size
+        self.grad = torch.zeros(self.k, device=device, dtype=torch.float32 if half is None else half.dtype)
+        self.rest = self.master[self.k : self.layout.trained_size]
+        self.loss = torch.zeros((), device=device)
+        self.at = torch.zeros((), dtype=torch.int64, device=device)
+        self.start = self.velocity = self.ema = None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.generator = torch.Generator(device)
+        self.inputs: list[Tensor] = []
+        self.target: Tensor | None = None
+        self.graphs: dict[tuple[Any, ...], Any] = {}
+        self.pool: Any = None
+        bound = {layer.name for layer in self.layout.of_kind("statistic")}
+        self._buffers = [(b, b.clone()) for n, b in self.module.named_buffers() if n not in bound]
+
+    def _bind(self) -> None:
+        layers = {layer.name: layer for layer in self.layout.travelling}
+        self.params: list[nn.Parameter] = []
+        self.layers: list[Layer] = []
+        named = dict(self.module.named_parameters())
+        for layer in self.layout.of_kind("prunable", "dense"):
+            p = named[layer.name]
+            flat = self.half if self.half is not None and layer.kind == "prunable" else self.master
+            p.data = self.stack.view(flat, layer)
+            self.params.append(p)
+            self.layers.append(layer)
+        for name, p in named.items():
+            if name not in layers:
+                p.requires_grad_(False)
+        for layer in self.layout.of_kind("statistic"):
+            owner, _, leaf = layer.name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[leaf] = self.stack.view(self.master, layer)
+
+    def begin(self, options: Options, seed: int) -> None:
+        """A new client's weights are in the stack: make everything that hangs on them ready."""
+        self.loss.zero_()
+        if self.half is not None:
+            self.half.copy_(self.master[: self.k])
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        trained = self.master[: self.layout.trained_size]
+        if options.prox:
+            self.start = trained.clone() if self.start is None else self.start.copy_(trained)
+        if options.momentum:
+            self.velocity = torch.zeros_like(trained) if self.velocity is None else self.velocity.zero_()
+        if options.ema:
+            self.ema = torch.zeros(self.k, device=self.device) if self.ema is None else self.ema.zero_()
+        self.generator.manual_seed(seed)
+
+    def moved(self) -> None:
+        """The mask or the weights in the stack have changed under way."""
+        if self.half is not None:
+            self.half.copy_(self.master[: self.k])
+        if self.velocity is not None:
+            self.velocity[: self.k] *= self.mask
+
+    def stage(self, inputs: tuple[Tensor, ...], target: Tensor, capacity: int) -> None:
+        """Take samples into buffers whose addresses never change; images are kept with their channels last."""
+        pieces = [x.permute(0, 2, 3, 1) if self._image(x) else x for x in inputs]
+        if self.target is None or len(self.target) < capacity:
+            self.inputs = [x.new_empty((capacity, *x.shape[1:])) for x in pieces]
+            self.target = target.new_empty((capacity, *target.shape[1:]))
+            self.graphs.clear()
+            self._turned = [self._image(x) for x in inputs]
+        for buffer, piece in zip(self.inputs, pieces, strict=True):
+            buffer[: len(piece)].copy_(piece)
+        self.target[: len(target)].copy_(target)
+        self.at.zero_()
+
+    def _image(self, x: Tensor) -> bool:
+        return self.stack.channels_last and x.dim() == 4 and x.is_floating_point()
+
+    def step(self, batch: int, options: Options, fused: Callable[..., None] | None) -> None:
+        """One SGD step on the next `batch` staged samples: everything it reads and writes stays where it is."""
+        assert self.target is not None
+        index = self.at + torch.arange(batch, device=self.device)
+        inputs = [x.index_select(0, index) for x in self.inputs]
+        inputs = [x.permute(0, 3, 1, 2) if t else x for x, t in zip(inputs, self._turned, strict=True)]
+        target = self.target.index_select(0, index)
+        enabled = self.half is not None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False):
+            loss = self.task.loss(self.module(*inputs), target)
+        found = torch.autograd.grad(loss, self.params, allow_unused=True)
+        with torch.no_grad():
+            grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, found, strict=True)]
+            flat = [self.stack.flat(x, g) for x, g in zip(self.layers, grads, strict=True)]
+            heads = [f for f, x in zip(flat, self.layers, strict=True) if x.kind == "prunable"]
+            tails = [f.float() for f, x in zip(flat, self.layers, strict=True) if x.kind == "dense"]
+            if heads:
+                torch.cat([h.to(self.grad.dtype) for h in heads], out=self.grad)
+            self._update(torch.cat(tails) if tails else self.rest[:0], options, fused)
+            self.loss += loss.detach().float() * batch
+            self.at += batch
+
+    def _update(self, tail: Tensor, options: Options, fused: Callable[..., None] | None) -> None:
+        if self.ema is not None and options.ema:
+            self.ema.mul_(0.9).add_(self.grad)
+        plain = not (options.momentum or options.weight_decay or options.prox)
+        head = self.master[: self.k]
+        if plain and fused is not None and self.k:
+            fused(head, self.half, self.grad, self.mask, self.lr)
+            self.rest.sub_(tail * self.lr)
+            return
+        grad = torch.cat([self.grad.float(), tail])
+        trained = self.master[: self.layout.trained_size]
+        if options.weight_decay:
+            grad.add_(trained, alpha=options.weight_decay)
+        if options.prox and self.start is not None:
+            grad.add_(trained - self.start, alpha=options.prox)
+        grad[: self.k] *= self.mask
+        if options.momentum and self.velocity is not None:
+            grad = self.velocity.mul_(options.momentum).add_(grad)
+        trained.sub_(grad * self.lr)
+        if self.half is not None:
+            self.half.copy_(head)
+
+    def run(self, batch: int, options: Options, fused: Callable[..., None] | None) -> None:
+        """Enqueue one step on this lane's stream."""
+        graph = self.graphs.get((batch, options.key))
+        if graph is not None:
+            with torch.cuda.stream(self.stream):
+                graph.replay()
+        else:
+            with torch.cuda.stream(self.stream), self._own_randomness():
+                self.step(batch, options, fused)
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Inside, torch's default generator is this lane's, so that dropout does not depend on other lanes."""
+        if self.generator.device.type == "cpu":
+            kept = torch.get_rng_state()
+            torch.set_rng_state(self.generator.get_state())
+            yield
+            self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(kept)
+            return
+        default = torch.cuda.default_generators[self.device.index or 0]
+        kept = default.graphsafe_get_state()
+        default.graphsafe_set_state(self.generator.graphsafe_get_state())
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(kept)
+
+    def prepare(self, batch: int, options: Options, fused: Callable[..., None] | None) -> bool:
+        """Capture the step for this batch size, unless it is; whether that worked. Weights are garbage afterwards."""
+        if not self.capture or (batch, options.key) in self.graphs:
+            return True
+        assert self.stream is not None
+        try:
+            self._capture(batch, options, fused)
+        except Exception as error:
+            self.capture = False
+            self.graphs.clear()
+            torch.cuda.synchronize(self.device)
+            warnings.warn(
+                f"the training step cannot be captured as a CUDA graph ({str(error).splitlines()[0]}); it runs "
+                "eagerly, which is slower", RuntimeWarning,
+            )  # fmt: skip
+            return False
+        return True
+
+    def _capture(self, batch: int, options: Options, fused: Callable[..., None] | None) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self._own_randomness():
+            with torch.cuda.stream(self.stream):
+                for _ in range(2):
+                    self.at.zero_()
+                    self.step(batch, options, fused)
+                self.at.zero_()
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                self.step(batch, options, fused)
+            self.graphs[(batch, options.key)] = graph

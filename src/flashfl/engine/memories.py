@@ -1,0 +1,66 @@
+"""What an engine that plays all clients keeps for them between rounds, and how a checkpoint names it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..core.errors import FlashError
+from ..core.state import Mask
+from ..wire import ServerLedger
+from .client import Memory
+from .store import MaskStore
+
+
+class Memories:
+    """Each client's last rounds, as hashes of masks that lie in a store."""
+
+    def __init__(self, store: MaskStore) -> None:
+        self.store = store
+        self.clients: dict[int, Memory] = {}
+        self._pinned: set[str] = set()
+        self._rounds = 0
+
+    def update(self, new: Mapping[int, Memory]) -> None:
+        """A round is over; now and then what nobody needs any more is dropped."""
+        self.clients.update(new)
+        self._rounds += 1
+        if self._rounds % 10 == 0:
+            self.store.keep_only(self._pinned | self.held())
+
+    def held(self) -> set[str]:
+        return {h for rounds in self.clients.values() for _, *hashes in rounds for h in hashes if h is not None}
+
+    def save(self, ledger: ServerLedger) -> dict[str, Any]:
+        """What a checkpoint must hold beside the state: JSON that names masks in the store."""
+        record, tensors = ledger.state()
+        masks = [Mask.unpack(self.store.layout, t.numpy()) for t in tensors.values()]
+        history = dict(zip(tensors, map(self.store.put, masks), strict=True))
+        return {
+            "clients": {str(c): m for c, m in self.clients.items()},
+            "ledger": record,
+            "history": history,
+            "masks": sorted({*history.values(), *self.held()}),
+        }
+
+    def restore(
+        self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu"
+    ) -> None:
+        """Take over what `save` gave; if a mask is lost, clients are sent full ones again."""
+        self.clients = {
+            int(c): [(tuple(tag), order, own) for tag, order, own in rounds] for c, rounds in memory["clients"].items()
+        }
+        try:
+            tensors = {name: torch.from_numpy(self.store[h].packed.copy()) for name, h in memory["history"].items()}
+        except (KeyError, FlashError) as error:
+            warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
+            return
+        ledger.restore((dict(memory["ledger"]), tensors), device)
+
+    def forget(self, pinned: set[str]) -> None:
+        """Masks in `pinned` are needed by checkpoints; all others that no client holds may go."""
+        self._pinned = pinned
+        self.store.keep_only(pinned | self.held())

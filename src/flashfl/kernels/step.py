@@ -1,0 +1,26 @@
+"""The masked SGD step in one pass: master weights, their half-precision copy, gradient and mask read and written once."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _step(master, half, grad, mask, lr, n, COPY: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    w = tl.load(master + at, mask=inside)
+    active = tl.load(mask + at, mask=inside, other=0) != 0
+    g = tl.load(grad + at, mask=inside & active, other=0.0).to(tl.float32)
+    w = w - tl.load(lr) * g
+    tl.store(master + at, w, mask=inside & active)
+    if COPY:
+        tl.store(half + at, w.to(half.dtype.element_ty), mask=inside & active)
+
+
+def masked_step(master: Tensor, half: Tensor | None, grad: Tensor, mask: Tensor, lr: Tensor) -> None:
+    """master -= lr * grad where mask; half follows it. Inactive weights are neither read nor written: they are 0."""
+    n = master.numel()
+    _step[(triton.cdiv(n, 2048),)](master, master if half is None else half, grad, mask, lr, n, half is not None, 2048)

@@ -1,0 +1,164 @@
+"""A run's numbers in the tool a group already looks at: TensorBoard, MLflow or Weights & Biases.
+
+A tracker is three small functions: begin (its constructor), log, close. The results file remains the record; a
+tracker that fails is named in a warning and left out, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..core.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True)
+class About:
+    """What a tracker is told of a run: its folder, name and settings, and the round it starts or goes on from."""
+
+    folder: Path
+    name: str
+    settings: Mapping[str, Any]
+    step: int = 0
+
+
+class Tracker(Protocol):
+    """Takes numbers by name at a step; a step is a round of stage 2."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in RUN/tensorboard; what a resumed run does again replaces what was there."""
+
+    def __init__(self, about: About) -> None:
+        SummaryWriter = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter  # noqa: N806
+        self._writer = SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
+        if not about.step:
+            self._writer.add_text("settings", f"```\n{json.dumps(about.settings, indent=1, default=str)}\n```", 0)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MLflow:
+    """A run of MLflow's, where MLFLOW_TRACKING_URI says; a resumed run goes on in the one it began."""
+
+    def __init__(self, about: About) -> None:
+        self._mlflow = _need("mlflow", "mlflow")
+        note = about.folder / "mlflow-run"
+        known = note.read_text().strip() if about.step and note.exists() else None
+        run = self._mlflow.start_run(run_id=known, run_name=None if known else about.name)
+        if not known:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(run.info.run_id)
+            self._mlflow.log_params({k: str(v)[:500] for k, v in _flat(about.settings).items()})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class WandB:
+    """A run of Weights & Biases', named after the folder; WANDB_PROJECT and WANDB_MODE are its own to read."""
+
+    def __init__(self, about: About) -> None:
+        wandb = _need("wandb", "wandb")
+        note = about.folder / "wandb-run"
+        known = note.read_text().strip() if about.step and note.exists() else None
+        about.folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            name=about.name, dir=str(about.folder), config=dict(about.settings), id=known, resume="allow"
+        )
+        note.write_text(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[About], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+
+
+def check_names(names: str) -> list[str]:
+    """The trackers a comma-separated setting asks for."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in TRACKERS:
+            raise unknown("tracker", name, TRACKERS)
+    return wanted
+
+
+class Tracking:
+    """All the trackers of a run as one."""
+
+    def __init__(self, names: str, folder: Path | None, name: str, settings: Mapping[str, Any], step: int) -> None:
+        wanted = check_names(names)
+        if wanted and folder is None:
+            raise ConfigError(f"track = {names!r}: tracking needs a folder for the run")
+        self._trackers: dict[str, Tracker] = {}
+        if folder is not None:
+            about = About(folder, name, settings, step)
+            self._trackers = {which: TRACKERS[which](about) for which in wanted}
+
+    def log(self, step: int, line: Mapping[str, Any]) -> None:
+        """One line of the results file."""
+        if self._trackers:
+            values = values_of(line)
+            self._each(lambda tracker: tracker.log(step, values))
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # somebody else's service must not end a run
+                warnings.warn(f"{name} is left out from here on: {error}", RuntimeWarning)
+                del self._trackers[name]
+
+
+def values_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a round, by the names trackers show them under."""
+    if line["stage"] != 2:
+        return {f"stage 1/{k}": float(line["bytes"][k]) for k in ("up", "down")}
+    values = {"loss/train": line["loss"], "density": line["density"], "failures": len(line["failures"])}
+    for view, judged in line["metrics"].items():
+        values |= {f"accuracy/{view}": judged["metric"], f"loss/{view}": judged["loss"]}
+    values |= {f"bytes/{k}": v for k, v in line["bytes"].items()}
+    values |= {f"total bytes/{k}": v for k, v in line["total"].items()}
+    values |= {f"seconds/{k}": v for k, v in line["seconds"].items()}
+    values |= {k: line[k] for k in ("mismatch", "flops") if k in line}
+    return {k: float(v) for k, v in values.items()}
+
+
+def _need(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"track = {package!r} needs the {package} package: pip install {package}") from None
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            out |= _flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = value
+    return out

@@ -1,0 +1,40 @@
+"""The paper's byte formula by hand, and its published savings."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashfl.core.layout import Layout
+from flashfl.core.state import Local
+from flashfl.measure.comms import csr_bytes, dense_bytes, paper_bytes, per_client
+from flashfl.models import build_model
+from flashfl.sparsity import PruneRegrow, allocate
+
+LAYOUT = Layout.build({"prunable": [("w", (2, 4))], "dense": [("b", (3,))], "statistic": [("s", (5,))]})
+
+
+def test_sizes_by_hand() -> None:
+    assert dense_bytes(LAYOUT) == 4 * 11  # the statistics are left out
+    assert csr_bytes(LAYOUT, [2], frozen=True) == 4 * (3 + 2)
+    assert csr_bytes(LAYOUT, [2], frozen=False) == 4 * (3 + 2 + 2 + 3)  # and two indices, three row pointers
+
+
+def test_a_moving_mask_costs_its_indices_and_counts_cost_four_bytes_a_layer() -> None:
+    assert paper_bytes(LAYOUT, Local(), [2], [2]) == (20, 20)
+    assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow()), [4], [2]) == (56, 40)
+    assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow(), report="counts"), [2], [2]) == (40, 4)
+    assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow()), [8], [8], whole=True) == (44, 44)
+
+
+@pytest.mark.parametrize(("density", "saving"), [(0.1, 9.88), (0.05, 19.5)])
+def test_resnet18_saves_what_the_paper_says(density: float, saving: float) -> None:
+    layout = Layout.of(build_model("resnet18", classes=10, channels=3, size=32))
+    counts = allocate(layout, "uniform", density)
+    assert dense_bytes(layout) / csr_bytes(layout, counts, frozen=True) == pytest.approx(saving, rel=0.003)
+
+
+def test_bytes_a_client_and_round_add_up() -> None:
+    line = {"cohort": [0, 1], "bytes": {"up": 10, "down": 20, "values": 24, "mask": 4, "overhead": 2}}
+    share = per_client([line, line])
+    assert (share.up, share.down) == (5, 10)
+    assert share.values + share.mask + share.overhead == share.up + share.down

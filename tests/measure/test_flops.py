@@ -1,0 +1,77 @@
+"""FLOPs against numbers counted by hand and against torch's own counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from flashfl.core.layout import Layout
+from flashfl.core.state import Local
+from flashfl.data.task import Task
+from flashfl.measure.flops import Cost, layer_costs, order_flops, sample_flops, samples_of, task_costs
+from flashfl.models import build_model
+from flashfl.sparsity import PruneRegrow
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.Flatten(),
+        nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def test_costs_of_a_small_net_by_hand() -> None:
+    module = net()
+    layout = Layout.of(module, "conv")
+    costs = layer_costs(module, layout, (torch.zeros(1, 1, 4, 4),))
+    # 18 weights at 16 places, 72 at 4, 48 at 1; two FLOPs each; the first layer's input needs no gradient
+    assert costs == {
+        "0.weight": Cost(576, 0, 576),
+        "2.weight": Cost(576, 576, 576),
+        "4.weight": Cost(96, 96, 96),
+    }
+    assert sample_flops(layout, costs, [1.0, 1.0]) == 3 * 576 + 2 * 576 + 3 * 96
+    assert sample_flops(layout, costs, [0.5, 0.25]) == 0.5 * 2 * 576 + 0.25 * 3 * 576 + 3 * 96
+    dense = sample_flops(layout, costs, [0.5, 0.25], dense_gradient=True)
+    assert dense == (0.5 * 576 + 576) + (0.25 * 2 * 576 + 576) + 3 * 96
+
+
+def test_growth_by_score_needs_the_whole_gradient_and_random_growth_does_not() -> None:
+    module = net()
+    layout = Layout.of(module, "conv")
+    costs = layer_costs(module, layout, (torch.zeros(1, 1, 4, 4),))
+    d = [0.1, 0.1]
+    frozen = order_flops(layout, costs, Local(), 10, d)
+    assert order_flops(layout, costs, Local(adapt=PruneRegrow()), 10, d) == frozen
+    assert order_flops(layout, costs, Local(adapt=PruneRegrow(growth="gradient")), 10, d) > 1.5 * frozen
+    only_forward = order_flops(layout, costs, Local(report="statistics"), 10, [1.0, 1.0])
+    assert only_forward == 10 * (576 + 576 + 96)
+
+
+def test_samples_of_an_order() -> None:
+    assert samples_of(Local(epochs=3), 10) == 30
+    assert samples_of(Local(epochs=2, batch=4, max_steps=2), 10) == 16
+    assert samples_of(Local(epochs=5, report="statistics"), 10) == 10
+
+
+@pytest.mark.parametrize(("name", "options", "shape"), [
+    ("resnet18", {"channels": 3, "size": 32}, (3, 32, 32)), ("digits", {}, (1, 8, 8)), ("mnistnet", {}, (1, 28, 28)),
+])  # fmt: skip
+def test_forward_flops_are_those_torch_counts(name: str, options: dict, shape: tuple[int, ...]) -> None:
+    try:
+        module = build_model(name, classes=10, **options)
+    except Exception as error:
+        pytest.skip(str(error))
+    sample = torch.zeros(1, *shape)
+    found = sum(c.fwd for c in layer_costs(module, Layout.of(module), (sample,)).values())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module.eval()(sample)
+    assert found == counter.get_total_flops()
+
+
+def test_costs_of_a_task_come_from_one_of_its_samples(small_task: Task) -> None:
+    costs = task_costs(small_task)
+    assert {layer.name for layer in small_task.layout.prunable} < set(costs)
+    assert all(cost.fwd > 0 for cost in costs.values())

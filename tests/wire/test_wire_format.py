@@ -1,0 +1,167 @@
+"""A second reader, written from FORMAT.md alone, bit by bit and without numpy: it must see what the codec wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+
+import pytest
+import torch
+from wire_support import changed, mask_of, small_layout, update
+
+from flashfl.core.layout import Layout
+from flashfl.core.state import Mask
+from flashfl.wire import encode
+from flashfl.wire.values import round_values, segments
+
+LAYOUT = small_layout((40, 300, 0, 17))
+SIZES = LAYOUT.sizes
+
+
+class Bytes:
+    """A cursor."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        self.at += count
+        assert self.at <= len(self.data)
+        return self.data[self.at - count : self.at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+
+def bits_of(data: bytes) -> list[int]:
+    return [byte >> i & 1 for byte in data for i in range(8)]
+
+
+def counts_of(body: Bytes) -> list[int]:
+    return [body.number((size.bit_length() + 7) // 8) for size in SIZES]
+
+
+def block(body: Bytes, counts: list[int], universe: list[int]) -> list[set[int]]:
+    """The lists of a block."""
+    coded = [min(n, u - n) for n, u in zip(counts, universe, strict=True)]
+    ks, unary_length = list(body.take(len(counts))), body.number(4)
+    low = bits_of(body.take((sum(n * k for n, k in zip(coded, ks, strict=True)) + 7) // 8))
+    unary = bits_of(body.take(unary_length))
+    gaps, at = [], 0
+    for n, k in zip(coded, ks, strict=True):
+        gaps.append([])
+        for _ in range(n):
+            zeros = 0
+            while not unary[at]:
+                zeros, at = zeros + 1, at + 1
+            at += 1
+            gaps[-1].append(zeros << k)
+    at = 0
+    for j in range(max(ks)):
+        for part, k in zip(gaps, ks, strict=True):
+            if k > j:
+                for i in range(len(part)):
+                    part[i] |= low[at] << j
+                    at += 1
+    out = []
+    for part, n, u in zip(gaps, counts, universe, strict=True):
+        place, found = -1, set()
+        for gap in part:
+            place += gap + 1
+            found.add(place)
+        out.append(set(range(u)) - found if 2 * n > u else found)
+    return out
+
+
+def read_mask(body: Bytes, base: Mask) -> list[bool]:
+    form = body.number(1)
+    if form == 4:
+        return [bool(bit) for bit in bits_of(body.take((sum(SIZES) + 7) // 8))[: sum(SIZES)]]
+    out: list[bool] = []
+    if form == 3:
+        for chosen, size in zip(block(body, counts_of(body), list(SIZES)), SIZES, strict=True):
+            out += [i in chosen for i in range(size)]
+        return out
+    assert form == 2
+    assert body.take(8).hex() == base.hash
+    before, at = base.bits.tolist(), 0
+    layers = []
+    for size in SIZES:
+        layers.append(before[at : at + size])
+        at += size
+    counts = counts_of(body) + counts_of(body)
+    lists = block(body, counts, [sum(x) for x in layers] + [len(x) - sum(x) for x in layers])
+    for layer, dropped, grown in zip(layers, lists[: len(SIZES)], lists[len(SIZES) :], strict=True):
+        on = off = 0
+        for active in layer:
+            out.append(on not in dropped if active else off in grown)
+            on, off = on + active, off + (not active)
+    return out
+
+
+def read(data: bytes, base: Mask) -> tuple[dict[str, object], list[bool], Bytes]:
+    """Header fields, the mask, and the values section still to be read."""
+    names = ("magic", "version", "kind", "layout", "check", "length", "stage", "round", "attempt", "client", "n", "key")
+    header = dict(zip(names, struct.unpack("<4sBB8sIIBIHQQQ", data[:53]), strict=True))
+    assert header["check"] == zlib.crc32(data[:14] + data[18:])
+    assert header["length"] == len(data)
+    body, sections = Bytes(data[53:]), {}
+    while body.at < len(body.data):
+        code, length = body.number(1), body.number(4)
+        sections[code] = Bytes(body.take(length))
+    mask = read_mask(sections[4], base)
+    assert sections[4].at == len(sections[4].data)
+    return header, mask, sections[5]
+
+
+def read_int8(body: Bytes, counts: list[int]) -> list[float]:
+    """Prunable layers and the 3 x 4 matrix are coarse; the norm's vector and all statistics are not."""
+    scales = struct.unpack("<5f", body.take(20))
+    levels = [[v - 256 if v > 127 else v for v in body.take(n)] for n in [*counts, 12]]
+    fine = struct.unpack("<15f", body.take(60))
+    values = [level * scale for part, scale in zip(levels, scales, strict=True) for level in part]
+    return [*values[:-12], *fine[:5], *values[-12:], *fine[5:]]
+
+
+@pytest.mark.parametrize("form", ["difference", "rice", "bitmap"])
+@pytest.mark.parametrize("densities", [[0.2, 0.1, 0.0, 1.0], [0.9, 0.5, 0.0, 0.1], [0.0, 0.01, 0.0, 0.0]])
+def test_a_stranger_reads_the_same(form: str, densities: list[float]) -> None:
+    base = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
+    mask = changed(mask_of(LAYOUT, densities, 2), 0.1, 3)
+    message = update(mask)
+    header, found, values = read(encode(message, (base,), form=form).data, base)
+    assert (header["magic"], header["version"], header["kind"]) == (b"FLSH", 1, 1)
+    assert (header["stage"], header["round"], header["attempt"]) == message.tag
+    assert (header["client"], header["n"], header["key"]) == (message.client, message.n, message.key)
+    assert header["layout"] == bytes.fromhex(LAYOUT.hash)
+    assert found == mask.bits.tolist()
+    assert message.values is not None
+    assert values.take(2) == b"\0\0"
+    assert list(struct.unpack(f"<{message.values.numel()}f", values.data[2:])) == message.values.tolist()
+
+
+def test_a_stranger_reads_int8() -> None:
+    mask = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
+    message = update(mask)
+    _, _, values = read(encode(message, values="int8", form="rice").data, mask)
+    assert values.take(2) == b"\0\3"
+    assert message.values is not None
+    rounded = round_values(message.values, segments(LAYOUT, mask.counts, "all", "int8"), "int8", message.value_key)
+    assert torch.equal(torch.tensor(read_int8(values, list(mask.counts))), rounded)
+    assert values.at == len(values.data)
+
+
+def test_hashes_as_described() -> None:
+    rows = [[layer.name, list(layer.shape), layer.kind] for layer in LAYOUT.layers]
+    text = json.dumps(rows, separators=(", ", ": ")).encode()
+    assert hashlib.blake2b(text, digest_size=8).hexdigest() == LAYOUT.hash
+    mask = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
+    bits = mask.bits.tolist() + [False] * 7
+    packed = bytes(sum(bits[i + j] << j for j in range(8)) for i in range(0, sum(SIZES), 8))
+    assert hashlib.blake2b(packed, digest_size=8, key=LAYOUT.hash.encode()).hexdigest() == mask.hash
+
+
+def test_another_layout_is_another_hash() -> None:
+    assert Layout.build({"prunable": [("w", (2, 3))]}).hash != Layout.build({"prunable": [("w", (3, 2))]}).hash
