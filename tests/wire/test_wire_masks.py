@@ -58,6 +58,8 @@ def test_counted_is_encoded(data: st.DataObject) -> None:
         found = mask_sizes(layout, bits, bases)
         assert found.bytes.tolist() == [plan(m, b).piece.size for m, b in zip(rows, held, strict=True)]
         assert [tuple(row) for row in found.counts.tolist()] == [mask.counts for mask in rows]
+    turned = mask_sizes(layout, shared.bits, [bits])  # one mask against what each of three clients holds
+    assert turned.bytes.tolist() == [plan(shared, (mask,)).piece.size for mask in rows]
 
 
 def test_recipe() -> None:

@@ -47,7 +47,8 @@ class ClientSide:
             return self._lack(client, order_bytes, error)
         except WireError as error:
             raise ClientFailed(f"it cannot read its order ({type(error).__name__}: {error})") from None
-        assert message.local is not None and message.coding is not None
+        assert message.local is not None
+        assert message.coding is not None
         order = Order(message.weights(), message.local, message.key, message.tag, extra)
         update = self.trainer.train(order, client, data, ledger.own(message.start))
         form = self.values or message.coding.values

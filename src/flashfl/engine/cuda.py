@@ -109,7 +109,7 @@ class LaneEngine:
         self.stack = Stack(self.layout, wanted, self.device, self.device.type == "cuda")
         half = None
         if self.precision == "bf16":
-            half = torch.zeros(wanted, self.layout.prunable_size, dtype=torch.bfloat16, device=self.device)
+            half = torch.zeros(wanted, self.stack.head, dtype=torch.bfloat16, device=self.device)
         capture = self.device.type == "cuda"
         self.lanes = [Lane(self.task, self.stack, row, half, self.lr, capture) for row in range(wanted)]
         return wanted

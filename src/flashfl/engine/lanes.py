@@ -7,7 +7,7 @@ what concerns all clients (moving masks, averaging) is one operation on the stac
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,39 +21,66 @@ from ..data.task import Task
 _NORMS = nn.modules.batchnorm._BatchNorm
 
 
+_ALIGN = 64  # elements; kernels that load 16 bytes at a time fault on anything less regular
+
+
 class Stack:
-    """The flat vectors of several clients, stored channels-last where that is wanted."""
+    """The flat vectors of several clients: every tensor aligned, convolutions channels-last where that is wanted.
+
+    `head` positions hold the prunable weights, `trained` all weights, `size` the statistics too, padding included.
+    """
 
     def __init__(self, layout: Layout, rows: int, device: torch.device, channels_last: bool) -> None:
         self.layout, self.channels_last = layout, channels_last
-        self.values = torch.zeros(rows, layout.size, device=device)
-        self.masks = torch.zeros(rows, layout.prunable_size, dtype=torch.bool, device=device)
+        self.starts: dict[str, int] = {}
+        at, ends = 0, {"prunable": 0, "dense": 0, "statistic": 0}
+        for layer in layout.travelling:
+            self.starts[layer.name] = at
+            at += -(-layer.size // _ALIGN) * _ALIGN
+            ends[layer.kind] = at
+        self.head = ends["prunable"]
+        self.trained = max(self.head, ends["dense"])
+        self.size = max(self.trained, ends["statistic"])
+        self.values = torch.zeros(rows, self.size, device=device)
+        self.masks = torch.zeros(rows, self.head, dtype=torch.bool, device=device)
 
-    def _turned(self, layer: Layer) -> bool:
-        return self.channels_last and len(layer.shape) == 4 and layer.kind in ("prunable", "dense")
+    def turned(self, layer: Layer) -> bool:
+        return self.channels_last and len(layer.shape) == 4
+
+    def span(self, layer: Layer) -> slice:
+        start = self.starts[layer.name]
+        return slice(start, start + layer.size)
 
     def view(self, flat: Tensor, layer: Layer) -> Tensor:
         """A layer's tensor, in its logical shape, inside a flat row of this stack."""
-        part = flat[layer.start : layer.stop]
-        if self._turned(layer):
+        part = flat[self.span(layer)]
+        if self.turned(layer):
             o, i, h, w = layer.shape
             return part.view(o, h, w, i).permute(0, 3, 1, 2)
         return part.view(layer.shape)
 
-    def flat(self, layer: Layer, tensor: Tensor) -> Tensor:
-        """A tensor of a layer's logical shape as a flat piece in this stack's order."""
-        return (tensor.permute(0, 2, 3, 1) if self._turned(layer) else tensor).reshape(-1)
+    def pieces(self, layers: Sequence[Layer], tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Tensors of these consecutive layers as flat pieces in this stack's order, padding included."""
+        out = []
+        for layer, tensor in zip(layers, tensors, strict=True):
+            flat = (tensor.permute(0, 2, 3, 1) if self.turned(layer) else tensor).reshape(-1).to(dtype)
+            out.append(flat)
+            if pad := -layer.size % _ALIGN:
+                out.append(flat.new_zeros(pad))
+        return out
 
-    def _copy(self, source: Tensor, target: Tensor, inward: bool) -> None:
-        for layer in self.layout.travelling if target.shape[-1] == self.layout.size else self.layout.prunable:
-            a, b = source[:, layer.start : layer.stop], target[:, layer.start : layer.stop]
-            if self._turned(layer):
+    def _copy(self, logical: Tensor, stacked: Tensor, inward: bool) -> None:
+        whole = logical.shape[-1] == self.layout.size
+        for layer in self.layout.travelling if whole else self.layout.prunable:
+            outer, inner = logical[:, layer.start : layer.stop], stacked[:, self.span(layer)]
+            if self.turned(layer):
                 o, i, h, w = layer.shape
-                shape, order = ((o, i, h, w), (0, 1, 3, 4, 2)) if inward else ((o, h, w, i), (0, 1, 4, 2, 3))
-                turned = a.view(-1, *shape).permute(order)
-                b.view(turned.shape).copy_(turned)
+                outer = outer.unflatten(1, (o, i, h, w)).permute(0, 1, 3, 4, 2)
+                inner = inner.unflatten(1, (o, h, w, i))
+            if inward:
+                inner.copy_(outer)
             else:
-                b.copy_(a)
+                outer.copy_(inner)
 
     def load(self, values: Tensor, masks: Tensor) -> None:
         """Take rows in logical order."""
@@ -63,13 +90,13 @@ class Stack:
     def read(self, rows: int) -> Tensor:
         """The first rows, in logical order."""
         out = torch.empty(rows, self.layout.size, device=self.values.device)
-        self._copy(self.values[:rows], out, False)
+        self._copy(out, self.values[:rows], False)
         return out
 
-    def logical(self, flat: Tensor) -> Tensor:
+    def logical(self, heads: Tensor) -> Tensor:
         """Rows over the prunable weights, in logical order."""
-        out = torch.empty_like(flat)
-        self._copy(flat, out, False)
+        out = heads.new_empty(len(heads), self.layout.prunable_size)
+        self._copy(out, heads, False)
         return out
 
 
@@ -98,9 +125,9 @@ class Lane:
         self.module = task.build().to(device)
         self.module.train()
         self._bind()
-        self.k = self.layout.prunable_size
+        self.k = stack.head
         self.grad = torch.zeros(self.k, device=device, dtype=torch.float32 if half is None else half.dtype)
-        self.rest = self.master[self.k : self.layout.trained_size]
+        self.rest = self.master[self.k : stack.trained]
         self.loss = torch.zeros((), device=device)
         self.at = torch.zeros((), dtype=torch.int64, device=device)
         self.start = self.velocity = self.ema = None
@@ -138,7 +165,7 @@ class Lane:
             self.half.copy_(self.master[: self.k])
         for buffer, value in self._buffers:
             buffer.copy_(value)
-        trained = self.master[: self.layout.trained_size]
+        trained = self.master[: self.stack.trained]
         if options.prox:
             self.start = trained.clone() if self.start is None else self.start.copy_(trained)
         if options.momentum:
@@ -183,11 +210,11 @@ class Lane:
         found = torch.autograd.grad(loss, self.params, allow_unused=True)
         with torch.no_grad():
             grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, found, strict=True)]
-            flat = [self.stack.flat(x, g) for x, g in zip(self.layers, grads, strict=True)]
-            heads = [f for f, x in zip(flat, self.layers, strict=True) if x.kind == "prunable"]
-            tails = [f.float() for f, x in zip(flat, self.layers, strict=True) if x.kind == "dense"]
+            cut = len(self.layout.prunable)
+            heads = self.stack.pieces(self.layers[:cut], grads[:cut], self.grad.dtype)
+            tails = self.stack.pieces(self.layers[cut:], grads[cut:], torch.float32)
             if heads:
-                torch.cat([h.to(self.grad.dtype) for h in heads], out=self.grad)
+                torch.cat(heads, out=self.grad)
             self._update(torch.cat(tails) if tails else self.rest[:0], options, fused)
             self.loss += loss.detach().float() * batch
             self.at += batch
@@ -202,7 +229,7 @@ class Lane:
             self.rest.sub_(tail * self.lr)
             return
         grad = torch.cat([self.grad.float(), tail])
-        trained = self.master[: self.layout.trained_size]
+        trained = self.master[: self.stack.trained]
         if options.weight_decay:
             grad.add_(trained, alpha=options.weight_decay)
         if options.prox and self.start is not None:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..core.errors import FlashError
 from ..core.layout import Layout
-from ..core.state import Client, Extra, Mask, Order, Traffic, Update, Weights
+from ..core.state import Client, Extra, Order, Traffic, Update, Weights
 from ..wire import Encoded, Message, ServerLedger, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.trust import Trust, change_norm, check_cohort, check_update
 from ..wire.values import Form
 from .spool import Spool
-from .store import MaskStore
 
 HISTORY_BYTES = 128 << 20
 OWN = "own mask"  # the extra by which a client that lost its own mask is given it back
@@ -28,9 +23,7 @@ OWN = "own mask"  # the extra by which a client that lost its own mask is given 
 class ServerSide:
     """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
 
-    def __init__(
-        self, layout: Layout, values: Form = "fp32", trust: Trust | None = None, clip: float = 0.0
-    ) -> None:
+    def __init__(self, layout: Layout, values: Form = "fp32", trust: Trust | None = None, clip: float = 0.0) -> None:
         self.layout, self.values, self.trust = layout, values, trust or Trust()
         self.clip = clip  # a change above this many times the cohort's median is shortened to that; 0: never
         self.ledger = ServerLedger(layout, bytes=HISTORY_BYTES)
@@ -83,21 +76,6 @@ class ServerSide:
         assert order.mask is not None
         self.ledger.accept(order.client, order.tag, order.mask, own=update.mask if keeps else None)
 
-    def save(self, store: MaskStore) -> dict[str, Any]:
-        """What clients hold, for a checkpoint: masks are named by hash and put into the store."""
-        record, tensors = self.ledger.state()
-        masks = [Mask.unpack(self.layout, t.numpy()) for t in tensors.values()]
-        return {"ledger": record, "history": dict(zip(tensors, map(store.put, masks), strict=True))}
-
-    def load(self, saved: Mapping[str, Any], store: MaskStore) -> None:
-        """Take over what `save` gave; if a mask is lost, clients are sent full ones again."""
-        try:
-            tensors = {name: torch.from_numpy(store[h].packed.copy()) for name, h in saved["history"].items()}
-        except (KeyError, FlashError) as error:
-            warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
-            return
-        self.ledger.restore((dict(saved["ledger"]), tensors))
-
 
 class Inbox:
     """The updates of one round: checked as they come, spooled, and handed on in order once all are known.
@@ -133,7 +111,8 @@ class Inbox:
             return
         assert update.parts is not None
         self.traffic += update.parts.traffic("update")
-        if update.carries != "statistics" and update.mask is not None and self.server.trust.factor > 0:
+        judged = self.server.trust.factor > 0 or self.server.clip > 0
+        if judged and update.carries != "statistics" and update.mask is not None:
             self.norms[client] = change_norm(update, order)
         self.spool.put(client, data)
         if self.server.clip:
@@ -190,7 +169,8 @@ def _shortened(update: Update, order: Message, share: float) -> Update:
 
 def _statistics_only(message: Message, order: Message) -> Weights:
     """Statistics in a vector that is zero elsewhere: sums over it are sums over statistics."""
-    assert message.values is not None and order.mask is not None
+    assert message.values is not None
+    assert order.mask is not None
     vector = message.values.new_zeros(message.layout.size)
     vector[message.layout.trained_size :] = message.values
     return Weights(order.mask, vector)

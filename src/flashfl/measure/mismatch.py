@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from ..core.state import Mask
-
-_BLOCK = 1 << 20  # columns multiplied at once: sums of ones stay exact in float32
 
 
 def shared(before: Mask, after: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -46,18 +44,41 @@ def jaccard(common: int, a: int, b: int) -> float:
     return 1.0 - common / union if union else 0.0
 
 
-def pairwise(masks: Sequence[NDArray[Any]], sizes: Sequence[int]) -> NDArray[np.float64]:
+def pairwise(masks: Iterable[NDArray[Any]], sizes: Sequence[int]) -> NDArray[np.float64]:
     """SM of every pair of boolean masks: [1 + layers, n, n], first the whole model, then each layer."""
-    n = len(masks)
-    common = np.zeros((len(sizes), n, n))
-    start = 0
-    for i, size in enumerate(sizes):
-        for at in range(start, start + size, _BLOCK):
-            stop = min(at + _BLOCK, start + size)
-            rows = np.stack([mask[at:stop] for mask in masks]).astype(np.float32)
-            common[i] += rows @ rows.T
-        start += size
+    rows = [_words(mask, sizes) for mask in masks]
+    starts = np.cumsum([0, *(_word_count(size) for size in sizes[:-1])])
+    common = np.zeros((len(sizes), len(rows), len(rows)))
+    for i, a in enumerate(rows):
+        for j, b in enumerate(rows[: i + 1]):
+            common[:, i, j] = common[:, j, i] = np.add.reduceat(_ones(a & b), starts)
     return np.stack([_distance(common.sum(0)), *map(_distance, common)])
+
+
+def _word_count(size: int) -> int:
+    return max(1, -(-size // 64))
+
+
+def _words(mask: NDArray[Any], sizes: Sequence[int]) -> NDArray[np.uint64]:
+    """A mask as 64-bit words, each layer beginning a new one."""
+    words = np.zeros(sum(map(_word_count, sizes)), np.uint64)
+    raw, start, at = words.view(np.uint8), 0, 0
+    for size in sizes:
+        packed = np.packbits(mask[start : start + size])
+        raw[at : at + len(packed)] = packed
+        start, at = start + size, at + 8 * _word_count(size)
+    return words
+
+
+_TABLE = np.array([bin(byte).count("1") for byte in range(256)], np.int64)
+
+
+def _ones(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The number of ones of each word."""
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(words).astype(np.int64)
+    found: NDArray[np.int64] = _TABLE[words.view(np.uint8)].reshape(-1, 8).sum(1)  # NumPy 1
+    return found
 
 
 def _distance(common: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -101,7 +101,7 @@ class Recorder:
         if self._flops:
             seen["flops"] = float(f"{self._flops:.6g}")
         seen["paper_bytes"] = {k: round(v) for k, v in self._paper.items()}
-        if self._cohort and self._cohort != seen["layer_densities"]:
+        if self._cohort and (line["stage"] == 1 or self._cohort != seen["layer_densities"]):
             seen["cohort_densities"] = self._cohort
         if name := self._snapshot(state):
             seen["snapshot"] = name

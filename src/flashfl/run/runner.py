@@ -141,7 +141,7 @@ def drive(
 ) -> Run:
     """Run a method on any engine, for these clients; of the task only its model is used here."""
     run = Run(method, task, config, folder)
-    plan = plan_of(config, task, clients, engine.device)
+    plan = plan_of(config, task, getattr(clients, "planned", clients), engine.device)
     identity = _identity(method, task, config, clients)
     # Clients that come and go are admitted as they come, by whoever keeps the list of them.
     live = getattr(clients, "admit", None)

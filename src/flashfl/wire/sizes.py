@@ -39,51 +39,57 @@ class MaskSizes(NamedTuple):
 class _Places:
     """Where each list of each row begins, and how many places of its universe lie before any position."""
 
-    def __init__(self, layout: Layout, rows: int, universe: Tensor | None, device: torch.device) -> None:
+    def __init__(self, layout: Layout, rows: int, universe: Tensor | None, which: Tensor | None, like: Tensor) -> None:
         self.rows, self.total, self.layers = rows, layout.prunable_size, len(layout.sizes)
-        self.sizes = torch.tensor(layout.sizes, device=device)
+        self.sizes = torch.tensor(layout.sizes, device=like.device)
         starts = self.sizes.cumsum(0) - self.sizes
-        self.edges = (torch.arange(rows, device=device)[:, None] * self.total + starts).flatten()
-        self.stops = self.edges + self.sizes.repeat(rows)
-        self.universe = universe
+        self.edges = (torch.arange(rows, device=like.device)[:, None] * self.total + starts).flatten()
+        self.universe, self.which = universe, which
         if universe is not None:
             flat = universe.flatten()
             self.before = torch.cat([flat.new_zeros(1, dtype=torch.int32), flat.cumsum(0, dtype=torch.int32)])
+            # What to add to a position in a row to stand at the same place of that row's universe.
+            self.shift = (which - torch.arange(rows, device=like.device)) * self.total if which is not None else None
 
-    def rank(self, at: Tensor) -> Tensor:
+    def rank(self, at: Tensor, row: Tensor) -> Tensor:
         """Places of the universe before each position, counted from anywhere."""
         if self.universe is None:
             return at
-        shared = self.universe.shape[0] == 1 < self.rows
-        return self.before[at - at.div(self.total, rounding_mode="floor") * self.total if shared else at].long()
+        return self.before[at if self.shift is None else at + self.shift[row]].long()
 
     def room(self) -> Tensor:
         """[rows, layers]: the size of each list's universe."""
         if self.universe is None:
             return self.sizes.expand(self.rows, -1)
-        shared = self.universe.shape[0] == 1
-        edges, stops = (x[: self.layers] if shared else x for x in (self.edges, self.stops))
-        return (self.before[stops] - self.before[edges]).long().view(-1, self.layers).expand(self.rows, -1)
+        row = torch.arange(self.rows, device=self.edges.device).repeat_interleave(
+            self.layers, output_size=len(self.edges)
+        )
+        ends = self.rank(self.edges + self.sizes.repeat(self.rows), row)
+        return (ends - self.rank(self.edges, row)).view(self.rows, -1)
 
     def find(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The set positions, ascending, and where among them each list begins (and the last one ends)."""
         at = chosen.flatten().nonzero().squeeze(1)
-        return at, torch.searchsorted(at, torch.cat([self.edges, self.stops[-1:]]))
+        ends = torch.full((1,), self.rows * self.total, device=at.device)
+        return at, torch.searchsorted(at, torch.cat([self.edges, ends]))
 
 
-def rice_bits(layout: Layout, chosen: Tensor, universe: Tensor | None = None) -> RiceBits:
+def rice_bits(layout: Layout, chosen: Tensor, universe: Tensor | None = None, which: Tensor | None = None) -> RiceBits:
     """The size of `chosen` [rows, K] as Rice-coded lists, one for each row and layer.
 
-    `universe` ([rows, K] or one row for all) says which places a list counts; None: all of them.
+    `universe` [n, K] says which places a list counts (None: all of them); row i goes by universe[which[i]], or by
+    universe[i] where `which` is not given.
     """
     rows, total = chosen.shape
-    places = _Places(layout, rows, universe, chosen.device)
+    places = _Places(layout, rows, universe, which, chosen)
     at, slots = places.find(chosen)
     counts = slots.diff().view(rows, -1)
     flip = 2 * counts > places.room()
     if bool(flip.any()):
         turned = flip.repeat_interleave(places.sizes, 1, output_size=total)
-        at, slots = places.find(chosen ^ (turned if universe is None else turned & universe))
+        if universe is not None:
+            turned &= universe if which is None else universe[which]
+        at, slots = places.find(turned.logical_xor_(chosen))
     gaps = _gaps(at, slots, places)
     small = 2 * rows * total < 1 << 31  # all sums together stay below this, so half the memory will do
     return _best(gaps.int() if small else gaps, slots, max(layout.sizes).bit_length(), counts)
@@ -91,13 +97,13 @@ def rice_bits(layout: Layout, chosen: Tensor, universe: Tensor | None = None) ->
 
 def _gaps(at: Tensor, slots: Tensor, places: _Places) -> Tensor:
     """Places of the universe skipped before each position, counted from its list's start."""
-    rank, first = places.rank(at), places.rank(places.edges)
     mine = torch.searchsorted(places.edges, at, right=True) - 1
-    # Empty layers share their edge with the next one; whichever is found, the list's first slot is the same.
+    row = mine.div(places.layers, rounding_mode="floor")
+    rank, first = places.rank(at, row), places.rank(places.edges[mine], row)
     gaps = rank.clone()
     gaps[1:] -= rank[:-1] + 1
     opens = slots[mine] == torch.arange(len(at), device=at.device)
-    return torch.where(opens, rank - first[mine], gaps)
+    return torch.where(opens, rank - first, gaps)
 
 
 def _best(gaps: Tensor, slots: Tensor, deepest: int, counts: Tensor) -> RiceBits:
@@ -118,22 +124,38 @@ def _bytes(bits: Tensor) -> Tensor:
 
 
 def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> MaskSizes:
-    """The mask section of each row of `bits` [rows, K], given the masks its receiver holds.
+    """The mask section of each row of `bits`, given the masks its receiver holds.
 
-    Each base is [K] or [1, K] (the same for all rows) or [rows, K]. Equals `masks.plan(...).piece.size` for a mask
-    without a recipe.
+    `bits` and each base are [K], [1, K] (the same for all rows) or [rows, K]: many clients' masks against one base, or
+    one mask against what each client holds. Equals `masks.plan(...).piece.size` for a mask without a recipe.
     """
-    geo, rows = geometry(layout), len(bits)
-    if not rows or not layout.prunable_size:
+    geo, total = geometry(layout), layout.prunable_size
+    bits, *others = (x[None] if x.dim() == 1 else x for x in (bits, *bases))
+    rows = max(len(x) for x in (bits, *others)) if len(bits) else 0
+    if not rows or not total:
         counts = torch.zeros((rows, geo.layers), dtype=torch.int64, device=bits.device)
         return MaskSizes(counts, torch.full((rows,), geo.bitmap_size, device=bits.device))
-    full = rice_bits(layout, bits)
-    best = (geo.rice_fixed + full.bytes).clamp(max=geo.bitmap_size)
-    for base in bases:
-        base = base.view(-1, layout.prunable_size)
-        dropped, grown = rice_bits(layout, base & ~bits, base), rice_bits(layout, bits & ~base, ~base)
+    found = _all_lists(layout, bits, others)
+    best = (geo.rice_fixed + found[0].bytes).clamp(max=geo.bitmap_size).expand(rows)
+    for dropped, grown in zip(found[1::2], found[2::2], strict=True):
         moved = _bytes(dropped.low + grown.low) + _bytes(dropped.unary + grown.unary)
         best = torch.minimum(best, geo.difference_fixed + moved)
         equal = (dropped.counts + grown.counts).sum(1) == 0
         best = torch.where(equal, best.clamp(max=1 + HASH), best)
-    return MaskSizes(full.counts, best)
+    return MaskSizes(found[0].counts.expand(rows, -1), best)
+
+
+def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[RiceBits]:
+    """The active of `bits`, then for each base the dropped and the grown: measured in one go, to start few kernels."""
+    chosen, universes = [bits], [torch.ones_like(bits[:1])]
+    for base in bases:
+        chosen += [base & ~bits, bits & ~base]
+        universes += [base, ~base]
+    which, at = [], 0
+    for part, universe in zip(chosen, universes, strict=True):
+        steps = torch.arange(len(part), device=bits.device)
+        which.append(at + (steps if len(universe) == len(part) else steps * 0))
+        at += len(universe)
+    both = rice_bits(layout, torch.cat(chosen), torch.cat(universes), torch.cat(which))
+    parts = [torch.split(field, [len(part) for part in chosen]) for field in both]
+    return [RiceBits(*each) for each in zip(*parts, strict=True)]

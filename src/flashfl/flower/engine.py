@@ -1,0 +1,132 @@
+"""Flower as an engine: orders become messages to SuperNodes, everything else is as in a simulation."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from ..core.state import Client, Local, Order, Outcome, State, Tag, Traffic, Weights
+from ..data.task import Task
+from ..engine.memories import Memories
+from ..engine.server import ServerSide
+from ..engine.store import MaskStore
+from ..engine.train import Trainer
+from ..wire.trust import Trust
+from ..wire.values import Form
+from .jury import Jury
+from .options import FlowerOptions
+from .roster import Roster
+from .round import Round
+
+log = logging.getLogger("flwr.flashfl")
+_EVAL_BATCH = 250
+
+
+class FlowerEngine:
+    """The server's half of a federation whose clients are Flower nodes; they remember, it knows what they hold."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        task: Task,
+        grid: Grid,
+        roster: Roster,
+        options: FlowerOptions | None = None,
+        values: Form = "fp32",
+        folder: Path | None = None,
+    ) -> None:
+        self.task, self.grid, self.roster, self.options = task, grid, roster, options or FlowerOptions()
+        self.server = ServerSide(task.layout, values, Trust(factor=self.options.trust), self.options.clip)
+        self.memories = Memories(MaskStore(task.layout, folder))
+        self.judging = Traffic()  # of evaluation on clients; a run's own traffic is that of its training
+        self._tag: Tag = (0, 0, 0)
+        self._trainer: Trainer | None = None
+        self._late: dict[str, str] = {}  # messages whose answer is no longer waited for
+
+    def open(self) -> Round:
+        """A round to be."""
+        nodes = {client.id: self.roster.node(client.id) for client in self.roster}
+        return Round(self.server, nodes, self.options.timeout, self.options.trim)
+
+    def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
+        """Send every order to its client and wait for all replies, or as long as a client has."""
+        began, this = time.perf_counter(), self.open()
+        self._tag = s.tag
+        for client, order in orders:  # one at a time: a thousand orders need no more memory than one
+            self._push(this.post(client, order))
+        sent = time.perf_counter()
+        self._exchange(lambda: this.waiting, this.take)
+        for message, post in this.waiting.items():
+            self._late[message] = f"client {post.client.id}, round {s.tag}"
+        waited = time.perf_counter()
+        outcome = self.finish(this)
+        seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
+        return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
+
+    def finish(self, this: Round) -> Outcome:
+        """What a round came to; the next look at the roster is a fresh one."""
+        self.roster.stale = True
+        return this.close(self.task.layout)
+
+    def _push(self, *messages: Message) -> None:
+        if not all(self.grid.push_messages(list(messages))):
+            log.warning("the SuperLink did not take a message: its client will be left out")
+
+    def _exchange(self, waiting: Callable[[], Mapping[str, Any]], take: Callable[[Message], Message | None]) -> None:
+        """Pull replies until nothing is waited for or time is up. Flower's own loop looks every three seconds only."""
+        end, pause = time.monotonic() + self.options.timeout, min(0.05, self.options.poll)
+        while (left := [i for i in waiting() if i]) and time.monotonic() < end:
+            replies = list(self.grid.pull_messages([*left, *self._late]))
+            for reply in replies:
+                if (late := self._late.pop(reply.metadata.reply_to_message_id, None)) is not None:
+                    log.warning("a late reply is left out (%s)", late)
+                elif (follow := take(reply)) is not None:
+                    self._push(follow)
+            if not replies:
+                time.sleep(pause)
+                pause = min(self.options.poll, 2 * pause)
+
+    def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
+        """Mean loss and metric over the server's test samples, or over those that clients hold back."""
+        if self.task.test is None:
+            return self._ask_clients(weights, statistics)
+        self._trainer = self._trainer or Trainer(self.task)
+        data, loss, metric = self.task.test, 0.0, 0.0
+        for start in range(0, len(data), _EVAL_BATCH):
+            index = torch.arange(start, min(start + _EVAL_BATCH, len(data)))
+            part = self._trainer.evaluate(weights, data, index, statistics)
+            loss, metric = loss + part[0], metric + part[1]
+        return {"loss": loss / len(data), "metric": metric / len(data)}
+
+    def _ask_clients(self, weights: Weights, statistics: bool) -> dict[str, float]:
+        order = Order(weights, Local(statistics=statistics), 0, self._tag)
+        jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout)
+        for client in self.roster:
+            if self.roster.entries[client.id].held:
+                self._push(jury.post(client))
+        self._exchange(lambda: jury.waiting, jury.take)
+        verdict = jury.verdict()
+        self.judging += jury.traffic
+        return verdict
+
+    def memory(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside the state."""
+        return {**self.memories.save(self.server.ledger), "roster": self.roster.save()}
+
+    def restore(self, memory: Mapping[str, Any]) -> None:
+        self.memories.restore(memory, self.server.ledger)
+        self.roster.restore(memory.get("roster", {}))
+
+    def forget_masks(self, pinned: set[str]) -> None:
+        self.memories.forget(pinned)
+
+    def close(self) -> None:
+        """Nothing is held open: the grid is Flower's."""

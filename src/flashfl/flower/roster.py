@@ -1,0 +1,238 @@
+"""Who is who: Flower's node ids are random, so every node is asked which client it is.
+
+A node says its client id, how many samples it has, its density budget if it has one, and what it runs. Whoever does not
+fit is refused by name and the others go on; a node whose id is taken is reconsidered when the one that has it leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from .. import __version__
+from ..core.errors import ConfigError, RunStopped
+from ..core.method import Method
+from ..core.state import Client
+from ..wire.frame import VERSION
+from . import records
+
+log = logging.getLogger("flwr.flashfl")
+_ERRORS = 3  # failed questions to a node before it is refused
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A node that has told who it is."""
+
+    node: int
+    client: Client
+    held: int  # samples it judges models on
+
+    @staticmethod
+    def read(node: int, fields: Mapping[str, Any], layout: str) -> Entry:
+        """What a node says of itself, or a ConfigError that says why it cannot take part."""
+        try:
+            client, n, held = (int(fields[name]) for name in ("client", "n", "held"))
+            theirs, wire, package = str(fields["layout"]), int(fields["wire"]), str(fields["package"])
+            density = float(fields["density"]) if "density" in fields else None
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"its registration cannot be read ({error!r})") from None
+        if not (0 <= client < 2**63 and 1 <= n < 2**63 and held >= 0):
+            raise ConfigError(f"it registers as client {client} with {n} samples")
+        if wire != VERSION:
+            raise ConfigError(f"client {client} speaks version {wire} of the wire format, the server {VERSION}")
+        if theirs != layout:
+            raise ConfigError(
+                f"client {client} has another model: its layout is {theirs[:40]}, the server's {layout}. "
+                "Model, prunable weights and fixed weights must be the same on both sides"
+            )
+        if package != __version__:
+            log.warning("client %d runs flashfl %s, the server %s", client, package[:40], __version__)
+        return Entry(node, Client(client, n, density), held)
+
+
+class Roster(Sequence[Client]):
+    """The clients that are present, ascending by id; looked up anew when a round has passed since the last look."""
+
+    def __init__(self, grid: Grid, layout: str, need: int = 1, wait: float = 300.0, poll: float = 0.2) -> None:
+        self.grid, self.layout, self.need, self.wait, self.poll = grid, layout, max(1, need), wait, poll
+        self.entries: dict[int, Entry] = {}  # by client id
+        self.refused: dict[int, str] = {}  # node -> why
+        self.densities: dict[int, float] = {}  # what the method gave clients that have none of their own
+        self.size = 0  # how many clients the run was planned for
+        self._asked: dict[str, int] = {}  # message id -> node
+        self._told: dict[int, Entry] = {}  # node -> what it said
+        self._waiting: set[int] = set()  # nodes whose id another one has
+        self._errors: dict[int, int] = {}  # node -> how often asking it failed
+        self._nodes: set[int] = set()
+        self._admit: Callable[[Sequence[Client]], Sequence[Client]] = tuple
+        self._present: tuple[Client, ...] = ()
+        self.stale = True
+
+    # What the loop and the methods see.
+
+    def admit(self, method: Method, key: int) -> Roster:
+        """From now on clients are as this method sees them."""
+        self._admit = lambda clients: method.admit(clients, key)
+        self._settle()
+        return self
+
+    @property
+    def planned(self) -> range:
+        """As many as the run was planned for, whoever is there now."""
+        return range(self.size)
+
+    def __len__(self) -> int:
+        return len(self._look())
+
+    @overload
+    def __getitem__(self, index: int) -> Client: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Client]: ...
+    def __getitem__(self, index: int | slice) -> Client | Sequence[Client]:
+        return self._look()[index]
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._look())
+
+    def node(self, client: int) -> int:
+        return self.entries[client].node
+
+    # How they are found.
+
+    def gather(self, count: int) -> None:
+        """Wait until every node has said who it is and `count` clients are there; then the run can be planned."""
+        self._until(lambda: not self._asked and len(self._present) >= count)
+        if len(self._present) < self.need:
+            raise RunStopped(self._too_few())
+        if len(self._present) < count:
+            log.warning("only %d of %d clients registered within %g s", len(self._present), count, self.wait)
+        self.size = self.size or len(self._present)
+
+    def _look(self) -> tuple[Client, ...]:
+        if self.stale:
+            self.refresh()
+            if len(self._present) < self.need:
+                self._until(lambda: len(self._present) >= self.need)
+            if len(self._present) < self.need:
+                raise RunStopped(self._too_few())
+        return self._present
+
+    def _until(self, enough: Callable[[], bool]) -> None:
+        end = time.monotonic() + self.wait
+        self.refresh()
+        while not enough() and time.monotonic() < end:
+            time.sleep(self.poll)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Ask nodes that have appeared, read what has come back, forget those that left. Does not wait."""
+        self._nodes = set(self.grid.get_node_ids())
+        asked = {*self._told, *self._asked.values(), *self.refused}
+        new = sorted(self._nodes - asked)
+        if new:
+            messages = [Message(records.fields("query", {"layout": self.layout}), node, "query") for node in new]
+            ids = self.grid.push_messages(messages)
+            self._asked |= {i: node for i, node in zip(ids, new, strict=True) if i}
+        if self._asked:
+            for reply in self.grid.pull_messages(list(self._asked)):
+                node = self._asked.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None:
+                    self._hear(node, reply)
+        for gone in set(self._told) - self._nodes:
+            del self._told[gone]
+        for gone in {*self.refused, *self._errors} - self._nodes:
+            self.refused.pop(gone, None)
+            self._errors.pop(gone, None)
+        self._settle()
+        self.stale = False
+
+    def _hear(self, node: int, reply: Message) -> None:
+        if reply.has_error():
+            self._errors[node] = self._errors.get(node, 0) + 1
+            if self._errors[node] >= _ERRORS:  # else it is asked again as long as it is listed
+                self._refuse(node, f"it cannot say who it is ({str(reply.error.reason)[:200]})")
+            return
+        try:
+            if (why := records.failure(reply.content)) is not None:
+                raise ConfigError(why)
+            self._told[node] = Entry.read(node, records.read_fields(reply.content, "client"), self.layout)
+        except ConfigError as error:
+            self._refuse(node, str(error))
+
+    def _refuse(self, node: int, why: str) -> None:
+        self.refused[node] = why
+        log.error("node %d is refused: %s", node, why)
+
+    def _settle(self) -> None:
+        """Who of those that told who they are has which id: whoever had it first, as long as it is there."""
+        before = self.entries
+        self.entries = {i: e for i, e in before.items() if e.node in self._told}
+        waiting = set()
+        for node, entry in sorted(self._told.items()):
+            holder = self.entries.setdefault(entry.client.id, entry).node
+            if holder != node:
+                waiting.add(node)
+                if node not in self._waiting:
+                    log.error("node %d is refused: client %d is already node %d", node, entry.client.id, holder)
+        self._waiting = waiting
+        for client in sorted(set(before) - set(self.entries)):
+            log.warning("client %d (node %d) has left", client, before[client].node)
+        self._present = self._admitted()
+
+    def _admitted(self) -> tuple[Client, ...]:
+        """The clients as the method sees them; one that it cannot take is refused."""
+        known = [e.client for _, e in sorted(self.entries.items())]
+        own = {c.id for c in known if c.density is not None}
+        known = [c if c.id in own else replace(c, density=self.densities.get(c.id)) for c in known]
+        try:
+            admitted = tuple(self._admit(known))
+        except ConfigError:
+            unfit = [(c, why) for c in known if (why := self._unfit(c)) is not None]
+            if not unfit:
+                raise
+            for client, why in unfit:
+                node = self.entries.pop(client.id).node
+                del self._told[node]
+                self._refuse(node, why)
+            return self._admitted()
+        self.densities |= {c.id: c.density for c in admitted if c.density is not None and c.id not in own}
+        return admitted
+
+    def _unfit(self, client: Client) -> str | None:
+        try:
+            self._admit([client])
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    def _too_few(self) -> str:
+        why = "; ".join(f"node {n} was refused: {w}" for n, w in list(self.refused.items())[:3])
+        return (
+            f"{len(self._present)} clients are present after {self.wait:g} s and at least {self.need} are needed"
+            + (f" ({why})" if why else "")
+            + ". Start more SuperNodes and resume the run."
+        )
+
+    # What a checkpoint keeps.
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "size": self.size,
+            "nodes": {str(i): str(e.node) for i, e in sorted(self.entries.items())},
+            "densities": {str(i): d for i, d in sorted(self.densities.items())},
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """The plan's size and the densities given to clients are those of the run that goes on."""
+        self.size = int(saved.get("size", 0))
+        self.densities = {int(i): float(d) for i, d in saved.get("densities", {}).items()}
+        self._settle()
+        log.info("clients of the run so far: %s", json.dumps(saved.get("nodes", {})))

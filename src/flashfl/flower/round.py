@@ -1,0 +1,131 @@
+"""One round's messages to clients and what becomes of their replies, whoever carries them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Message
+
+from ..aggregate import add
+from ..core.layout import Layout
+from ..core.state import Client, Order, Outcome, Sums
+from ..engine.robust import trimmed_sums
+from ..engine.server import Inbox, ServerSide
+from ..wire import WireError, decode
+from . import records
+
+log = logging.getLogger("flwr.flashfl")
+
+
+@dataclass
+class Post:
+    """An order on its way: to whom, in which message, and whether it has been answered."""
+
+    client: Client
+    order: Order
+    metadata: Any  # of the Flower message; its id is known once it is pushed
+    reminded: bool = False
+    done: bool = False
+
+
+class Round:
+    """Orders go out by `post`, replies come in by `take`; `close` says what they add up to.
+
+    Every reply is held against the message it answers: the first good one counts, anything else is left out, and why
+    is logged and recorded.
+    """
+
+    def __init__(self, server: ServerSide, nodes: Mapping[int, int] | Any, timeout: float, trim: float = 0.0) -> None:
+        self.server, self.nodes, self.timeout, self.trim = server, nodes, timeout, trim
+        self.inbox = Inbox(server)
+        self.posts: list[Post] = []
+
+    def post(self, client: Client, order: Order) -> Message:
+        """The message that carries an order to its client."""
+        message = self.server.message(client, order)
+        encoded = self.server.encode(message)
+        self.inbox.sent(message, encoded)
+        sent = self._message(client, order, encoded.data)
+        self.posts.append(Post(client, order, sent.metadata))
+        return sent
+
+    def _message(self, client: Client, order: Order, data: bytes) -> Message:
+        stage, number, attempt = order.tag
+        group = f"{stage}.{number}.{attempt}"
+        content = records.blob("order", data, client=client.id)
+        return Message(content, self.nodes[client.id], "train", ttl=self.timeout, group_id=group)
+
+    @property
+    def waiting(self) -> dict[str, Post]:
+        """Unanswered posts by message id."""
+        return {post.metadata.message_id: post for post in self.posts if not post.done}
+
+    def take(self, reply: Message) -> Message | None:
+        """Deal with a reply; the message that must follow it, if the client lacks a mask."""
+        about = reply.metadata.reply_to_message_id
+        post = next((p for p in self.posts if p.metadata.message_id == about), None)
+        if post is None:
+            log.warning("a reply to a message that is not of this round is left out (node %d)", reply.metadata.src_node_id)
+            return None
+        if post.done:
+            log.warning("client %d replied twice: the second reply is left out", post.client.id)
+            return None
+        if reply.has_error():
+            self._fail(post, f"Flower reports error {reply.error.code}: {str(reply.error.reason)[:300]}")
+            return None
+        if reply.metadata.src_node_id != post.metadata.dst_node_id:
+            log.warning("node %d replied in place of client %d: left out", reply.metadata.src_node_id, post.client.id)
+            return None
+        return self._read(post, reply)
+
+    def _read(self, post: Post, reply: Message) -> Message | None:
+        if (why := records.failure(reply.content)) is not None:
+            self._fail(post, why)
+            return None
+        try:
+            kind, data = records.read_blob(reply.content, "update", "lack")
+        except records.BadRecord as error:
+            self._fail(post, f"BadRecord: {error}")
+            return None
+        if kind == "lack":
+            return self._remind(post, data)
+        post.done = True
+        self.inbox.arrived(post.client.id, data)
+        return None
+
+    def _remind(self, post: Post, data: bytes) -> Message | None:
+        """A client lacks a mask: it is sent the full one, once."""
+        try:
+            lack = decode(data, self.server.layout)
+            if lack.kind != "lack" or lack.parts is None or lack.client != post.client.id or post.reminded:
+                raise WireError("it says for no good reason that it lacks a mask")
+        except WireError as error:
+            self._fail(post, f"{type(error).__name__}: {error}")
+            return None
+        self.inbox.traffic += lack.parts.traffic("lack")
+        message, encoded = self.server.remind(post.client, post.order)
+        self.inbox.sent(message, encoded)
+        sent = self._message(post.client, post.order, encoded.data)
+        post.metadata, post.reminded = sent.metadata, True
+        return sent
+
+    def _fail(self, post: Post, why: str) -> None:
+        post.done = True
+        self.inbox.failed(post.client.id, why)
+
+    def close(self, layout: Layout) -> Outcome:
+        """What the good updates add up to; whoever has not answered by now is left out."""
+        for post in self.posts:
+            if not post.done:
+                self._fail(post, f"no reply within {self.timeout:g} s")
+        updates = self.inbox.updates()
+        sums = trimmed_sums(layout, updates, self.trim) if self.trim else Sums(layout)
+        for update in updates:  # nothing is left of them where they were trimmed
+            add(sums, update)
+        self.inbox.spool.close()
+        for client, why in sorted(self.inbox.failures.items()):
+            log.warning("client %d is left out of this round: %s", client, why)
+        return Outcome(sums, self.inbox.traffic, dict(sorted(self.inbox.failures.items())))

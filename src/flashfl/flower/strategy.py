@@ -1,0 +1,190 @@
+"""A Flower strategy over any method: the same loop, results and checkpoints as in a simulation."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from ..core.errors import ConfigError
+from ..core.method import Method
+from ..core.state import State, Weights
+from ..data.task import Task
+from ..run.config import TrainConfig, plan_of
+from ..run.display import Display
+from ..run.runner import Run, Watch, drive
+from .engine import FlowerEngine
+from .options import FlowerOptions
+from .roster import Roster
+from .round import Round
+
+log = logging.getLogger("flwr.flashfl")
+
+
+class FlashStrategy(Strategy):
+    """Runs a method on the nodes of a grid.
+
+    method: any Method. task: the model and how it is judged (`server_task`); with test samples the server judges,
+    without them the clients do. train: the run's settings. options: how to deal with clients.
+    folder: where results and checkpoints go. resume: go on from the last checkpoint there, if there is one.
+    header: what the results file says of the run's settings. watch: called after every round; progress is shown unless
+    quiet.
+
+    `start` is all a server needs. The other methods are the same steps one by one, for whoever drives a strategy with
+    a loop of his own: they keep the state in the strategy and repeat nothing.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        task: Task,
+        train: TrainConfig | None = None,
+        options: FlowerOptions | None = None,
+        *,
+        folder: str | Path | None = None,
+        resume: bool = False,
+        header: Mapping[str, Any] | None = None,
+        watch: Watch | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.method, self.task = method, task
+        self.train, self.options = train or TrainConfig(), options or FlowerOptions()
+        self.folder = Path(folder) if folder else None
+        self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
+        self.run: Run | None = None
+        self.state: State | None = None
+        self._engine: FlowerEngine | None = None
+        self._round: Round | None = None
+
+    def start(  # type: ignore[override]
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        **unused: Any,
+    ) -> Result:
+        """Train to the end. The run itself is then in `run`; Flower's result holds the model and its metrics."""
+        if initial_arrays is not None:
+            raise ConfigError("initial_arrays: the method draws the weights; to start from some, give Task that module")
+        self.train = replace(self.train, rounds=num_rounds) if num_rounds else self.train
+        self.options = replace(self.options, timeout=timeout) if timeout else self.options
+        resume = self.resume and _latest(self.folder) is not None
+        engine = self.connect(grid)
+        self.summary()
+        display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
+
+        def watch(state: State, line: dict[str, Any]) -> None:
+            display(state, line)
+            if self.watch is not None:
+                self.watch(state, line)
+
+        try:
+            self.run = drive(
+                self.method, self.task, self.train, engine, engine.roster, self.folder, resume, watch, self.header
+            )
+        finally:
+            display.close()
+        return _result(self.run)
+
+    def connect(self, grid: Grid) -> FlowerEngine:
+        """Wait for clients; the engine that reaches them."""
+        need, options = self.train.min_replies, self.options
+        roster = Roster(grid, self.task.layout.hash, need, options.wait, options.poll)
+        if self.resume and (record := _latest(self.folder)) is not None:
+            roster.restore(record["engine"].get("roster", {}))
+        roster.gather(options.clients or min(self.train.per_round, roster.size or self.train.per_round))
+        if self.train.per_round > roster.size:
+            raise ConfigError(
+                f"per_round = {self.train.per_round} and {roster.size} clients registered: start more SuperNodes, "
+                "or set per_round to what there is"
+            )
+        log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in roster))
+        masks = self.folder / "masks" if self.folder else None
+        return FlowerEngine(self.task, grid, roster, options, self.train.values, masks)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The orders of the next round. Arrays and config are Flower's to give and not ours to need."""
+        if self._engine is None or self.state is None:
+            self._engine = self.connect(grid)
+            plan = plan_of(self.train, self.task, self._engine.roster.planned)  # type: ignore[arg-type]
+            self._engine.roster.admit(self.method, plan.key)
+            self.state = self.method.init(plan)
+        self._round = self._engine.open()
+        cohort = sorted(self.method.cohort(self.state, self._engine.roster), key=lambda c: c.id)
+        return [self._round.post(client, self.method.order(self.state, client)) for client in cohort]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The next state; a round with too few good replies leaves the state as it was, its attempt counted."""
+        if self._engine is None or self._round is None or self.state is None:
+            raise RuntimeError("aggregate_train comes after configure_train")
+        for reply in replies:
+            if (follow := self._round.take(reply)) is not None:
+                log.warning("a client lacks a mask and is left out; only `start` can send it within the round")
+                del follow
+        outcome = self._engine.finish(self._round)
+        if outcome.sums.clients < min(self.train.min_replies, len(self._round.posts)):
+            self.state = self.state.again()
+            return None, None
+        self.state = self.method.aggregate(self.state, outcome.sums)
+        metrics = MetricRecord({"loss": outcome.sums.mean_loss, "clients": outcome.sums.clients})
+        return _arrays(self.task, next(iter(self.method.views(self.state).values()))), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Nothing: models are judged in `aggregate_evaluate`, where the state is."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """What the reported model of the current state is worth, on the server's samples or the clients'."""
+        if self._engine is None or self.state is None or server_round % self.train.eval_every:
+            return None
+        view = next(iter(self.method.views(self.state).values()))
+        return MetricRecord(self._engine.evaluate(view, self.train.local().statistics))
+
+    def summary(self) -> None:
+        """Log what is about to run."""
+        log.info("%r on %r: %d rounds of %d clients, values as %s; %r", self.method, self.task.name, self.train.rounds,
+                 self.train.per_round, self.train.values, self.options)  # fmt: skip
+
+
+def _latest(folder: Path | None) -> dict[str, Any] | None:
+    """The newest checkpoint's record that can be read; whether it is sound is checked when it is loaded."""
+    for path in sorted((folder / "checkpoints").glob("checkpoint-*.json"), reverse=True) if folder else ():
+        try:
+            record = json.loads(path.read_text())
+            if isinstance(record["engine"], dict):
+                return dict(record)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _arrays(task: Task, weights: Weights) -> ArrayRecord:
+    """A model as Flower keeps one: its tensors by name."""
+    views = task.layout.views(weights.vector.cpu())
+    return ArrayRecord({name: Array(view.numpy()) for name, view in views.items()})
+
+
+def _result(run: Run) -> Result:
+    result = Result()
+    result.arrays = _arrays(run.task, run.weights)
+    for line in run.history:
+        if line["metrics"]:
+            found = next(iter(line["metrics"].values()))
+            result.evaluate_metrics_serverapp[line["round"] + 1] = MetricRecord(
+                {k: v for k, v in found.items() if isinstance(v, int | float)}
+            )
+    return result

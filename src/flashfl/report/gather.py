@@ -1,0 +1,194 @@
+"""From runs to the data of a page: groups of seeds with their summary and their curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..measure.comms import per_client
+from . import curves, paper
+from .load import Found, RunData
+
+PHASES = ("train", "aggregate", "evaluate", "record")
+MOST_CLIENTS, MOST_CLASSES = 100, 64
+Heat = Callable[[RunData], tuple[list[int], Any]]
+
+
+def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+    """Runs that differ in their seed alone, together, under a label that tells the groups apart."""
+    groups: dict[str, list[RunData]] = {}
+    for run in runs:
+        groups.setdefault(run.key, []).append(run)
+    return dict(zip(_labels(list(groups.values())), groups.values(), strict=True))
+
+
+def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
+    """The method's name, and where several groups share it, the settings in which they differ."""
+    labels = []
+    for group in groups:
+        mine = group[0].settings
+        others = [g[0].settings for g in groups if g[0].method == group[0].method]
+        differ = [k for k in mine if any(o.get(k) != mine[k] for o in others) and k not in ("train.seed",)]
+        parts = [f"{k.rpartition('.')[2]} {_brief(mine[k])}" for k in differ[:3]]
+        label, n = " · ".join([group[0].method, *parts]), 2
+        while label in labels:
+            label, n = f"{label} ({n})", n + 1
+        labels.append(label)
+    return labels
+
+
+def _brief(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def page_data(found: Found, heat: Heat = RunData.heat) -> dict[str, Any]:
+    """Everything the page shows, as JSON data."""
+    groups = groups_of(found.runs)
+    return {
+        "version": __version__,
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "groups": [_group(label, runs, heat) for label, runs in groups.items()],
+        "tasks": _tasks(groups),
+        "runs": [_about(label, run) for label, runs in groups.items() for run in runs],
+        "problems": [{"folder": p.folder, "why": p.why} for p in found.problems],
+    }
+
+
+def _group(label: str, runs: Sequence[RunData], heat: Heat) -> dict[str, Any]:
+    shown = curves.band([curves.accuracy(run) for run in runs])
+    rounds = shown["round"]
+    shown |= {k: curves.mean_at([curves.total_bytes(run, k) for run in runs], rounds) for k in ("up", "down")}
+    last = max(runs, key=lambda run: len(run.stage2))
+    return {
+        "label": label,
+        "summary": summary(runs),
+        "paper": paper.match(last.settings, last.header["task"].get("info", {}).get("model", "")),
+        "accuracy": shown,
+        "before": curves.band([curves.accuracy(run, "before") for run in runs]),
+        "mismatch": curves.band([curves.mismatch(run) for run in runs]),
+        "layers": last.layers,
+        "layer_mismatch": curves.layer_mismatch(runs),
+        "heat": curves.heat(runs, heat),
+        "densities": curves.mean_densities(runs, lambda run: run.stage2[-1] if run.stage2 else None),
+        "points": [_point(run) for run in runs if run.stage2],
+        "share": _share(runs),
+        "phases": _phases(runs),
+    }
+
+
+def summary(runs: Sequence[RunData]) -> dict[str, Any]:
+    """One row of the table: means over seeds. A number nobody recorded is None."""
+    last = [list(curves.accuracy(run).values()) for run in runs]
+    final = [values[-1] for values in last if values]
+    lines = [[line for line in run.rounds] for run in runs]
+    paper_bytes = [line["paper_bytes"] for run in lines for line in run if "paper_bytes" in line]
+    moved = [list(curves.mismatch(run).values()) for run in runs]
+    tails = [statistics.fmean(m[-max(1, len(m) // 6) :]) for m in moved if m]
+    up, down = (_mean([run.rounds[-1]["total"][k] for run in runs]) for k in ("up", "down"))
+    dense = sum(b["dense"] for b in paper_bytes)
+    flops = [curves.total_flops(run) for run in runs]
+    return {
+        "seeds": len(runs),
+        "state": ", ".join(sorted({run.state for run in runs})),
+        "rounds": max(len(run.stage2) for run in runs),
+        "accuracy": _mean(final),
+        "std": curves.spread(final) if final else None,
+        "best": _mean([max(values) for values in last if values]),
+        "density": _mean([run.stage2[-1]["density"] for run in runs if run.stage2]),
+        "up": up,
+        "down": down,
+        "saving": dense / len(runs) / (up + down) if dense and up and down else None,
+        "paper_saving": dense / sum(b["up"] + b["down"] for b in paper_bytes) if dense else None,
+        "published_saving": paper.saving(runs[0].settings),
+        "flops": _mean([list(f.values())[-1] for f in flops if f]),
+        "mismatch": _mean(tails),
+        "dropouts": sum(len(line["failures"]) for run in lines for line in run),
+        "seconds": _mean([sum(v for k, v in _seconds(run).items()) for run in runs]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _seconds(run: RunData) -> dict[str, float]:
+    return {k: sum(line["seconds"].get(k, 0.0) for line in run.rounds) for k in PHASES}
+
+
+def _phases(runs: Sequence[RunData]) -> dict[str, float]:
+    """Seconds of each phase, mean over seeds; from the rounds' lines, so interruptions neither add nor lose any."""
+    return {k: statistics.fmean(_seconds(run)[k] for run in runs) for k in PHASES}
+
+
+def _share(runs: Sequence[RunData]) -> dict[str, float]:
+    """Bytes of a client and round, beside the paper's formula."""
+    lines = [line for run in runs for line in run.stage2]
+    if not lines:
+        return {}
+    clients = sum(len(line["cohort"]) for line in lines)
+    share = per_client(lines)
+    counted = {"values": share.values, "mask": share.mask, "overhead": share.overhead}
+    if all("paper_bytes" in line for line in lines):
+        counted["paper"] = sum(b["up"] + b["down"] for line in lines for b in [line["paper_bytes"]]) / clients
+    return counted
+
+
+def _point(run: RunData) -> dict[str, Any]:
+    """A run's end in the plane of bytes and FLOPs."""
+    judged = list(curves.accuracy(run).values())
+    total = run.rounds[-1]["total"]
+    flops = list(curves.total_flops(run).values())
+    return {
+        "seed": run.seed,
+        "bytes": total["up"] + total["down"],
+        "up": total["up"],
+        "flops": flops[-1] if flops else None,
+        "accuracy": judged[-1] if judged else None,
+    }
+
+
+def _tasks(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
+    """The distinct splits of data over clients, each once, cut to what can be shown."""
+    seen: dict[str, dict[str, Any]] = {}
+    for runs in groups.values():
+        for run in runs:
+            info = run.header["task"].get("info") or {}
+            table = info.get("histogram")
+            if not table:
+                continue
+            counts = np.array(table)
+            mark = counts.tobytes().hex()[:4096] + str(counts.shape)
+            if mark not in seen:
+                seen[mark] = {"title": _split(info, run.seed), "clients": len(counts), **_cut(counts)}
+    return list(seen.values())[:4]
+
+
+def _split(info: Mapping[str, Any], seed: int) -> str:
+    alpha = f", α = {info['alpha']:g}" if info.get("partition") in ("lda", "dirichlet") else ""
+    return f"{info.get('dataset', '')}: {info.get('partition', '')}{alpha}, seed {seed}"
+
+
+def _cut(counts: np.ndarray[Any, Any]) -> dict[str, Any]:
+    clients = curves.thin(range(len(counts)), MOST_CLIENTS)
+    classes = curves.thin(range(counts.shape[1]), MOST_CLASSES)
+    return {"columns": clients, "rows": classes, "counts": counts[np.ix_(clients, classes)].T.tolist()}
+
+
+def _about(label: str, run: RunData) -> dict[str, Any]:
+    end = run.end or {}
+    return {
+        "label": label,
+        "folder": run.folder.name,
+        "seed": run.seed,
+        "state": run.state,
+        "rounds": len(run.stage2),
+        "checksum": end.get("checksum"),
+        "settings": run.settings,
+        "versions": run.header.get("versions", {}),
+    }

@@ -1,0 +1,141 @@
+"""The lane engine against the CPU engine: on this machine's CPU always, on a GPU where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashfl as fl
+from flashfl.core.layout import Layout
+from flashfl.core.state import Mask, Weights
+from flashfl.engine.cuda import LaneEngine
+from flashfl.run.config import TrainConfig
+from flashfl.run.runner import drive
+from flashfl.sparsity import PruneRegrow, random_mask, top_mask
+from tests.conftest import make_task
+from tests.test_every_method import VARIANTS, small
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[gpu, pytest.mark.gpu])])
+CONFIG = TrainConfig(rounds=3, per_round=4, batch=4, eval_every=1, workers=1)
+
+
+def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG, lanes: int = 3, **more: Any) -> fl.Run:
+    engine = LaneEngine(task, device, "fp32", lanes, **more)
+    try:
+        return drive(method, task, config, engine, task.clients)
+    finally:
+        engine.close()
+
+
+@devices
+@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS])
+def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], device: str) -> None:
+    """Frozen masks: weights within 1e-4. Moving ones: at most 0.5 % of mask bits, weights where both are active."""
+    task = make_task("norm")
+    method = small(name, **changes)
+    ours, theirs = run_lanes(method, task, device), fl.simulate(method, task, train=CONFIG)
+    a, b = ours.weights.to("cpu"), theirs.weights
+    different = int((a.mask.bits != b.mask.bits).sum())
+    assert different <= 0.005 * len(b.mask.bits)
+    both = torch.ones(task.layout.size, dtype=torch.bool)
+    both[: task.layout.prunable_size] = a.mask.bits & b.mask.bits
+    x, y = a.vector[both], b.vector[both]
+    assert float((x - y).norm() / y.norm()) < 1e-4
+    assert [line["cohort"] for line in ours.history] == [line["cohort"] for line in theirs.history]
+    if different == 0:
+        assert ours.traffic == theirs.traffic, "counted bytes are the encoded ones"
+
+
+@devices
+def test_momentum_decay_and_prox_agree_too(device: str) -> None:
+    task = make_task("norm")
+    config = TrainConfig(rounds=3, per_round=4, batch=4, workers=1, momentum=0.9, weight_decay=0.01, prox=0.1, epochs=2)
+    a = run_lanes(small("jmwst"), task, device, config).weights.to("cpu")
+    b = fl.simulate(small("jmwst"), task, train=config).weights
+    assert float((a.vector - b.vector).norm() / b.vector.norm()) < 1e-3
+
+
+@devices
+def test_dropout_does_not_depend_on_the_number_of_lanes(device: str) -> None:
+    task = make_task("dropout")
+    one, many = (run_lanes(small("spdst"), task, device, lanes=n) for n in (1, 4))
+    x, y = one.weights.vector, many.weights.vector
+    assert float((x - y).norm() / y.norm()) < 1e-5
+
+
+@devices
+def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> None:
+    task = make_task("norm")
+    x, y = task.train[2].inputs[0].clone(), task.train[2].target  # type: ignore[attr-defined]
+    x[:] = float("nan")
+    task.train[2] = fl.data.examples.Arrays((x,), y)  # type: ignore[attr-defined]
+    config = TrainConfig(rounds=3, per_round=8, batch=4, workers=1)
+    done = run_lanes(small("spdst", warmup_clients=8), task, device, config, lanes=8)
+    assert all("2" in line["failures"] for line in done.history)
+    assert torch.isfinite(done.weights.vector).all()
+
+
+@devices
+def test_static_batch_norm(device: str) -> None:
+    task = make_task("norm")
+    config = TrainConfig(rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
+    a = run_lanes(small("spdst"), task, device, config)
+    b = fl.simulate(small("spdst"), task, train=config)
+    assert float((a.weights.to("cpu").vector - b.weights.vector).norm() / b.weights.vector.norm()) < 1e-4
+    assert a.traffic == b.traffic
+
+
+@gpu
+@pytest.mark.gpu
+def test_operations_give_identical_masks_on_both_devices() -> None:
+    layout = Layout.build({"prunable": [("a", (64, 32, 3, 3)), ("b", (3, 7)), ("c", (100, 301))], "dense": [("d", (5,))]})
+    generator = torch.Generator().manual_seed(1)
+    for trial in range(20):
+        budgets = [int(torch.randint(0, k + 1, (1,), generator=generator)) for k in layout.sizes]
+        vector = torch.randn(layout.size, generator=generator)
+        vector[torch.rand(layout.size, generator=generator) < 0.3] = 0.0  # ties
+        here, there = random_mask(layout, budgets, trial), random_mask(layout, budgets, trial, "cuda")
+        assert torch.equal(here.bits, there.bits.cpu())
+        top = top_mask(layout, vector.cuda(), budgets)
+        assert torch.equal(top_mask(layout, vector, budgets).bits, top.bits.cpu())
+        for growth in ("random", "gradient"):
+            scores = torch.randn(2, layout.prunable_size, generator=generator)
+            stack = torch.stack([Weights.masked(here, vector).vector] * 2)
+            bits = torch.stack([here.bits] * 2)
+            results = []
+            for device in ("cpu", "cuda"):
+                v, m = stack.to(device).clone(), bits.to(device).clone()
+                counts = PruneRegrow(growth=growth).move(  # type: ignore[arg-type]
+                    layout, v, m, scores.to(device), 0.25, [trial, trial + 1], [here.counts] * 2
+                )
+                results.append((counts, v.cpu(), m.cpu()))
+                assert [Mask(layout, row).counts for row in m.cpu()] == counts
+            assert results[0][0] == results[1][0]
+            assert torch.equal(results[0][1], results[1][1])
+            assert torch.equal(results[0][2], results[1][2])
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(fl.METHODS))
+def test_resume_is_bit_identical_when_deterministic(name: str, tmp_path: Any) -> None:
+    task = make_task("norm")
+    settings: dict[str, Any] = {
+        "per_round": 4, "batch": 4, "device": "cuda", "deterministic": True, "checkpoint_every": 1
+    }  # fmt: skip
+    whole = fl.simulate(small(name), task, 3, **settings)
+    seen: list[int] = []
+
+    def stop(state: Any, line: Any) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fl.simulate(small(name), task, 3, folder=tmp_path, watch=stop, **settings)
+    again = fl.simulate(small(name), task, 3, folder=tmp_path, resume=True, **settings)
+    assert again.checksum == whole.checksum
+    assert again.traffic == whole.traffic
