@@ -49,3 +49,11 @@ def test_uniform_and_integers_stay_in_range_and_fill_it() -> None:
 def test_choose_does_not_depend_on_the_order_of_items() -> None:
     assert rng.choose(4, list(range(50)), 7) == rng.choose(4, list(reversed(range(50))), 7)
     assert len(set(rng.choose(4, list(range(50)), 7))) == 7
+
+
+def test_many_keys_at_once_are_as_each_alone() -> None:
+    keys = [rng.fold(1, i) for i in range(4)]
+    rows = rng.hash_rows(keys, 3, 40)
+    assert all(torch.equal(row, rng.hashes(key, 3, 40)) for row, key in zip(rows, keys, strict=True))
+    many = rng.permutations(keys, [5, 9, 1, 7])
+    assert all(torch.equal(m, rng.permutation(k, n)) for m, k, n in zip(many, keys, [5, 9, 1, 7], strict=True))

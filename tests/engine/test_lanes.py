@@ -14,7 +14,7 @@ from flashfl.engine.cuda import LaneEngine
 from flashfl.run.config import TrainConfig
 from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask, top_mask
-from tests.conftest import make_task
+from tests.conftest import blobs, make_task
 from tests.test_every_method import VARIANTS, small
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -56,6 +56,33 @@ def test_momentum_decay_and_prox_agree_too(device: str) -> None:
     a = run_lanes(small("jmwst"), task, device, config).weights.to("cpu")
     b = fl.simulate(small("jmwst"), task, train=config).weights
     assert float((a.vector - b.vector).norm() / b.vector.norm()) < 1e-3
+
+
+class Plain(torch.nn.Module):
+    """A net that can be mapped over: neither BatchNorm nor dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(1, 6, 3)
+        self.hidden, self.head = torch.nn.Linear(54, 12), torch.nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.hidden(torch.relu(self.conv(x)).flatten(1))))
+
+
+@devices
+@pytest.mark.parametrize("name", list(fl.METHODS))
+@pytest.mark.parametrize("extra", [{}, {"momentum": 0.5, "weight_decay": 0.01, "prox": 0.1, "epochs": 2}])
+def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any], device: str) -> None:
+    task = fl.Task(Plain, [blobs(11 + i, (1, 5, 5), 100 + i) for i in range(8)], blobs(30, (1, 5, 5), 7))
+    config = TrainConfig(rounds=3, per_round=4, batch=4, eval_every=1, workers=1, **extra)
+    ours = run_lanes(small(name), task, device, config, lanes=3, crew="wide")
+    theirs = fl.simulate(small(name), task, train=config)
+    a, b = ours.weights.to("cpu"), theirs.weights
+    assert int((a.mask.bits != b.mask.bits).sum()) <= 0.005 * len(b.mask.bits)
+    both = torch.ones(task.layout.size, dtype=torch.bool)
+    both[: task.layout.prunable_size] = a.mask.bits & b.mask.bits
+    assert float((a.vector[both] - b.vector[both]).norm() / b.vector[both].norm()) < 1e-4
 
 
 @devices

@@ -51,8 +51,13 @@ def hashes(key: int, start: int, stop: int, device: Device = "cpu") -> Tensor:
 
 
 def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu") -> Tensor:
-    """One row of `hashes` for each key."""
-    return torch.stack([hashes(key, start, stop, device) for key in keys])
+    """One row of `hashes` for each key, all at once."""
+    words = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
+    low, high = torch.tensor(words, dtype=torch.int32).to(device, non_blocking=True).T[:, :, None]
+    x = torch.arange(start, stop, dtype=torch.int32, device=device) ^ low
+    _mix(x)
+    x += high
+    return _mix(x)
 
 
 def uniform(key: int, count: int, device: Device = "cpu") -> Tensor:
@@ -69,6 +74,14 @@ def integers(key: int, count: int, below: int, device: Device = "cpu") -> Tensor
 def permutation(key: int, count: int, device: Device = "cpu") -> Tensor:
     """A random order of 0..count-1 (int64)."""
     return torch.argsort(hashes(key, 0, count, device))
+
+
+def permutations(keys: Sequence[int], counts: Sequence[int], device: Device = "cpu") -> list[Tensor]:
+    """`permutation` for many keys and counts at once."""
+    rows = hash_rows(keys, 0, max(counts), device).to(torch.int64)
+    sizes = torch.tensor(counts).to(device, non_blocking=True)[:, None]
+    rows.masked_fill_(torch.arange(max(counts), device=device) >= sizes, 1 << 40)
+    return [row[:count] for row, count in zip(rows.argsort(-1), counts, strict=True)]
 
 
 def choose(key: int, items: Sequence[int], count: int) -> list[int]:

@@ -31,5 +31,5 @@ def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
     from .cuda import LaneEngine
 
     return LaneEngine(
-        task, device, config.precision, config.lanes, config.values, config.dropout, config.deterministic, folder
+        task, device, config.precision, config.lanes, config.values, config.dropout, config.deterministic, folder, config.crew
     )

@@ -105,7 +105,7 @@ class Round:
     def failed(self, client: int, why: str) -> None:
         self.failures[client] = why
 
-    def received(self, seats: list[Any], values: Tensor, starts: Tensor, losses: Tensor, sums: Sums) -> None:
+    def received(self, seats: list[Any], values: Tensor, losses: Tensor, sums: Sums) -> None:
         """Add a stack of updates to the sums, without those that are not finite or change too much, and no waiting."""
         layout, k = self.books.layout, self.books.layout.prunable_size
         bits = torch.stack([seat.mask.bits for seat in seats])
@@ -147,7 +147,9 @@ class Round:
         """What each update's mask takes: a hash where it is the order's, else counted against what both sides hold."""
         if all(seat.mask is seat.order.weights.mask for seat in seats):
             return [_KNOWN] * len(seats)
-        bases = [torch.stack([seat.order.weights.mask.bits for seat in seats])]
+        orders = [seat.order.weights.mask for seat in seats]
+        shared = all(mask is orders[0] for mask in orders)
+        bases = [orders[0].bits[None] if shared else torch.stack([mask.bits for mask in orders])]
         own = [self.books.ledger.own(seat.client.id) for seat in seats]
         known = [i for i, mask in enumerate(own) if mask is not None]
         found = mask_sizes(self.books.layout, bits, bases).bytes

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.rng import fold, permutation
+from ..core.errors import ConfigError
+from ..core.rng import fold
 from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Weights
 from ..data.examples import on_device
 from ..data.task import Task
@@ -20,26 +20,12 @@ from ..sparsity import random_mask
 from ..wire.values import Form
 from .books import Books
 from .cpu import drops
-from .lanes import Lane, Options, Stack
+from .crew import LaneCrew, Seat, WideCrew, faster
+from .lanes import Stack
 from .train import Trainer
+from .wide import can_be_wide
 
-
-@dataclass
-class Seat:
-    """A client in a lane."""
-
-    client: Client
-    order: Order
-    mask: Mask
-    n: int
-    batches: int
-    counts: tuple[int, ...]
-
-    def sizes(self, first: int, last: int) -> list[int]:
-        """Batch sizes of the steps first..last-1 of this client's work."""
-        batch = self.order.local.batch
-        within = [min(batch, self.n - b * batch) for b in range(self.batches)]
-        return [within[s % self.batches] for s in range(first, last)]
+_SMALL = 4_000_000  # weights; above this a step is long enough that lanes are never bound by launches
 
 
 class LaneEngine:
@@ -55,6 +41,7 @@ class LaneEngine:
         dropout: float = 0.0,
         deterministic: bool = False,
         folder: Path | None = None,
+        crew: str = "auto",
     ) -> None:
         self.task, self.layout, self.device, self.dropout = task, task.layout, torch.device(device), dropout
         if self.device.type == "cuda" and self.device.index is None:
@@ -65,11 +52,11 @@ class LaneEngine:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
             torch.backends.cudnn.benchmark = not deterministic
             torch.backends.cudnn.deterministic = deterministic
-        self.lanes_wanted = lanes
+        self.lanes_wanted, self.crew_wanted = lanes, crew
         self.train_data, self.judges = on_device(task.train, self.device), on_device(task.judges, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.books = Books(self.layout, values, folder)
-        self.lanes: list[Lane] = []
+        self.crew: Any = None
         self.stack: Stack | None = None
         self.lr = torch.zeros((), device=self.device)
         self.judge = Trainer(task, self.device)
@@ -86,7 +73,7 @@ class LaneEngine:
             if local.report == "statistics":
                 self._gather(group, sums, round_)
                 continue
-            for chunk in _chunks(group, self._lane_count(s)):
+            for chunk in _chunks(group, self._rows(s)):
                 self._chunk(local, chunk, sums, round_)
         return round_.close(sums)
 
@@ -98,35 +85,50 @@ class LaneEngine:
                 continue
             yield client, order
 
-    def _lane_count(self, s: State) -> int:
-        """As many lanes as asked for, else one a client up to 16, fewer if memory is short."""
+    def _rows(self, s: State) -> int:
+        """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
         if self.stack is not None:
             return len(self.stack.values)
-        wanted = self.lanes_wanted or min(16, max(s.plan.per_round, 1))
+        small = self.layout.size < _SMALL and can_be_wide(self.judge.module)
+        wanted = self.lanes_wanted or min(64 if small and self.crew_wanted != "lanes" else 16, s.plan.per_round)
         if self.device.type == "cuda" and not self.lanes_wanted:
             free = torch.cuda.mem_get_info(self.device)[0]
             wanted = max(1, min(wanted, int(free * 0.5 / (40 * self.layout.size + (1 << 28)))))
         self.stack = Stack(self.layout, wanted, self.device, self.device.type == "cuda")
+        return wanted
+
+    def _crew(self, local: Local, seats: Sequence[Seat]) -> Any:
+        """Lanes or one wide computation: as asked for, else whichever is faster for these clients."""
+        if self.crew is not None:
+            return self.crew
+        stack = self.stack
+        assert stack is not None
         half = None
         if self.precision == "bf16":
-            half = torch.zeros(wanted, self.stack.head, dtype=torch.bfloat16, device=self.device)
-        capture = self.device.type == "cuda"
-        self.lanes = [Lane(self.task, self.stack, row, half, self.lr, capture) for row in range(wanted)]
-        return wanted
+            half = torch.zeros(len(stack.values), stack.head, dtype=torch.bfloat16, device=self.device)
+        shared = (self.task, stack, half, self.lr, self.train_data, self.capacity)
+        wide = can_be_wide(self.judge.module) and self.crew_wanted != "lanes"
+        if self.crew_wanted == "wide" and not wide:
+            raise ConfigError("crew = 'wide': the model has BatchNorm or dropout layers, which need lanes")
+        if self.crew_wanted == "wide":
+            self.crew = WideCrew(*shared)
+        elif wide and self.device.type == "cuda" and self.layout.size < _SMALL:
+            self.crew = faster([WideCrew(*shared), LaneCrew(*shared, self.fused)], local, seats)
+        else:
+            self.crew = LaneCrew(*shared, self.fused)
+        return self.crew
 
     def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
         seats = [self._seat(client, order) for client, order in chunk]
         assert self.stack is not None
-        options, rows = Options(local), len(seats)
-        self._prepare(local, seats, options)
+        crew, rows = self._crew(local, seats), len(seats)
+        crew.prepare(local, seats)
         starts = torch.stack([seat.order.weights.vector for seat in seats])
         masks = torch.stack([seat.mask.bits for seat in seats])
         starts[:, : self.layout.prunable_size] *= masks
         self.stack.load(starts, masks)
-        self.lr.fill_(local.lr)
-        for lane, seat in zip(self.lanes, seats, strict=False):
-            lane.begin(options, fold(seat.order.key, "torch") >> 1)
-        self._work(local, seats, options)
+        crew.begin(local, seats)
+        self._work(local, seats, crew)
         values = self.stack.read(rows)
         if not local.statistics:
             values[:, self.layout.trained_size :] = starts[:, self.layout.trained_size :]
@@ -134,8 +136,7 @@ class LaneEngine:
             bits = self.stack.logical(self.stack.masks[:rows])
             for row, seat in enumerate(seats):
                 seat.mask = Mask(self.layout, bits[row], seat.counts)
-        losses = torch.stack([lane.loss for lane in self.lanes[:rows]])
-        round_.received(seats, values, starts, losses, sums)
+        round_.received(seats, values, crew.losses(rows), sums)
 
     def _seat(self, client: Client, order: Order) -> Seat:
         local, n = order.local, len(self.train_data[client.id])
@@ -150,86 +151,34 @@ class LaneEngine:
         mask = mask if mask is not None else order.weights.mask
         return Seat(client, order, mask, n, batches, mask.counts)
 
-    def _prepare(self, local: Local, seats: Sequence[Seat], options: Options) -> None:
-        """Capture what these clients will need; nothing is lost by it, as no client's weights are in place yet."""
-        if self.device.type != "cuda":
-            return
-        sizes = sorted({size for seat in seats for size in seat.sizes(0, seat.batches)})
-        for lane, seat in zip(self.lanes, seats, strict=False):
-            if lane.capture and any((size, options.key) not in lane.graphs for size in sizes):
-                self._stage(lane, seat, 0, 0)
-                torch.cuda.synchronize(self.device)
-                lane.begin(options, 0)
-                if not all(lane.prepare(size, options, self.fused) for size in sizes):
-                    for other in self.lanes:
-                        other.capture = False
-
-    def _stage(self, lane: Lane, seat: Seat, epoch: int, first: int) -> None:
-        """An epoch's samples, from batch `first` on, shuffled and augmented, as many as fit."""
-        key, batch = seat.order.key, seat.order.local.batch
-        at, fits = first * batch, max(1, self.capacity // batch) * batch
-        order_of = permutation(fold(key, "shuffle", epoch), seat.n, self.device)[at : at + fits]
-        inputs, target = self.train_data[seat.client.id].fetch(order_of, fold(key, "augment", epoch), at)
-        lane.stage(inputs, target, max(self.capacity, len(target)))
-
-    def _work(self, local: Local, seats: Sequence[Seat], options: Options) -> None:
-        """All clients' steps, interleaved; between the moments at which masks move, lanes do not wait for each other."""
+    def _work(self, local: Local, seats: Sequence[Seat], crew: Any) -> None:
+        """All clients' steps, with a stop wherever masks move."""
         moments = [
             sorted(local.adapt.moments(local.epochs, seat.batches).items()) if local.adapt else [] for seat in seats
         ]
         done = [0] * len(seats)
-        for j in range(len(moments[0]) + 1):
-            ends = [m[j][0] if j < len(m) else local.epochs * seat.batches for m, seat in zip(moments, seats, strict=True)]
-            self._fork(len(seats))
-            for step in range(max(e - d for e, d in zip(ends, done, strict=True))):
-                for lane, seat, d, end in zip(self.lanes, seats, done, ends, strict=False):
-                    if d + step < end:
-                        self._step(lane, seat, d + step, options)
-            self._join(len(seats))
-            done = ends
-            if j < len(moments[0]):
-                steps = [m[j][0] for m in moments]
-                self._move(local, seats, moments[0][j][1], steps)
+        for j in range(len(moments[0])):
+            steps = [m[j][0] for m in moments]
+            crew.advance(local, seats, done, steps)
+            self._move(local, seats, moments[0][j][1], steps, crew)
+            done = steps
+        crew.advance(local, seats, done, [local.epochs * seat.batches for seat in seats])
 
-    def _step(self, lane: Lane, seat: Seat, step: int, options: Options) -> None:
-        epoch, b = divmod(step, seat.batches)
-        per_stage = max(1, self.capacity // seat.order.local.batch)
-        if b % per_stage == 0:
-            if lane.stream is None:
-                self._stage(lane, seat, epoch, b)
-            else:
-                with torch.cuda.stream(lane.stream):
-                    self._stage(lane, seat, epoch, b)
-        lane.run(seat.sizes(b, b + 1)[0], options, self.fused)
-
-    def _fork(self, rows: int) -> None:
-        for lane in self.lanes[:rows]:
-            if lane.stream is not None:
-                lane.stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def _join(self, rows: int) -> None:
-        for lane in self.lanes[:rows]:
-            if lane.stream is not None:
-                torch.cuda.current_stream(self.device).wait_stream(lane.stream)
-
-    def _move(self, local: Local, seats: Sequence[Seat], rate: float, steps: Sequence[int]) -> None:
-        """Prune and regrow in all lanes at once."""
+    def _move(self, local: Local, seats: Sequence[Seat], rate: float, steps: Sequence[int], crew: Any) -> None:
+        """Prune and regrow in all rows at once."""
         assert self.stack is not None
         rows = len(seats)
         values, masks = self.stack.read(rows), self.stack.logical(self.stack.masks[:rows])
-        scores = None
-        if local.adapt.dense_gradient:
-            found = [lane.ema if lane.ema is not None else lane.grad.float() for lane in self.lanes[:rows]]
-            scores = self.stack.logical(torch.stack(found))
+        scores = self.stack.logical(crew.scores(rows)) if local.adapt.dense_gradient else None
         keys = []
         for seat, step in zip(seats, steps, strict=True):
             epoch, b = divmod(step - 1, seat.batches)
             keys.append(fold(seat.order.key, "adapt", epoch, b))
         counts = local.adapt.move(self.layout, values, masks, scores, rate, keys, [seat.counts for seat in seats])
         self.stack.load(values, masks)
-        for lane, seat, new in zip(self.lanes, seats, counts, strict=False):
+        crew.moved(rows)
+        for seat, new in zip(seats, counts, strict=True):
             seat.counts = new
-            lane.moved()
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -240,7 +189,7 @@ class LaneEngine:
             seat = Seat(client, order, order.weights.mask, update.n, 1, order.weights.mask.counts)
             assert update.weights is not None
             loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
-            round_.received([seat], update.weights.vector[None], order.weights.vector[None], loss, sums)
+            round_.received([seat], update.weights.vector[None], loss, sums)
 
     @torch.no_grad()
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
@@ -270,7 +219,7 @@ class LaneEngine:
         self.books.forget_masks(pinned)
 
     def close(self) -> None:
-        self.lanes, self.stack = [], None
+        self.crew = self.stack = None
 
 
 def _last(x: Tensor, device: torch.device) -> Tensor:

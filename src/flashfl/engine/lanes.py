@@ -124,6 +124,9 @@ class Lane:
         self.half = None if half is None else half[row]
         self.module = task.build().to(device)
         self.module.train()
+        for m in self.module.modules():
+            if isinstance(m, _NORMS) and m.momentum is not None:
+                m.num_batches_tracked = None  # counts for nothing then, and would be a kernel a layer and step
         self._bind()
         self.k = stack.head
         self.grad = torch.zeros(self.k, device=device, dtype=torch.float32 if half is None else half.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 from .. import __version__
 from ..measure.comms import per_client
 from . import curves, paper
-from .load import Found, RunData
+from .load import ELSEWHERE, Found, RunData
 
 PHASES = ("train", "aggregate", "evaluate", "record")
 MOST_CLIENTS, MOST_CLASSES = 100, 64
@@ -33,7 +33,7 @@ def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
     for group in groups:
         mine = group[0].settings
         others = [g[0].settings for g in groups if g[0].method == group[0].method]
-        differ = [k for k in mine if any(o.get(k) != mine[k] for o in others) and k not in ("train.seed",)]
+        differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
         parts = [f"{k.rpartition('.')[2]} {_brief(mine[k])}" for k in differ[:3]]
         label, n = " · ".join([group[0].method, *parts]), 2
         while label in labels:
@@ -86,8 +86,8 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
     """One row of the table: means over seeds. A number nobody recorded is None."""
     last = [list(curves.accuracy(run).values()) for run in runs]
     final = [values[-1] for values in last if values]
-    lines = [[line for line in run.rounds] for run in runs]
-    paper_bytes = [line["paper_bytes"] for run in lines for line in run if "paper_bytes" in line]
+    lines = [line for run in runs for line in run.rounds]
+    paper_bytes = [line["paper_bytes"] for line in lines if "paper_bytes" in line]
     moved = [list(curves.mismatch(run).values()) for run in runs]
     tails = [statistics.fmean(m[-max(1, len(m) // 6) :]) for m in moved if m]
     up, down = (_mean([run.rounds[-1]["total"][k] for run in runs]) for k in ("up", "down"))
@@ -108,8 +108,8 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
         "published_saving": paper.saving(runs[0].settings),
         "flops": _mean([list(f.values())[-1] for f in flops if f]),
         "mismatch": _mean(tails),
-        "dropouts": sum(len(line["failures"]) for run in lines for line in run),
-        "seconds": _mean([sum(v for k, v in _seconds(run).items()) for run in runs]),
+        "dropouts": sum(len(line["failures"]) for line in lines),
+        "seconds": _mean([sum(_seconds(run).values()) for run in runs]),
     }
 
 

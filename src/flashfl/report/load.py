@@ -16,7 +16,7 @@ from ..run.record import SNAPSHOTS
 from ..run.results import RESULTS, read_run
 
 # Settings that say where or for how long something is done, not what: runs that differ in these alone are one group.
-_ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
+ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunData:
     @cached_property
     def key(self) -> str:
         """Equal for runs that differ in their seed alone."""
-        return json.dumps({k: v for k, v in self.settings.items() if k not in _ELSEWHERE}, sort_keys=True)
+        return json.dumps({k: v for k, v in self.settings.items() if k not in ELSEWHERE}, sort_keys=True)
 
     @property
     def layers(self) -> list[str]:
@@ -81,7 +81,8 @@ class RunData:
     def heat(self) -> tuple[list[int], Any]:
         """Rounds with a kept mask, and SM of every pair of them; damaged snapshots are passed over."""
         sizes = [_size(shape) for _, shape in self.header["task"]["layers"]]
-        store, rounds, masks, known = Snapshots(self.folder / SNAPSHOTS), [], [], {}
+        store, rounds, masks = Snapshots(self.folder / SNAPSHOTS), [], []
+        known: dict[str, Any] = {}
         for line in self.stage2:
             if not (name := line.get("snapshot")):
                 continue
@@ -142,7 +143,7 @@ def _read(folder: Path) -> RunData:
         raise FlashError(f"{folder} has no finished round yet")
     for line in run.rounds:
         _ = (line["round"] + line["stage"], line["loss"], line["density"], line["layer_densities"][0:])
-        _ = (line["bytes"]["up"] + line["total"]["up"] + line["total"]["down"], len(line["cohort"]), line["seconds"])
+        _ = (line["bytes"]["up"] + line["total"]["up"] + line["total"]["down"], len(line["cohort"]), len(line["failures"]), line["seconds"].get)
         _ = [view["metric"] for view in line["metrics"].values()]
     return run
 

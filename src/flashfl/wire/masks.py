@@ -27,33 +27,26 @@ class Choice(NamedTuple):
 
 
 def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Choice:
-    """The smallest form given the masks the other side holds; `only` leaves no choice but among its bases.
+    """A hash if the receiver holds the mask, else the smallest form; `only` leaves no choice but among its bases.
 
     Ties go to the form named first in FORMS, then to the base given first. A form that cannot be smaller than the best
     so far is not worked out.
     """
-    geo, found = geometry(mask.layout), _first(mask, bases, only)
+    if only in (None, "known") and any(same(mask, base) for base in bases):
+        return _known(mask)
+    geo, found = geometry(mask.layout), None
+    if only in (None, "recipe") and mask.recipe is not None:
+        found = _recipe(mask, geo)
     for base in bases if only in (None, "difference") else ():
         if geo.difference_fixed < _size(found):
             found = _smaller(found, _difference(mask, base, geo))
-    if (
-        only in (None, "rice")
-        and geo.rice_fixed < _size(found)
-        and (found is None or _least_rice(mask, geo) < _size(found))
-    ):
+    if only == "rice" or (only is None and geo.rice_fixed < _size(found) and _least_rice(mask, geo) < _size(found)):
         found = _smaller(found, _rice(mask, geo))
     if only in (None, "bitmap") and geo.bitmap_size < _size(found):
         found = _bitmap(mask, geo)
     if found is None:
         raise BadField(f"the mask cannot be sent as {only!r}: no base equals it, or it has no recipe")
     return found
-
-
-def _first(mask: Mask, bases: Sequence[Mask], only: str | None) -> Choice | None:
-    """The smaller of the forms that do not look at bits."""
-    if only in (None, "known") and any(same(mask, base) for base in bases):
-        return _known(mask)
-    return _recipe(mask, geometry(mask.layout)) if only in (None, "recipe") and mask.recipe is not None else None
 
 
 def _size(choice: Choice | None) -> float:

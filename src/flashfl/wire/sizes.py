@@ -92,7 +92,8 @@ def rice_bits(layout: Layout, chosen: Tensor, universe: Tensor | None = None, wh
         at, slots = places.find(turned.logical_xor_(chosen))
     gaps = _gaps(at, slots, places)
     small = 2 * rows * total < 1 << 31  # all sums together stay below this, so half the memory will do
-    return _best(gaps.int() if small else gaps, slots, max(layout.sizes).bit_length(), counts)
+    deepest = int(gaps.max()).bit_length() if len(gaps) else 0  # beyond it all quotients are 0
+    return _best(gaps.int() if small else gaps, slots, deepest, counts)
 
 
 def _gaps(at: Tensor, slots: Tensor, places: _Places) -> Tensor:
@@ -109,8 +110,8 @@ def _gaps(at: Tensor, slots: Tensor, places: _Places) -> Tensor:
 def _best(gaps: Tensor, slots: Tensor, deepest: int, counts: Tensor) -> RiceBits:
     """The smallest best k of each list and the stream sizes; see `rice.best_k` for why the first that fails is best."""
     steps = torch.arange(deepest + 2, dtype=gaps.dtype, device=gaps.device)
-    running = (gaps[None] >> steps[:, None]).flatten().cumsum(0, dtype=gaps.dtype)  # one long scan is the fast one
-    running = torch.cat([running.new_zeros(1), running])
+    shifted = torch.cat([gaps.new_zeros(1), (gaps[None] >> steps[:, None]).flatten()])
+    running = shifted.cumsum(0, dtype=gaps.dtype)  # one long scan is faster than a row each
     ends = running[slots[None] + steps[:, None].long() * len(gaps)].long()
     quotients, coded = ends[:, 1:] - ends[:, :-1], slots.diff()
     best = (quotients[:-1] - quotients[1:] > coded).sum(0)
@@ -134,14 +135,18 @@ def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> Ma
     rows = max(len(x) for x in (bits, *others)) if len(bits) else 0
     if not rows or not total:
         counts = torch.zeros((rows, geo.layers), dtype=torch.int64, device=bits.device)
-        return MaskSizes(counts, torch.full((rows,), geo.bitmap_size, device=bits.device))
+        only = 1 + HASH if others else geo.bitmap_size  # masks of no weights are all the same
+        return MaskSizes(counts, torch.full((rows,), only, device=bits.device))
     found = _all_lists(layout, bits, others)
     best = (geo.rice_fixed + found[0].bytes).clamp(max=geo.bitmap_size).expand(rows)
+    held: Tensor | None = None
     for dropped, grown in zip(found[1::2], found[2::2], strict=True):
         moved = _bytes(dropped.low + grown.low) + _bytes(dropped.unary + grown.unary)
         best = torch.minimum(best, geo.difference_fixed + moved)
         equal = (dropped.counts + grown.counts).sum(1) == 0
-        best = torch.where(equal, best.clamp(max=1 + HASH), best)
+        held = equal if held is None else held | equal
+    if held is not None:
+        best = torch.where(held, 1 + HASH, best)
     return MaskSizes(found[0].counts.expand(rows, -1), best)
 
 

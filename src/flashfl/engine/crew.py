@@ -1,0 +1,202 @@
+"""Who carries out the steps of a chunk of clients: lanes side by side, or one wide computation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.rng import fold, permutation, permutations
+from ..core.state import Client, Local, Mask, Order
+from ..data.examples import Arrays, Source, Subset
+from ..data.task import Task
+from .lanes import Lane, Options, Stack
+from .wide import Wide
+
+
+@dataclass
+class Seat:
+    """A client at work."""
+
+    client: Client
+    order: Order
+    mask: Mask
+    n: int
+    batches: int  # an epoch
+    counts: tuple[int, ...]
+
+    def size(self, batch: int) -> int:
+        """Samples in one batch of an epoch: the last may be short."""
+        return min(self.order.local.batch, self.n - batch * self.order.local.batch)
+
+    def samples(self, data: Source, epoch: int, first: int, capacity: int, device: torch.device) -> Any:
+        """An epoch's samples from batch `first` on, shuffled and augmented, as many as fit."""
+        key, at = self.order.key, first * self.order.local.batch
+        index = permutation(fold(key, "shuffle", epoch), self.n, device)[at : at + capacity]
+        return data.fetch(index, fold(key, "augment", epoch), at)
+
+
+class Crew(Protocol):
+    """Steps the clients whose weights lie in the stack's rows."""
+
+    def prepare(self, local: Local, seats: Sequence[Seat]) -> None:
+        """Capture what is needed, before any client's weights are in place."""
+        ...
+
+    def begin(self, local: Local, seats: Sequence[Seat]) -> None: ...
+
+    def advance(self, local: Local, seats: Sequence[Seat], first: Sequence[int], last: Sequence[int]) -> None:
+        """Steps first[i]..last[i]-1 of each client's work."""
+        ...
+
+    def moved(self, rows: int) -> None: ...
+    def scores(self, rows: int) -> Tensor: ...
+    def losses(self, rows: int) -> Tensor: ...
+
+
+class LaneCrew:
+    """One replica, stream and captured step for each client."""
+
+    def __init__(self, task: Task, stack: Stack, half: Tensor | None, lr: Tensor, data: Sequence[Source],
+                 capacity: int, fused: Callable[..., None] | None) -> None:  # fmt: skip
+        self.stack, self.lr, self.data, self.capacity, self.fused = stack, lr, data, capacity, fused
+        self.device = stack.values.device
+        capture = self.device.type == "cuda"
+        self.lanes = [Lane(task, stack, row, half, lr, capture) for row in range(len(stack.values))]
+
+    def prepare(self, local: Local, seats: Sequence[Seat]) -> None:
+        options = Options(local)
+        sizes = sorted({seat.size(b) for seat in seats for b in range(seat.batches)})
+        for lane, seat in zip(self.lanes, seats, strict=False):
+            if lane.capture and any((size, options.key) not in lane.graphs for size in sizes):
+                self._stage(lane, seat, 0, 0)
+                lane.begin(options, 0)
+                torch.cuda.synchronize(self.device)
+                if not all(lane.prepare(size, options, self.fused) for size in sizes):
+                    for other in self.lanes:
+                        other.capture = False
+
+    def begin(self, local: Local, seats: Sequence[Seat]) -> None:
+        self.lr.fill_(local.lr)
+        for lane, seat in zip(self.lanes, seats, strict=False):
+            lane.begin(Options(local), fold(seat.order.key, "torch") >> 1)
+
+    def _stage(self, lane: Lane, seat: Seat, epoch: int, first: int) -> None:
+        batch = seat.order.local.batch
+        fits = max(1, self.capacity // batch) * batch
+        lane.stage(*seat.samples(self.data[seat.client.id], epoch, first, fits, self.device), max(self.capacity, fits))
+
+    def advance(self, local: Local, seats: Sequence[Seat], first: Sequence[int], last: Sequence[int]) -> None:
+        """Lanes are interleaved, so that every stream has work, and do not wait for each other."""
+        options, here = Options(local), self.lanes[: len(seats)]
+        for lane in here:
+            if lane.stream is not None:
+                lane.stream.wait_stream(torch.cuda.current_stream(self.device))
+        for step in range(max(b - a for a, b in zip(first, last, strict=True))):
+            for lane, seat, a, b in zip(here, seats, first, last, strict=True):
+                if a + step < b:
+                    self._step(lane, seat, a + step, options)
+        for lane in here:
+            if lane.stream is not None:
+                torch.cuda.current_stream(self.device).wait_stream(lane.stream)
+
+    def _step(self, lane: Lane, seat: Seat, step: int, options: Options) -> None:
+        epoch, b = divmod(step, seat.batches)
+        if b % max(1, self.capacity // seat.order.local.batch) == 0:
+            with torch.cuda.stream(lane.stream):
+                self._stage(lane, seat, epoch, b)
+        lane.run(seat.size(b), options, self.fused)
+
+    def moved(self, rows: int) -> None:
+        for lane in self.lanes[:rows]:
+            lane.moved()
+
+    def scores(self, rows: int) -> Tensor:
+        return torch.stack([lane.ema if lane.ema is not None else lane.grad.float() for lane in self.lanes[:rows]])
+
+    def losses(self, rows: int) -> Tensor:
+        return torch.stack([lane.loss for lane in self.lanes[:rows]])
+
+
+class WideCrew:
+    """All clients in one captured computation."""
+
+    def __init__(self, task: Task, stack: Stack, half: Tensor | None, lr: Tensor, data: Sequence[Source],
+                 capacity: int) -> None:  # fmt: skip
+        self.wide, self.lr, self.data, self.capacity = Wide(task, stack, half, lr), lr, data, capacity
+        self.device = stack.values.device
+
+    def prepare(self, local: Local, seats: Sequence[Seat]) -> None:
+        options = Options(local)
+        if self.wide.capture and (local.batch, options.key) not in self.wide.graphs:
+            self._stage(seats, 0)
+            self.wide.begin(options)
+            self.wide.prepare(local.batch, options)
+
+    def begin(self, local: Local, seats: Sequence[Seat]) -> None:
+        self.lr.fill_(local.lr)
+        self.wide.begin(Options(local))
+
+    def _stage(self, seats: Sequence[Seat], epoch: int) -> None:
+        """Where clients share data that is not augmented, one gather serves them all."""
+        keys = [fold(seat.order.key, "shuffle", epoch) for seat in seats]
+        orders = permutations(keys, [seat.n for seat in seats], self.device)
+        data = [self.data[seat.client.id] for seat in seats]
+        base = data[0].source if isinstance(data[0], Subset) else None
+        plain = isinstance(base, Arrays) and base.augment is None
+        if plain and all(isinstance(d, Subset) and d.source is base for d in data):
+            index = torch.cat([d.index[order] for d, order in zip(data, orders, strict=True)])  # type: ignore[attr-defined]
+            inputs, target = base.fetch(index)  # type: ignore[union-attr]
+            cuts = [seat.n for seat in seats]
+            pieces = zip(*(x.split(cuts) for x in inputs), strict=True)
+            found = list(zip(pieces, target.split(cuts), strict=True))
+        else:
+            found = [
+                d.fetch(order, fold(seat.order.key, "augment", epoch), 0)
+                for d, seat, order in zip(data, seats, orders, strict=True)
+            ]
+        self.wide.stage(found, self.capacity)
+
+    def advance(self, local: Local, seats: Sequence[Seat], first: Sequence[int], last: Sequence[int]) -> None:
+        """Epoch by epoch, as all clients begin an epoch together."""
+        options = Options(local)
+        epochs = {s // seat.batches for seat, a, b in zip(seats, first, last, strict=True) for s in (a, b - 1) if a < b}
+        for epoch in range(min(epochs, default=0), max(epochs, default=-1) + 1):
+            spans = [
+                (max(a - epoch * seat.batches, 0), min(b - epoch * seat.batches, seat.batches))
+                for seat, a, b in zip(seats, first, last, strict=True)
+            ]
+            if any(a == 0 for a, _ in spans):
+                self._stage(seats, epoch)
+            limits = [min(seat.n, b * local.batch) for seat, (_, b) in zip(seats, spans, strict=True)]
+            self.wide.span([a * local.batch for a, _ in spans], limits)
+            for _ in range(max(b - a for a, b in spans)):
+                self.wide.run(local.batch, options)
+
+    def moved(self, rows: int) -> None:
+        self.wide.moved()
+
+    def scores(self, rows: int) -> Tensor:
+        return (self.wide.ema if self.wide.ema is not None else self.wide.grad.float())[:rows]
+
+    def losses(self, rows: int) -> Tensor:
+        return self.wide.loss[:rows].clone()
+
+
+def faster(crews: Sequence[Any], local: Local, seats: Sequence[Seat]) -> Any:
+    """The crew that takes less time for an epoch of these clients; the stack holds garbage afterwards."""
+    times = []
+    for crew in crews:
+        crew.prepare(local, seats)
+        for _ in range(2):
+            torch.cuda.synchronize(crew.device)
+            began = time.perf_counter()
+            crew.begin(local, seats)
+            crew.advance(local, seats, [0] * len(seats), [seat.batches for seat in seats])
+            torch.cuda.synchronize(crew.device)
+        times.append(time.perf_counter() - began)
+    return crews[times.index(min(times))]

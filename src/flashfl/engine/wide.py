@@ -1,0 +1,173 @@
+"""Small models: all clients in one computation, their parameters stacked and mapped over with `torch.func`.
+
+A small model's step is over before the next one is launched, so lanes wait for the host. Here a step of all clients is
+one captured graph. Clients of different length share it: a sample that a client does not have counts with weight 0.
+Models whose layers look at the whole batch (BatchNorm) or draw random numbers (dropout) stay in lanes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from ..data.task import Task
+from .lanes import Options, Stack
+
+_BATCHED = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+
+
+def can_be_wide(module: nn.Module) -> bool:
+    """Whether samples of a batch neither see each other nor draw random numbers."""
+    return not any(isinstance(m, _BATCHED) for m in module.modules())
+
+
+class Wide:
+    """The rows of a stack as one mapped model. `stage` gives it samples, `run` steps all rows."""
+
+    def __init__(self, task: Task, stack: Stack, half: Tensor | None, lr: Tensor) -> None:
+        self.task, self.layout, self.stack, self.half, self.lr = task, task.layout, stack, half, lr
+        self.device = stack.values.device
+        self.rows = len(stack.values)
+        self.module = task.build().to(self.device).train()
+        self.params: dict[str, Tensor] = {}
+        for layer in self.layout.of_kind("prunable", "dense"):
+            flat = half if half is not None and layer.kind == "prunable" else stack.values
+            self.params[layer.name] = self._rows(flat, layer)
+        rest = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        self.shared = {name: t.detach() for name, t in rest.items() if name not in self.params}
+        self.grad = torch.zeros(self.rows, stack.head, device=self.device, dtype=(half if half is not None else lr).dtype)
+        self.loss = torch.zeros(self.rows, device=self.device)
+        self.at = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        self.limit = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
+        self.base = torch.zeros(self.rows, 1, dtype=torch.int64, device=self.device)
+        self.inputs: list[Tensor] = []
+        self.target: Tensor | None = None
+        self.capacity = 0
+        self.start = self.velocity = self.ema = None
+        self.graphs: dict[tuple[Any, ...], Any] = {}
+        self.capture = self.device.type == "cuda"
+
+    def _rows(self, flat: Tensor, layer: Any) -> Tensor:
+        """A layer's tensors of all rows, [rows, *shape], as a view."""
+        part = flat[:, self.stack.span(layer)]
+        if self.stack.turned(layer):
+            o, i, h, w = layer.shape
+            return part.unflatten(1, (o, h, w, i)).permute(0, 1, 4, 2, 3)
+        return part.unflatten(1, layer.shape) if len(layer.shape) != 1 else part
+
+    def begin(self, options: Options) -> None:
+        """New clients' weights are in the stack."""
+        self.loss.zero_()
+        self.moved()
+        trained = self.stack.values[:, : self.stack.trained]
+        if options.prox:
+            self.start = trained.clone() if self.start is None else self.start.copy_(trained)
+        if options.momentum:
+            self.velocity = torch.zeros_like(trained) if self.velocity is None else self.velocity.zero_()
+        if options.ema:
+            self.ema = torch.zeros_like(self.grad).float() if self.ema is None else self.ema.zero_()
+
+    def moved(self) -> None:
+        """The weights or masks in the stack have changed."""
+        if self.half is not None:
+            self.half.copy_(self.stack.values[:, : self.stack.head])
+        if self.velocity is not None:
+            self.velocity[:, : self.stack.head] *= self.stack.masks
+
+    def stage(self, samples: Sequence[tuple[tuple[Tensor, ...], Tensor]], capacity: int) -> None:
+        """An epoch's samples of each row."""
+        if self.target is None or self.capacity < capacity:
+            inputs, target = samples[0]
+            self.inputs = [x.new_zeros((self.rows, capacity, *x.shape[1:])) for x in inputs]
+            self.target = target.new_zeros((self.rows, capacity, *target.shape[1:]))
+            self.capacity = capacity
+            self.base = (torch.arange(self.rows, device=self.device) * capacity)[:, None]
+            self.graphs.clear()
+        for row, (inputs, target) in enumerate(samples):
+            for buffer, x in zip(self.inputs, inputs, strict=True):
+                buffer[row, : len(x)].copy_(x)
+            self.target[row, : len(target)].copy_(target)
+
+    def span(self, first: Sequence[int], limit: Sequence[int]) -> None:
+        """Which of the staged samples each row is to train on next; rows that are not named have none."""
+        idle = self.rows - len(first)
+        self.at.copy_(torch.tensor([*first, *[0] * idle]))
+        self.limit.copy_(torch.tensor([*limit, *[0] * idle]))
+
+    def _one(self, params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: Tensor, valid: Tensor) -> Any:
+        """One client's mean loss over the samples it has, and their sum."""
+        output = functional_call(self.module, {**params, **self.shared}, inputs)
+        each = vmap(lambda o, t: self.task.loss(o[None], t[None]))(output, target).float() * valid
+        return each.sum() / valid.sum().clamp(min=1), each.sum()
+
+    def step(self, batch: int, options: Options) -> None:
+        assert self.target is not None
+        index = self.at[:, None] + torch.arange(batch, device=self.device)
+        valid = (index < self.limit[:, None]).float()
+        flat = (self.base + index.clamp(max=self.capacity - 1)).flatten()
+        inputs = tuple(x.flatten(0, 1).index_select(0, flat).unflatten(0, (self.rows, batch)) for x in self.inputs)
+        target = self.target.flatten(0, 1).index_select(0, flat).unflatten(0, (self.rows, batch))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None, cache_enabled=False):
+            grads, (_, total) = vmap(grad_and_value(self._one, has_aux=True))(self.params, inputs, target, valid)
+        with torch.no_grad():
+            self._update(grads, valid.any(1)[:, None], options)
+            self.loss += total
+            self.at += batch
+
+    def _update(self, grads: dict[str, Tensor], busy: Tensor, options: Options) -> None:
+        head, values = self.stack.head, self.stack.values
+        trained = values[:, : self.stack.trained]
+        grad = torch.zeros_like(trained)
+        for layer in self.layout.of_kind("prunable", "dense"):
+            self._rows(grad, layer).copy_(grads[layer.name])
+        self.grad.copy_(grad[:, :head])
+        if self.ema is not None and options.ema:
+            self.ema.copy_(torch.where(busy, self.ema * 0.9 + grad[:, :head], self.ema))
+        if options.weight_decay:
+            grad.add_(trained, alpha=options.weight_decay)
+        if options.prox and self.start is not None:
+            grad.add_(trained - self.start, alpha=options.prox)
+        grad[:, :head] *= self.stack.masks
+        if options.momentum and self.velocity is not None:
+            self.velocity.copy_(torch.where(busy, self.velocity * options.momentum + grad, self.velocity))
+            grad = self.velocity
+        trained.sub_(grad * (self.lr * busy))
+        if self.half is not None:
+            self.half.copy_(trained[:, :head])
+
+    def run(self, batch: int, options: Options) -> None:
+        graph = self.graphs.get((batch, options.key))
+        if graph is not None:
+            graph.replay()
+        else:
+            self.step(batch, options)
+
+    def prepare(self, batch: int, options: Options) -> None:
+        """Capture the step; the weights in the stack are garbage afterwards."""
+        if not self.capture or (batch, options.key) in self.graphs:
+            return
+        try:
+            self.graphs[(batch, options.key)] = captured(lambda: self.step(batch, options), self.device)
+        except RuntimeError as error:
+            self.capture = False
+            warnings.warn(f"the mapped step cannot be captured ({str(error).splitlines()[0]})", RuntimeWarning)
+
+
+def captured(work: Callable[[], None], device: torch.device) -> Any:
+    """A CUDA graph of `work`, warmed up on a stream of its own."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph

@@ -1,0 +1,101 @@
+"""A grid whose nodes live in this process: for tests and for trying a strategy without Ray or sockets.
+
+This is the one place that needs Flower's internals: an app's identity, which Flower sets before it runs one, and the
+id of a message, which the link gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+Tamper = Callable[[int, Message, Message], Iterable[Message]]  # (node, message, reply) -> what the server gets to see
+
+
+class InProcessGrid(Grid):
+    """Carries each message to its node's ClientApp when the reply is asked for.
+
+    nodes: node id -> (app, node config). tamper: what becomes of each reply: none of it, one, or several.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[int, tuple[ClientApp, Mapping[str, Any]]],
+        run_config: Mapping[str, Any] | None = None,
+        tamper: Tamper | None = None,
+    ) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+        self.apps: dict[int, ClientApp] = {}
+        self.contexts: dict[int, Context] = {}
+        self.run_config = dict(run_config or {})
+        self.tamper: Tamper = tamper or (lambda node, message, reply: [reply])
+        self.pushed: list[tuple[int, str]] = []
+        self._run = Run.create_empty(1)
+        self._boxes: dict[str, Message] = {}
+        self._replies: list[Message] = []
+        self._count = 0
+        for node, (app, config) in nodes.items():
+            self.join(node, app, config)
+
+    def join(self, node: int, app: ClientApp, config: Mapping[str, Any]) -> None:
+        self.apps[node] = app
+        self.contexts[node] = Context(1, node, dict(config), RecordDict(), dict(self.run_config))
+
+    def leave(self, node: int) -> None:
+        del self.apps[node]
+
+    def set_run(self, run: Run) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.apps)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            self._count += 1
+            message.metadata.__dict__["_message_id"] = f"message-{self._count}"
+            self._boxes[message.metadata.message_id] = message
+            self.pushed.append((message.metadata.dst_node_id, message.metadata.message_type))
+            ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        wanted = list(message_ids)
+        for message_id in wanted:
+            if (message := self._boxes.pop(message_id, None)) is not None:
+                self._replies += self._deliver(message)
+        found = [r for r in self._replies if r.metadata.reply_to_message_id in wanted]
+        self._replies = [r for r in self._replies if r not in found]
+        return found
+
+    def _deliver(self, message: Message) -> Iterable[Message]:
+        node = message.metadata.dst_node_id
+        if node not in self.apps:
+            return [Message(Error(5, "the node is not available"), reply_to=message)]
+        context = deepcopy(self.contexts[node])
+        try:
+            reply = self.apps[node](message, context)
+        except Exception as error:  # as Flower does: the server learns of it, the context stays as it was
+            return [Message(Error(2, f"{type(error).__name__}: {error}"), reply_to=message)]
+        self.contexts[node] = context
+        return list(self.tamper(node, message, reply))
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self.pull_messages(list(self.push_messages(messages)))

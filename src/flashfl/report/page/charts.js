@@ -1,0 +1,162 @@
+// The charts. Each draws itself into a host for the width it finds there, and answers hovering with values.
+
+function frame(host, o, xs, ys) {
+  const width = Math.max(240, host.clientWidth), height = o.height || Math.round(Math.min(340, Math.max(210, width * 0.52)));
+  const inner = { top: 12, bottom: height - 38, right: width - 12 };
+  const yCount = Math.max(3, Math.floor(height / 60));
+  const ySpan = [inner.bottom, inner.top];
+  const y = o.yType === "log" ? logarithmic(ys, ySpan, yCount) : linear(ys, ySpan, yCount);
+  const widest = Math.max(...y.ticks.map((t) => o.yTick(t).length), 3);
+  inner.left = widest * 6.4 + 26;
+  const xSpan = [inner.left, inner.right], xCount = Math.max(2, Math.floor((inner.right - inner.left) / 85));
+  const x = o.xType === "log" ? logarithmic(xs, xSpan, xCount) : linear(xs, xSpan, xCount);
+  if (o.whole) x.ticks = x.ticks.filter(Number.isInteger);
+  const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${o.yLabel} against ${o.xLabel}` });
+  for (const t of y.ticks) {
+    svg.append(shape("line", { class: "grid", x1: inner.left, x2: inner.right, y1: y(t), y2: y(t) }));
+    svg.append(shape("text", { x: inner.left - 7, y: y(t) + 4, "text-anchor": "end" }, o.yTick(t)));
+  }
+  for (const t of x.ticks) {
+    svg.append(shape("line", { class: "axis", x1: x(t), x2: x(t), y1: inner.bottom, y2: inner.bottom + 4 }));
+    svg.append(shape("text", { x: x(t), y: inner.bottom + 17, "text-anchor": "middle" }, o.xTick(t)));
+  }
+  svg.append(shape("line", { class: "axis", x1: inner.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }));
+  svg.append(shape("text", { x: (inner.left + inner.right) / 2, y: height - 3, "text-anchor": "middle" }, o.xLabel));
+  const middle = (inner.top + inner.bottom) / 2;
+  svg.append(shape("text", { x: 11, y: middle, "text-anchor": "middle", transform: `rotate(-90 11 ${middle})` }, o.yLabel));
+  host.replaceChildren(svg);
+  return { svg, x, y, inner };
+}
+
+function path(points) {
+  return points.map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(1)} ${b.toFixed(1)}`).join("");
+}
+
+// series: [{label, colour, x, y, spread, dots, line, mark: {y, spread, label}}]
+function lineChart(host, options) {
+  const o = { xTick: text.plain, yTick: text.plain, xText: options.xTick || text.plain, yText: options.yTick || text.plain, ...options };
+  const series = o.series.filter((s) => s.x.length);
+  if (!series.length) { host.replaceChildren(make("p", { class: "about" }, o.empty || "Nothing to show yet.")); return; }
+  const reach = (s, sign) => s.y.map((v, i) => v + sign * (s.spread ? s.spread[i] : 0));
+  const ys = o.yDomain || extent(series.flatMap((s) => [...reach(s, 1), ...reach(s, -1), ...(s.mark ? [s.mark.y] : [])]), o.yType === "log" ? 0 : 0.06);
+  if (o.yFloor !== undefined) ys[0] = Math.max(o.yFloor, ys[0]);
+  if (o.yCeiling !== undefined) ys[1] = Math.min(o.yCeiling, ys[1]);
+  const xs = o.xDomain || extent(series.flatMap((s) => s.x), o.xType === "log" ? 0 : 0.015);
+  const { svg, x, y, inner } = frame(host, o, xs, ys);
+  const clip = (v) => Math.max(inner.top, Math.min(inner.bottom, v));
+  for (const s of series) {
+    const points = s.x.map((v, i) => [x(v), y(s.y[i])]);
+    if (s.spread && s.spread.some((v) => v > 0)) {
+      const edge = (sign) => s.x.map((v, i) => [x(v), clip(y(s.y[i] + sign * s.spread[i]))]);
+      svg.append(shape("path", { class: "band", d: `${path([...edge(1), ...edge(-1).reverse()])}Z`, style: { fill: s.colour, opacity: 0.16 } }));
+    }
+    if (s.line !== false) svg.append(shape("path", { class: "line", d: path(points), style: { fill: "none", stroke: s.colour, "stroke-width": s.width || 2, "stroke-linejoin": "round" } }));
+    if (s.dots || points.length === 1) for (const [a, b] of points) svg.append(shape("circle", { class: "dot", cx: a, cy: b, r: s.radius || 3, style: { fill: s.colour } }));
+    if (s.mark) drawMark(svg, s, x(s.x[s.x.length - 1]), y, clip);
+  }
+  hover(svg, series, { x, y, inner }, o);
+}
+
+// The paper's figure: an open diamond with its spread, at the end of our line.
+function drawMark(svg, s, at, y, clip) {
+  const to = clip(y(s.mark.y)), low = clip(y(s.mark.y - (s.mark.spread || 0))), high = clip(y(s.mark.y + (s.mark.spread || 0)));
+  svg.append(shape("line", { x1: at, x2: at, y1: low, y2: high, style: { stroke: s.colour, "stroke-width": 1.5 } }));
+  svg.append(shape("path", { class: "mark", d: `M${at - 6} ${to}L${at} ${to - 6}L${at + 6} ${to}L${at} ${to + 6}Z`, style: { fill: "var(--card)", stroke: s.colour, "stroke-width": 2 } },
+    shape("title", {}, s.mark.label)));
+}
+
+function hover(svg, series, { x, y, inner }, o) {
+  const rule = shape("line", { class: "rule", y1: inner.top, y2: inner.bottom, visibility: "hidden" });
+  const dots = series.map((s) => shape("circle", { r: 4.5, visibility: "hidden", style: { fill: s.colour, stroke: "var(--card)", "stroke-width": 2 } }));
+  const area = shape("rect", { class: "catch", x: inner.left - 6, y: inner.top, width: inner.right - inner.left + 12, height: inner.bottom - inner.top, fill: "transparent" });
+  svg.append(rule, ...dots, area);
+  const clear = () => { hideTip(); for (const node of [rule, ...dots]) node.setAttribute("visibility", "hidden"); };
+  const move = (event) => {
+    const box = svg.getBoundingClientRect(), ratio = box.width / svg.viewBox.baseVal.width;
+    const px = (event.clientX - box.left) / ratio, py = (event.clientY - box.top) / ratio;
+    const all = series.flatMap((s, k) => s.x.map((v, i) => ({ s, k, i, at: x(v), high: y(s.y[i]) })));
+    const weight = o.nearest ? 1 : 0.0001;
+    const best = all.reduce((a, b) => (Math.hypot(a.at - px, (a.high - py) * weight) <= Math.hypot(b.at - px, (b.high - py) * weight) ? a : b));
+    const same = o.nearest ? [best] : series.map((s, k) => all.filter((p) => p.k === k).find((p) => p.s.x[p.i] === best.s.x[best.i])).filter(Boolean);
+    rule.setAttribute("x1", best.at); rule.setAttribute("x2", best.at); rule.setAttribute("visibility", "visible");
+    dots.forEach((dot, k) => {
+      const p = same.find((q) => q.k === k);
+      dot.setAttribute("visibility", p ? "visible" : "hidden");
+      if (p) { dot.setAttribute("cx", p.at); dot.setAttribute("cy", p.high); }
+    });
+    const value = (p) => o.yText(p.s.y[p.i]) + (p.s.spread && p.s.spread[p.i] > 0 ? ` ± ${o.yText(p.s.spread[p.i])}` : "");
+    const rows = same.sort((a, b) => a.high - b.high).flatMap((p) => [[p.s.colour, p.s.label, value(p)], ...(p.s.more ? p.s.more(p.i) : [])]);
+    const marks = same.filter((p) => p.s.mark && p.i === p.s.x.length - 1).map((p) => [p.s.colour, `${p.s.label}, paper`, p.s.mark.text]);
+    showTip(event, o.title ? o.title(best.s.x[best.i], best.s, best.i) : `${o.xLabel} ${o.xText(best.s.x[best.i])}`, [...rows, ...marks]);
+  };
+  area.addEventListener("pointermove", move);
+  area.addEventListener("pointerdown", move);
+  area.addEventListener("pointerleave", clear);
+}
+
+// values: [row][column]; columns run to the right, rows upwards
+function heatmap(host, o) {
+  const width = Math.max(180, host.clientWidth), left = 40, bottom = 34;
+  const size = [o.columns.length, o.rows.length];
+  const w = (width - left - 6) / size[0], h = o.square ? w : Math.max(7, Math.min(24, 260 / size[1])), height = h * size[1] + bottom + 4;
+  const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": o.label });
+  const most = o.most || Math.max(1e-9, ...o.values.flat());
+  const top = (r) => 4 + (size[1] - 1 - r) * h;
+  o.values.forEach((row, r) => row.forEach((v, c) => svg.append(shape("rect", {
+    class: "cell", x: (left + c * w).toFixed(2), y: top(r).toFixed(2), width: (w - (w > 5 ? 0.5 : 0)).toFixed(2), height: (h - (h > 5 ? 0.5 : 0)).toFixed(2), fill: heatColour(v / most) }))));
+  const every = (n, span, room) => Math.max(1, Math.ceil(n / Math.max(1, Math.floor(span / room))));
+  const ex = every(size[0], width - left, 44), ey = every(size[1], h * size[1], 26);
+  o.columns.forEach((name, c) => { if (c % ex === 0) svg.append(shape("text", { x: left + (c + 0.5) * w, y: height - 20, "text-anchor": "middle" }, name)); });
+  o.rows.forEach((name, r) => { if (r % ey === 0) svg.append(shape("text", { x: left - 5, y: top(r) + h / 2 + 4, "text-anchor": "end" }, name)); });
+  svg.append(shape("text", { x: left + (width - left) / 2, y: height - 4, "text-anchor": "middle" }, o.xLabel));
+  const middle = (height - bottom) / 2;
+  svg.append(shape("text", { x: 9, y: middle, "text-anchor": "middle", transform: `rotate(-90 9 ${middle})` }, o.yLabel));
+  let on = null;
+  const clear = () => { if (on) on.classList.remove("on"); on = null; hideTip(); };
+  const move = (event) => {
+    const box = svg.getBoundingClientRect(), ratio = box.width / width;
+    const c = Math.floor(((event.clientX - box.left) / ratio - left) / w), r = size[1] - 1 - Math.floor(((event.clientY - box.top) / ratio - 4) / h);
+    if (c < 0 || r < 0 || c >= size[0] || r >= size[1]) { clear(); return; }
+    if (on) on.classList.remove("on");
+    on = svg.querySelectorAll(".cell")[r * size[0] + c];
+    on.classList.add("on");
+    showTip(event, o.title(r, c), [[heatColour(o.values[r][c] / most), o.what, o.text(o.values[r][c])]]);
+  };
+  svg.addEventListener("pointermove", move);
+  svg.addEventListener("pointerdown", move);
+  svg.addEventListener("pointerleave", clear);
+  host.replaceChildren(svg);
+}
+
+// rows: [{label, colour, parts: [[name, value]], mark}]
+function bars(host, o) {
+  const width = Math.max(240, host.clientWidth), line = 34, top = 4;
+  const room = Math.min(width * 0.38, Math.max(...o.rows.map((r) => r.label.length)) * 6.7 + 12);
+  const most = Math.max(...o.rows.map((r) => Math.max(r.mark || 0, r.parts.reduce((a, [, v]) => a + v, 0))), 1e-12);
+  const scale = linear([0, most], [room, width - 70], Math.max(2, Math.floor((width - room) / 110))), height = top + o.rows.length * line + 24;
+  const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": o.label });
+  for (const t of scale.ticks) {
+    svg.append(shape("line", { class: "grid", x1: scale(t), x2: scale(t), y1: top, y2: height - 22 }));
+    svg.append(shape("text", { x: scale(t), y: height - 8, "text-anchor": "middle" }, o.text(t)));
+  }
+  o.rows.forEach((row, i) => {
+    const y = top + i * line + 7, total = row.parts.reduce((a, [, v]) => a + v, 0);
+    const name = row.label.length * 6.7 > room ? `${row.label.slice(0, Math.floor(room / 6.7) - 2)}…` : row.label;
+    svg.append(shape("text", { x: room - 8, y: y + 14, "text-anchor": "end", class: "strong" }, name));
+    let at = 0;
+    row.parts.forEach(([, v], k) => {
+      svg.append(shape("rect", { class: "bar", x: scale(at), y, width: Math.max(0, scale(at + v) - scale(at)), height: 20, style: { fill: `var(--p${k})` } }));
+      at += v;
+    });
+    svg.append(shape("text", { x: scale(Math.max(total, row.mark || 0)) + 8, y: y + 14 }, o.text(total)));
+    if (row.mark) svg.append(shape("line", { class: "mark", x1: scale(row.mark), x2: scale(row.mark), y1: y - 4, y2: y + 24, style: { stroke: "var(--ink)", "stroke-width": 2 } }));
+    const area = shape("rect", { class: "catch", x: 0, y: y - 6, width, height: line - 2, fill: "transparent" });
+    const show = (event) => showTip(event, row.label, [...row.parts.map(([n, v], k) => [`var(--p${k})`, n, o.text(v)]), ["", "in all", o.text(total)], ...(row.mark ? [["var(--ink)", o.markName, o.text(row.mark)]] : [])]);
+    area.addEventListener("pointermove", show);
+    area.addEventListener("pointerdown", show);
+    area.addEventListener("pointerleave", hideTip);
+    svg.append(area);
+  });
+  host.replaceChildren(svg, make("div", { class: "keys" }, ...o.parts.map((n, k) => make("span", {}, make("i", { style: { "--c": `var(--p${k})` } }), n)),
+    ...(o.rows.some((r) => r.mark) ? [make("span", {}, make("i", { style: { "--c": "var(--ink)", width: "2px" } }), o.markName)] : [])));
+}

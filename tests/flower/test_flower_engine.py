@@ -1,0 +1,169 @@
+"""Flower is just another engine: the same bits as a simulation, whatever carries them."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
+
+from flwr.app import ArrayRecord
+from flwr.serverapp.strategy import Strategy
+from flower_support import QUICK, ROUNDS, SETTINGS, assert_equal, federation, node_of, train
+
+import flashfl as fl
+from flashfl.core.state import State
+from flashfl.data.task import Task
+from flashfl.flower import FlashStrategy, client_app, server_task
+from flashfl.run.config import TrainConfig
+from flashfl.run.results import read_run
+from tests.conftest import DropoutNet, NormNet, blobs, make_task
+from tests.test_every_method import VARIANTS, small
+
+methods = pytest.mark.parametrize("name", list(fl.METHODS))
+variants = pytest.mark.parametrize(
+    ("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS]
+)
+
+
+@variants
+def test_every_method_ends_in_the_bits_of_the_cpu_engine(name: str, changes: dict[str, Any], small_task: Task) -> None:
+    method = small(name, **changes)
+    here = fl.simulate(method, small_task, ROUNDS, **SETTINGS)
+    there = train(method, small_task, federation(small_task))
+    assert_equal(here, there)
+    assert here.traffic == there.traffic
+    assert here.accuracy == there.accuracy
+    assert [r["cohort"] for r in here.history] == [r["cohort"] for r in there.history]
+
+
+@pytest.mark.parametrize("values", ["fp16", "int8"])
+def test_lossy_values_are_rounded_alike(values: Any) -> None:
+    task, method = make_task("norm"), small("jmwst")
+    here = fl.simulate(method, task, ROUNDS, values=values, **SETTINGS)
+    assert_equal(here, train(method, task, federation(task), values=values))
+
+
+def test_static_batch_norm_gathers_its_statistics() -> None:
+    task, method = make_task("norm"), small("spdst")
+    here = fl.simulate(method, task, ROUNDS, static_bn=True, **SETTINGS)
+    assert_equal(here, train(method, task, federation(task), static_bn=True))
+
+
+@methods
+def test_flowers_own_loop_over_the_strategy_does_the_same(name: str) -> None:
+    task, method = make_task("norm"), small(name)
+    here = fl.simulate(method, task, ROUNDS, **SETTINGS)
+    strategy = FlashStrategy(method, task, TrainConfig(rounds=ROUNDS, **SETTINGS), QUICK)
+    rounds = len(here.history)
+    result = Strategy.start(strategy, federation(task), ArrayRecord(), num_rounds=rounds)
+    assert strategy.state is not None
+    assert strategy.state.done
+    assert (strategy.state.weights.vector == here.weights.vector).all()
+    assert list(result.evaluate_metrics_clientapp) == [r for r in range(1, rounds + 1) if r % 2 == 0]
+
+
+def own_parts(task: Task) -> list[Any]:
+    return [blobs(11 + i, (6,), 100 + i) for i in range(len(task.clients))]
+
+
+def test_clients_judge_where_the_server_has_no_samples() -> None:
+    whole = Task(DropoutNet, own_parts(make_task("dropout")), name="held")
+    here = fl.simulate(small("spdst"), whole, ROUNDS, **SETTINGS)
+    server = server_task(DropoutNet, example=blobs(1, (6,), 0)[0], name="held")
+    grid = federation(whole)
+    there = train(small("spdst"), server, grid)
+    assert_equal(here, there)
+    assert there.accuracy == pytest.approx(here.accuracy)
+    assert any(kind == "evaluate" for _, kind in grid.pushed)
+
+
+def test_a_task_of_one_client_is_the_nodes_own() -> None:
+    """The user's own model and data: nobody has more than his share, and the server has none."""
+    task = make_task("norm")
+    here = fl.simulate(small("jmwst"), task, ROUNDS, **SETTINGS)
+    grid = federation(task)
+    made: list[int] = []
+
+    def mine(context: Any) -> Task:
+        i = int(context.node_config["partition-id"])
+        made.append(i)
+        return Task(NormNet, [blobs(11 + i, (1, 5, 5), 100 + i)], test=blobs(5, (1, 5, 5), i))
+
+    for c in task.clients:
+        grid.join(node_of(c.id), client_app(mine), {"partition-id": c.id})
+    there = train(small("jmwst"), server_task(NormNet, blobs(30, (1, 5, 5), 7), name="norm"), grid)
+    assert_equal(here, there)
+    assert sorted(made) == list(range(8)), "a task is made once in a process, not for every message"
+
+
+def test_densities_are_the_clients_own() -> None:
+    densities = [0.2, 0.2, 0.3, 0.3, 0.4, 0.4, 0.4, 0.2]
+    task = make_task("norm")
+    stated = make_task("norm")
+    stated.densities = densities
+    here = fl.simulate(small("hetero-jmwst"), stated, ROUNDS, **SETTINGS)
+    nodes = {i: {"density": d} for i, d in enumerate(densities)}
+    assert_equal(here, train(small("hetero-jmwst"), task, federation(task, nodes=nodes)))
+
+
+@methods
+def test_a_client_that_forgets_gets_its_own_mask_back(name: str) -> None:
+    task, method = make_task("norm"), small(name)
+    whole = train(method, task, federation(task))
+    grid = federation(task)
+
+    def forget(state: State, line: Any) -> None:
+        for context in grid.contexts.values():
+            context.state.clear()
+
+    assert_equal(whole, train(method, task, grid, watch=forget))
+
+
+class _Stop(Exception):  # noqa: N818
+    pass
+
+
+@pytest.mark.parametrize("again", ["same nodes", "fresh nodes"])
+@methods
+def test_a_server_killed_at_any_round_resumes_to_the_same_bits(name: str, again: str, tmp_path: Path) -> None:
+    """Clients have worked on since the last checkpoint: nobody's memory is stepped twice."""
+    task, method = make_task("norm"), small(name)
+    whole = train(method, task, federation(task))
+    for at in range(1, len(whole.history)):
+        grid, folder, seen = federation(task), tmp_path / str(at), itertools.count(1)
+
+        def kill(state: State, line: Any, at: int = at, seen: Any = seen) -> None:
+            if next(seen) > at:
+                raise _Stop
+
+        with pytest.raises(_Stop):
+            train(method, task, grid, folder, watch=kill)
+        resumed = train(method, task, grid if again == "same nodes" else federation(task), folder, resume=True)
+        assert_equal(whole, resumed)
+        assert len(resumed.history) == len(whole.history)
+
+
+def test_results_are_those_of_a_simulation(tmp_path: Path) -> None:
+    task = make_task("norm")
+    fl.simulate(small("spdst"), task, ROUNDS, folder=tmp_path / "here", **SETTINGS)
+    train(small("spdst"), task, federation(task), tmp_path / "there")
+    here, there = read_run(tmp_path / "here"), read_run(tmp_path / "there")
+    assert here["end"].keys() == there["end"].keys()
+    assert here["end"]["checksum"] == there["end"]["checksum"]
+    assert set(here["rounds"][0]) == set(there["rounds"][0])
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed_and_starts(tmp_path: Path) -> None:
+    task = make_task("norm")
+    assert_equal(train(small("pdst"), task, federation(task)), train(small("pdst"), task, federation(task), tmp_path, True))
+
+
+def test_importing_flashfl_does_not_import_flower() -> None:
+    code = "import sys, flashfl, flashfl.cli, flashfl.flower; sys.exit('flwr' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
