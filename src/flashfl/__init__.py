@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from .core.errors import FlashError
-from .core.method import Method
-from .core.state import Client, Local, Mask, Order, Plan, State, Sums, Update, Weights
-from .data import tasks
-from .data.task import Task
-from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, HeteroJMWST, HeteroSPDST
-from .run.runner import Run, simulate
-from .sparsity import PruneRegrow, mismatch
+if TYPE_CHECKING:
+    from .core.errors import FlashError
+    from .core.method import Method
+    from .core.state import Client, Local, Mask, Order, Plan, State, Sums, Update, Weights
+    from .data import tasks
+    from .data.task import Task
+    from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, HeteroJMWST, HeteroSPDST
+    from .run.runner import Run, simulate
+    from .sparsity import PruneRegrow, mismatch
+
+# Names are loaded when they are asked for: a Flower process that only passes messages on must not wait for torch.
+_HOMES = {
+    ".core.errors": ("FlashError",),
+    ".core.method": ("Method",),
+    ".core.state": (
+        "Client",
+        "Local",
+        "Mask",
+        "Order",
+        "Plan",
+        "State",
+        "Sums",
+        "Update",
+        "Weights",
+    ),
+    ".data.tasks": ("tasks",),
+    ".data.task": ("Task",),
+    ".methods": (
+        "JMWST",
+        "METHODS",
+        "NST",
+        "PDST",
+        "SPDST",
+        "Dense",
+        "HeteroJMWST",
+        "HeteroSPDST",
+    ),
+    ".run.runner": (
+        "Run",
+        "simulate",
+    ),
+    ".sparsity": (
+        "PruneRegrow",
+        "mismatch",
+    ),
+}
 
 __all__ = [
     "JMWST",
@@ -40,3 +81,16 @@ __all__ = [
     "simulate",
     "tasks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            module = import_module(home, __name__)
+            value = globals()[name] = module if home == ".data.tasks" else getattr(module, name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,4 +1,4 @@
-"""The command line: `flashfl run | compare | export | methods | data`."""
+"""The command line: `flashfl run | compare | report | figure | watch | export | methods | settings`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from . import __version__
 from .core.errors import ConfigError, FlashError
+from .report.command import add_commands, page_for
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
 
@@ -100,10 +101,24 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--data-root", dest="root", help="where data sets lie")
     comparison.add_argument("--quiet", action="store_true", help="show the table only")
 
+    again = add("reproduce", _reproduce, "run the missing cells of a table of the paper, and show ours beside theirs")
+    again.add_argument("table", help="main, savings, hetero, r_int, stage1, initialisation, nm, static_bn or wfa")
+    for name in ("dataset", "alpha", "density", "method"):
+        again.add_argument(f"--{name}", default="", help="only these cells (comma-separated)")
+    again.add_argument("--seeds", type=int, default=1, help="seeds a cell (default: 1)")
+    again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default): only show")
+    again.add_argument("--results", type=Path, default=Path("results"), help="where results lie (default: results)")
+    again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="where cells are run")
+    again.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    again.add_argument("--out", type=Path, help="also write the table there: .md or .html by its name")
+
     export = add("export", _export, "write a run's final model as safetensors, with its mask")
     export.add_argument("run", type=Path, help="the folder of a run")
     export.add_argument("--to", type=Path, help="the file to write (default: RUN/model.safetensors)")
 
+    add_commands(add)
+    for command in (run, comparison):
+        command.add_argument("--central", action="store_true", help="one client holding all data; a round is an epoch")
     add("methods", _methods, "list every method with its settings and defaults")
     add("settings", _settings, "list every setting of training and tasks with its default")
     return parser, made
@@ -115,6 +130,8 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
     data = load_toml(args.config) if args.config else {}
     if args.root:
         overrides = {**overrides, "data_root": args.root}
+    if args.central:
+        overrides = {**overrides, "clients": "1", "per_round": "1", "partition": "iid"}
     if args.config is None and "density" not in overrides:
         # The embedded task is small: at 2 % the methods differ visibly, at 5 % hardly (see LOG.md).
         data = {**data, "method": {"density": 0.02}}
@@ -170,7 +187,7 @@ def _clear(folder: Path) -> None:
     """Remove what a run writes, and nothing else."""
     import shutil
 
-    for name in ("checkpoints", "masks"):
+    for name in ("checkpoints", "masks", "snapshots", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in (folder / "results.jsonl", folder / "model.safetensors"):
         path.unlink(missing_ok=True)
@@ -207,6 +224,8 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     if text := verdict(runs):
         print(text)
     print(f"results in {args.out}")
+    if page := page_for(args.out, [run["folder"] for group in runs.values() for run in group]):
+        print(f"page: {page}")
     return 0
 
 
@@ -220,6 +239,24 @@ def _only_known(method: str, overrides: dict[str, str]) -> dict[str, str]:
     every = {name for cls in METHODS.values() for name in options_of(cls)}
     own = set(options_of(METHODS[method]))
     return {k: v for k, v in overrides.items() if k in own or k not in every}
+
+
+def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .run.cells import chosen, load_table
+    from .run.reproduce import markdown, page, reproduce
+
+    _, _, cells = load_table(args.table)
+    cells = chosen(cells, args.dataset, args.alpha, args.density, args.method)
+    if args.budget_minutes > 0:
+        settings = {"device": args.device}
+        reproduce(cells, args.seeds, args.results, args.runs, args.budget_minutes, settings)
+    text = markdown(args.table, cells, args.seeds, args.results)
+    print(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        html = args.out.suffix == ".html"
+        args.out.write_text(page(args.table, cells, args.seeds, args.results) if html else text)
+    return 0
 
 
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -19,7 +19,7 @@ from tests.test_every_method import VARIANTS, small
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[gpu, pytest.mark.gpu])])
-CONFIG = TrainConfig(rounds=3, per_round=4, batch=4, eval_every=1, workers=1)
+CONFIG = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1, workers=1)
 
 
 def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG, lanes: int = 3, **more: Any) -> fl.Run:
@@ -52,7 +52,7 @@ def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], dev
 @devices
 def test_momentum_decay_and_prox_agree_too(device: str) -> None:
     task = make_task("norm")
-    config = TrainConfig(rounds=3, per_round=4, batch=4, workers=1, momentum=0.9, weight_decay=0.01, prox=0.1, epochs=2)
+    config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, momentum=0.9, weight_decay=0.01, prox=0.1, epochs=2)
     a = run_lanes(small("jmwst"), task, device, config).weights.to("cpu")
     b = fl.simulate(small("jmwst"), task, train=config).weights
     assert float((a.vector - b.vector).norm() / b.vector.norm()) < 1e-3
@@ -75,7 +75,7 @@ class Plain(torch.nn.Module):
 @pytest.mark.parametrize("extra", [{}, {"momentum": 0.5, "weight_decay": 0.01, "prox": 0.1, "epochs": 2}])
 def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any], device: str) -> None:
     task = fl.Task(Plain, [blobs(11 + i, (1, 5, 5), 100 + i) for i in range(8)], blobs(30, (1, 5, 5), 7))
-    config = TrainConfig(rounds=3, per_round=4, batch=4, eval_every=1, workers=1, **extra)
+    config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1, workers=1, **extra)
     ours = run_lanes(small(name), task, device, config, lanes=3, crew="wide")
     theirs = fl.simulate(small(name), task, train=config)
     a, b = ours.weights.to("cpu"), theirs.weights
@@ -99,7 +99,7 @@ def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> N
     x, y = task.train[2].inputs[0].clone(), task.train[2].target  # type: ignore[attr-defined]
     x[:] = float("nan")
     task.train[2] = fl.data.examples.Arrays((x,), y)  # type: ignore[attr-defined]
-    config = TrainConfig(rounds=3, per_round=8, batch=4, workers=1)
+    config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1)
     done = run_lanes(small("spdst", warmup_clients=8), task, device, config, lanes=8)
     assert all("2" in line["failures"] for line in done.history)
     assert torch.isfinite(done.weights.vector).all()
@@ -108,7 +108,7 @@ def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> N
 @devices
 def test_static_batch_norm(device: str) -> None:
     task = make_task("norm")
-    config = TrainConfig(rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
+    config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
     a = run_lanes(small("spdst"), task, device, config)
     b = fl.simulate(small("spdst"), task, train=config)
     assert float((a.weights.to("cpu").vector - b.weights.vector).norm() / b.weights.vector.norm()) < 1e-4

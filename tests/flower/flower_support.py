@@ -57,9 +57,7 @@ def train(
 ) -> fl.Run:
     config = TrainConfig(**{"rounds": ROUNDS, **SETTINGS, **settings})
     options = replace(options, clients=options.clients or len(list(grid.get_node_ids())))
-    strategy = FlashStrategy(
-        method, task, config, options, folder=folder, resume=resume, watch=watch, quiet=True
-    )
+    strategy = FlashStrategy(method, task, config, options, folder=folder, resume=resume, watch=watch, quiet=True)
     strategy.start(grid)
     assert strategy.run is not None
     return strategy.run

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
+from flower_support import QUICK, ROUNDS, SETTINGS, assert_equal, federation, node_of, train
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
-from flower_support import QUICK, ROUNDS, SETTINGS, assert_equal, federation, node_of, train
 
 import flashfl as fl
 from flashfl.core.state import State
@@ -161,7 +161,8 @@ def test_results_are_those_of_a_simulation(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_there_cannot_be_resumed_and_starts(tmp_path: Path) -> None:
     task = make_task("norm")
-    assert_equal(train(small("pdst"), task, federation(task)), train(small("pdst"), task, federation(task), tmp_path, True))
+    fresh = train(small("pdst"), task, federation(task), tmp_path, resume=True)
+    assert_equal(train(small("pdst"), task, federation(task)), fresh)
 
 
 def test_importing_flashfl_does_not_import_flower() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flashfl.core.errors import DataError
 from flashfl.core.layout import Layout
 from flashfl.core.state import Mask
-from flashfl.measure.mismatch import counts_of, jaccard, pairwise, shared
+from flashfl.measure.mismatch import _shared_on_device, counts_of, jaccard, pairwise, shared
 from flashfl.measure.snapshots import Snapshots, pack, unpack
 from flashfl.sparsity import layer_mismatch, mismatch
 
@@ -27,6 +27,8 @@ def test_shared_counts_what_two_masks_have_in_common() -> None:
     common, counts = shared(before, after)
     assert common == (1, 2)
     assert counts == (2, 3) == counts_of(after)
+    assert _shared_on_device(before, after) == (common, counts)
+    assert _shared_on_device(before, Mask(LAYOUT, after.bits, counts)) == (common, counts)
     assert jaccard(3, 4, 5) == pytest.approx(0.5) == pytest.approx(mismatch(before, after))
     assert [jaccard(*x) for x in zip(common, (2, 2), counts, strict=True)] == pytest.approx(
         layer_mismatch(before, after)

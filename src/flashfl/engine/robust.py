@@ -19,6 +19,7 @@ from ..aggregate import add
 from ..core.layout import Layout
 from ..core.state import Sums, Update
 
+Place = tuple[int, np.ndarray[Any, Any]]  # where an update lies in the file, and its mask, packed
 _STRETCH = 32 << 20  # numbers held in memory at a time, over all clients
 
 
@@ -32,7 +33,7 @@ def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums
     """
     sums = Sums(layout)
     with tempfile.TemporaryFile() as file:
-        held: list[tuple[int, np.ndarray[Any, Any]]] = []  # each update's place in the file and its mask, packed
+        held: list[Place] = []
         for update in updates:
             add(sums, replace(update, weights=None))
             if update.weights is None:
@@ -47,7 +48,7 @@ def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums
     return sums
 
 
-def _weights(layout: Layout, sums: Sums, file: Any, held: list[tuple[int, np.ndarray[Any, Any]]], trim: float) -> Tensor:
+def _weights(layout: Layout, sums: Sums, file: Any, held: list[Place], trim: float) -> Tensor:
     out = torch.empty(layout.size, dtype=torch.float64)
     most = max(1, _STRETCH // len(held))
     for layer in layout.travelling:

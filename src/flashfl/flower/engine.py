@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,7 @@ from .round import Round
 
 log = logging.getLogger("flwr.flashfl")
 _EVAL_BATCH = 250
+_TOGETHER = 8  # messages pushed at a time
 
 
 class FlowerEngine:
@@ -60,8 +62,7 @@ class FlowerEngine:
         """Send every order to its client and wait for all replies, or as long as a client has."""
         began, this = time.perf_counter(), self.open()
         self._tag = s.tag
-        for client, order in orders:  # one at a time: a thousand orders need no more memory than one
-            self._push(this.post(client, order))
+        self._push(this.post(client, order) for client, order in orders)
         sent = time.perf_counter()
         self._exchange(lambda: this.waiting, this.take)
         for message, post in this.waiting.items():
@@ -76,9 +77,12 @@ class FlowerEngine:
         self.roster.stale = True
         return this.close(self.task.layout)
 
-    def _push(self, *messages: Message) -> None:
-        if not all(self.grid.push_messages(list(messages))):
-            log.warning("the SuperLink did not take a message: its client will be left out")
+    def _push(self, messages: Iterable[Message]) -> None:
+        """Send messages, a few at a time: together is faster than one by one, all at once may be too much to hold."""
+        rest = iter(messages)
+        while some := list(itertools.islice(rest, _TOGETHER)):
+            if not all(self.grid.push_messages(some)):
+                log.warning("the SuperLink did not take a message: its client will be left out")
 
     def _exchange(self, waiting: Callable[[], Mapping[str, Any]], take: Callable[[Message], Message | None]) -> None:
         """Pull replies until nothing is waited for or time is up. Flower's own loop looks every three seconds only."""
@@ -89,7 +93,7 @@ class FlowerEngine:
                 if (late := self._late.pop(reply.metadata.reply_to_message_id, None)) is not None:
                     log.warning("a late reply is left out (%s)", late)
                 elif (follow := take(reply)) is not None:
-                    self._push(follow)
+                    self._push([follow])
             if not replies:
                 time.sleep(pause)
                 pause = min(self.options.poll, 2 * pause)
@@ -109,9 +113,7 @@ class FlowerEngine:
     def _ask_clients(self, weights: Weights, statistics: bool) -> dict[str, float]:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
         jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout)
-        for client in self.roster:
-            if self.roster.entries[client.id].held:
-                self._push(jury.post(client))
+        self._push(jury.post(client) for client in self.roster if self.roster.entries[client.id].held)
         self._exchange(lambda: jury.waiting, jury.take)
         verdict = jury.verdict()
         self.judging += jury.traffic

@@ -5,10 +5,9 @@ Everything that comes in and goes out is plain data, so it does not matter in wh
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,49 +17,14 @@ from ..core.errors import ConfigError, FlashError
 from ..core.state import Mask, Weights
 from ..data.examples import Source
 from ..data.task import Task
-from ..engine.client import ClientSide, Memory
+from ..engine.client import ClientSide
 from ..engine.train import Trainer
 from ..wire import Message, UnknownMask, decode, encode
 from ..wire.frame import VERSION
+from .exchange import Answer, Held, Seat
 from .memory import HeldMasks
 
 _EVAL_BATCH = 250
-
-
-@dataclass(frozen=True)
-class Seat:
-    """What a message says of whom it is for: the node's settings and the run's."""
-
-    node: Mapping[str, Any]
-    run: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def client(self) -> int:
-        """The client's id: `client-id` of the node's settings, else `partition-id`."""
-        for name in ("client-id", "partition-id"):
-            if name in self.node:
-                return int(self.node[name])
-        raise ConfigError(
-            "this node does not say which client it is: start its SuperNode with --node-config 'partition-id=N'"
-        )
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a client remembers: its last rounds, and the masks they name, packed."""
-
-    memory: Memory = field(default_factory=list)
-    masks: Mapping[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A reply: an update, a verdict, a registration, or why there is none; and what to remember, if that changed."""
-
-    kind: str  # update, lack, judged, client, failed
-    data: bytes = b""
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    held: Held | None = None
 
 
 class Host:
@@ -147,25 +111,34 @@ def _threads(count: int) -> Iterator[None]:
 TaskFn = Callable[[Any], Task]  # called with the seat: anything that has `node_config` and `run_config`
 
 
-class Hosts:
-    """The hosts of a process: one for each task, and one task for each node unless the maker shares it."""
+# What a process keeps between messages. Flower may hand an app to a process anew for every message (Ray does), so it
+# is kept here and not in the app: by the function that makes a task, and by the task. Both are bounded.
+_MOST = 8
+_TASKS: OrderedDict[tuple[Any, str], Task] = OrderedDict()
+_HOSTS: OrderedDict[int, Host] = OrderedDict()
 
-    def __init__(self, make: Task | TaskFn, most: int = 8) -> None:
-        self.make = make
-        self._tasks = functools.lru_cache(most)(self._task)
-        self._hosts: dict[int, Host] = {}
 
-    def find(self, seat: Seat, context: Any) -> Host:
-        """The host for a message; what is made for it is kept for the next."""
-        self._context = context
-        key = repr((sorted(seat.node.items()), sorted(seat.run.items())))
-        task = self.make if isinstance(self.make, Task) else self._tasks(key)
-        if id(task) not in self._hosts:
-            if len(self._hosts) > 8:
-                self._hosts.clear()
-            self._hosts[id(task)] = Host(task, int(seat.node.get("threads", 1)))
-        return self._hosts[id(task)]
+def find(make: Task | TaskFn, seat: Seat, context: Any) -> Host:
+    """The host for a message: a task is made once for each node and run, its replica once for each task."""
+    task = make if isinstance(make, Task) else _task(make, seat, context)
+    host = _HOSTS.get(id(task))
+    if host is None or host.task is not task:
+        host = Host(task, int(seat.node.get("threads", 1)))
+    _keep(_HOSTS, id(task), host)
+    return host
 
-    def _task(self, key: str) -> Task:
-        assert not isinstance(self.make, Task)
-        return self.make(self._context)
+
+def _task(make: TaskFn, seat: Seat, context: Any) -> Task:
+    key = (make, repr((sorted(seat.node.items()), sorted(seat.run.items()))))
+    task = _TASKS.get(key)
+    if task is None:
+        task = make(context)
+    _keep(_TASKS, key, task)
+    return task
+
+
+def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > _MOST:
+        cache.popitem(last=False)

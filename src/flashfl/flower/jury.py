@@ -35,7 +35,7 @@ class Jury:
         # Judging leaves what clients hold as it is, so a client that lacks a mask is sent it whole and that is all.
         encoded = encode(message, (), self.server.values) if full else self.server.encode(message)
         self.traffic += encoded.parts.traffic("order")
-        content = records.blob("order", encoded.data, client=client.id)
+        content = records.blob("order", encoded.data)
         sent = Message(content, self.entries[client.id].node, "evaluate", ttl=self.timeout)
         self._posts.append((client, sent.metadata))
         return sent

@@ -16,16 +16,13 @@ STYPE = "flash.v1"
 Field = str | int | float
 
 
-class BadRecord(FlashError):
+class BadRecord(FlashError):  # noqa: N818 - as the wire's errors, it names what is wrong
     """A reply that does not have the form it must have."""
 
 
-def blob(name: str, data: bytes, **fields: Field) -> RecordDict:
-    """A record with one blob, and perhaps fields beside it."""
-    content = RecordDict({name: ArrayRecord({"blob": to_array(data)})})
-    if fields:
-        content["fields"] = ConfigRecord(dict(fields))
-    return content
+def blob(name: str, data: bytes) -> RecordDict:
+    """A record with one blob."""
+    return RecordDict({name: ArrayRecord({"blob": to_array(data)})})
 
 
 def to_array(data: bytes) -> Array:

@@ -55,7 +55,7 @@ class Round:
     def _message(self, client: Client, order: Order, data: bytes) -> Message:
         stage, number, attempt = order.tag
         group = f"{stage}.{number}.{attempt}"
-        content = records.blob("order", data, client=client.id)
+        content = records.blob("order", data)
         return Message(content, self.nodes[client.id], "train", ttl=self.timeout, group_id=group)
 
     @property
@@ -68,7 +68,7 @@ class Round:
         about = reply.metadata.reply_to_message_id
         post = next((p for p in self.posts if p.metadata.message_id == about), None)
         if post is None:
-            log.warning("a reply to a message that is not of this round is left out (node %d)", reply.metadata.src_node_id)
+            log.warning("a reply that is not of this round is left out (node %d)", reply.metadata.src_node_id)
             return None
         if post.done:
             log.warning("client %d replied twice: the second reply is left out", post.client.id)

@@ -97,9 +97,10 @@ def radix_lowest(
         return below
     equal = torch.empty_like(below)
     _mark[grid](keys, among, threshold, below, equal, *blocks, k, n, candidates is None, True, BLOCK)
-    order = equal.cumsum(-1, dtype=torch.int32)
+    # One long scan: scanning each row by itself would leave all but a few multiprocessors idle.
+    order = equal.flatten().cumsum(0, dtype=torch.int32).view(rows, k)
     for i, layer in enumerate(layout.prunable):
-        earlier = order[:, layer.start - 1 : layer.start] if layer.start else torch.zeros_like(order[:, :1])
-        taken = order[:, layer.start : layer.stop] - earlier <= left[:, i : i + 1]
-        below[:, layer.start : layer.stop] |= equal[:, layer.start : layer.stop] & taken
+        span = slice(layer.start, layer.stop)
+        earlier = order[:, span][:, :1] - equal[:, span][:, :1].to(torch.int32)
+        below[:, span] |= equal[:, span] & (order[:, span] - earlier <= left[:, i : i + 1])
     return below

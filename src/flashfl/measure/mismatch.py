@@ -17,17 +17,23 @@ def shared(before: Mask, after: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]
 
     Reductions run where the masks are; a GPU is waited for once.
     """
+    if after.bits.is_cuda or before.bits.is_cuda:
+        return _shared_on_device(before, after)
+    both = (before.bits & after.bits).numpy()
+    common = [int(np.count_nonzero(both[x.start : x.stop])) for x in after.layout.prunable]
+    return tuple(common), counts_of(after)
+
+
+def _shared_on_device(before: Mask, after: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """All sums queued first, then read together: one wait."""
     layers = after.layout.prunable
-    if not after.bits.is_cuda and not before.bits.is_cuda:
-        both = (before.bits & after.bits).numpy()
-        common = [int(np.count_nonzero(both[x.start : x.stop])) for x in layers]
-        return tuple(common), counts_of(after)
-    both_bits = before.bits.to(after.bits.device) & after.bits
-    parts = [both_bits[x.start : x.stop].sum() for x in layers]
+    both = before.bits.to(after.bits.device) & after.bits
+    parts = [both[x.start : x.stop].sum() for x in layers]
     if after.known_counts is None:
         parts += [after.bits[x.start : x.stop].sum() for x in layers]
     numbers = torch.stack(parts).tolist() if parts else []
-    return tuple(numbers[: len(layers)]), after.known_counts or tuple(numbers[len(layers) :])
+    counts = tuple(numbers[len(layers) :]) if after.known_counts is None else after.known_counts
+    return tuple(numbers[: len(layers)]), counts
 
 
 def counts_of(mask: Mask) -> tuple[int, ...]:

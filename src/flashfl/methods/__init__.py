@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from ..core.method import Method
 from .dense import Dense
+from .disagree import Disagree
 from .hetero import HeteroJMWST, HeteroSPDST
 from .jmwst import JMWST
 from .nst import NST
 from .pdst import PDST
+from .sparse import Sparse
 from .spdst import SPDST
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST)}
+METHODS: dict[str, type[Method]] = {
+    cls.name: cls for cls in (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST, Sparse, Disagree)
+}
 
-__all__ = ["JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "HeteroJMWST", "HeteroSPDST"]
+__all__ = ["JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "Disagree", "HeteroJMWST", "HeteroSPDST", "Sparse"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import __version__
 from ..measure.comms import per_client
+from ..methods import METHODS
 from . import curves, paper
 from .load import ELSEWHERE, Found, RunData
 
@@ -24,7 +25,9 @@ def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     groups: dict[str, list[RunData]] = {}
     for run in runs:
         groups.setdefault(run.key, []).append(run)
-    return dict(zip(_labels(list(groups.values())), groups.values(), strict=True))
+    order = {name: i for i, name in enumerate(METHODS)}  # from the plainest method to the most refined
+    ordered = sorted(groups.values(), key=lambda group: order.get(group[0].method, len(order)))
+    return dict(zip(_labels(ordered), ordered, strict=True))
 
 
 def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
@@ -154,24 +157,20 @@ def _point(run: RunData) -> dict[str, Any]:
 
 
 def _tasks(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
-    """The distinct splits of data over clients, each once, cut to what can be shown."""
+    """The ways data are split over clients, each once and by its first seed, cut to what can be shown."""
     seen: dict[str, dict[str, Any]] = {}
-    for runs in groups.values():
-        for run in runs:
-            info = run.header["task"].get("info") or {}
-            table = info.get("histogram")
-            if not table:
-                continue
-            counts = np.array(table)
-            mark = counts.tobytes().hex()[:4096] + str(counts.shape)
-            if mark not in seen:
-                seen[mark] = {"title": _split(info, run.seed), "clients": len(counts), **_cut(counts)}
-    return list(seen.values())[:4]
+    for run in sorted((run for runs in groups.values() for run in runs), key=lambda run: run.seed):
+        info = run.header["task"].get("info") or {}
+        title = _split(info)
+        if info.get("histogram") and title not in seen:
+            counts = np.array(info["histogram"])
+            seen[title] = {"title": f"{title}, seed {run.seed}", "clients": len(counts), **_cut(counts)}
+    return list(seen.values())[:6]
 
 
-def _split(info: Mapping[str, Any], seed: int) -> str:
+def _split(info: Mapping[str, Any]) -> str:
     alpha = f", α = {info['alpha']:g}" if info.get("partition") in ("lda", "dirichlet") else ""
-    return f"{info.get('dataset', '')}: {info.get('partition', '')}{alpha}, seed {seed}"
+    return f"{info.get('dataset', '')}: {info.get('partition', '')}{alpha}, {info.get('clients', '?')} clients"
 
 
 def _cut(counts: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ..run.results import RESULTS, read_run
 
 # Settings that say where or for how long something is done, not what: runs that differ in these alone are one group.
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
+MOST_MASKS = 48  # more cells than these by these cannot be told apart on a screen
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class RunData:
         sizes = [_size(shape) for _, shape in self.header["task"]["layers"]]
         store, rounds, masks = Snapshots(self.folder / SNAPSHOTS), [], []
         known: dict[str, Any] = {}
-        for line in self.stage2:
-            if not (name := line.get("snapshot")):
-                continue
+        kept = [line for line in self.stage2 if line.get("snapshot")]
+        for line in kept[:: -(-len(kept) // MOST_MASKS) or 1]:
+            name = line["snapshot"]
             try:
                 known[name] = known[name] if name in known else store.get(name, sum(sizes))
             except FlashError:
@@ -112,7 +113,7 @@ def load(paths: Iterable[Path]) -> Found:
         except FlashError as error:
             found.problems.append(Problem(str(folder), str(error)))
         except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            why = f"{folder} is damaged: {type(error).__name__} {error}"
+            why = f"{folder} is damaged: its results do not read as a run's ({type(error).__name__}: {error})"
             found.problems.append(Problem(str(folder), why))
     return found
 
@@ -143,7 +144,12 @@ def _read(folder: Path) -> RunData:
         raise FlashError(f"{folder} has no finished round yet")
     for line in run.rounds:
         _ = (line["round"] + line["stage"], line["loss"], line["density"], line["layer_densities"][0:])
-        _ = (line["bytes"]["up"] + line["total"]["up"] + line["total"]["down"], len(line["cohort"]), len(line["failures"]), line["seconds"].get)
+        _ = (
+            line["bytes"]["up"] + line["total"]["up"] + line["total"]["down"],
+            len(line["cohort"]),
+            len(line["failures"]),
+            line["seconds"].get,
+        )
         _ = [view["metric"] for view in line["metrics"].values()]
     return run
 

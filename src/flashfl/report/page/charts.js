@@ -3,12 +3,12 @@
 function frame(host, o, xs, ys) {
   const width = Math.max(240, host.clientWidth), height = o.height || Math.round(Math.min(340, Math.max(210, width * 0.52)));
   const inner = { top: 12, bottom: height - 38, right: width - 12 };
-  const yCount = Math.max(3, Math.floor(height / 60));
+  const yCount = Math.max(3, Math.floor(height / 55));
   const ySpan = [inner.bottom, inner.top];
   const y = o.yType === "log" ? logarithmic(ys, ySpan, yCount) : linear(ys, ySpan, yCount);
   const widest = Math.max(...y.ticks.map((t) => o.yTick(t).length), 3);
   inner.left = widest * 6.4 + 26;
-  const xSpan = [inner.left, inner.right], xCount = Math.max(2, Math.floor((inner.right - inner.left) / 85));
+  const xSpan = [inner.left, inner.right], xCount = Math.max(3, Math.floor((inner.right - inner.left) / 85));
   const x = o.xType === "log" ? logarithmic(xs, xSpan, xCount) : linear(xs, xSpan, xCount);
   if (o.whole) x.ticks = x.ticks.filter(Number.isInteger);
   const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${o.yLabel} against ${o.xLabel}` });
@@ -85,9 +85,12 @@ function hover(svg, series, { x, y, inner }, o) {
       if (p) { dot.setAttribute("cx", p.at); dot.setAttribute("cy", p.high); }
     });
     const value = (p) => o.yText(p.s.y[p.i]) + (p.s.spread && p.s.spread[p.i] > 0 ? ` ± ${o.yText(p.s.spread[p.i])}` : "");
-    const rows = same.sort((a, b) => a.high - b.high).flatMap((p) => [[p.s.colour, p.s.label, value(p)], ...(p.s.more ? p.s.more(p.i) : [])]);
+    // Of very many lines only those next to the pointer are told.
+    const near = same.length <= 10 ? same : [...same].sort((a, b) => Math.abs(a.high - py) - Math.abs(b.high - py)).slice(0, 9);
+    const rest = same.length > near.length ? [["", `and ${same.length - near.length} more`, ""]] : [];
+    const rows = near.sort((a, b) => a.high - b.high).flatMap((p) => [[p.s.colour, p.s.label, value(p)], ...(p.s.more ? p.s.more(p.i) : [])]);
     const marks = same.filter((p) => p.s.mark && p.i === p.s.x.length - 1).map((p) => [p.s.colour, `${p.s.label}, paper`, p.s.mark.text]);
-    showTip(event, o.title ? o.title(best.s.x[best.i], best.s, best.i) : `${o.xLabel} ${o.xText(best.s.x[best.i])}`, [...rows, ...marks]);
+    showTip(event, o.title ? o.title(best.s.x[best.i], best.s, best.i) : `${o.xLabel} ${o.xText(best.s.x[best.i])}`, [...rows, ...rest, ...marks]);
   };
   area.addEventListener("pointermove", move);
   area.addEventListener("pointerdown", move);
@@ -132,8 +135,10 @@ function heatmap(host, o) {
 function bars(host, o) {
   const width = Math.max(240, host.clientWidth), line = 34, top = 4;
   const room = Math.min(width * 0.38, Math.max(...o.rows.map((r) => r.label.length)) * 6.7 + 12);
-  const most = Math.max(...o.rows.map((r) => Math.max(r.mark || 0, r.parts.reduce((a, [, v]) => a + v, 0))), 1e-12);
-  const scale = linear([0, most], [room, width - 70], Math.max(2, Math.floor((width - room) / 110))), height = top + o.rows.length * line + 24;
+  const sums = o.rows.map((r) => Math.max(r.mark || 0, r.parts.reduce((a, [, v]) => a + v, 0))).sort((a, b) => b - a);
+  // A bar far longer than all others would flatten them: it is cut, and says so.
+  const most = Math.max((sums.length > 1 && sums[0] > 4 * sums[1] ? 1.35 * sums[1] : sums[0]) || 0, 1e-12);
+  const scale = linear([0, most], [room, width - 78], Math.max(2, Math.floor((width - room) / 110))), height = top + o.rows.length * line + 24;
   const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": o.label });
   for (const t of scale.ticks) {
     svg.append(shape("line", { class: "grid", x1: scale(t), x2: scale(t), y1: top, y2: height - 22 }));
@@ -144,12 +149,14 @@ function bars(host, o) {
     const name = row.label.length * 6.7 > room ? `${row.label.slice(0, Math.floor(room / 6.7) - 2)}…` : row.label;
     svg.append(shape("text", { x: room - 8, y: y + 14, "text-anchor": "end", class: "strong" }, name));
     let at = 0;
+    const to = (v) => scale(Math.min(v, most));
     row.parts.forEach(([, v], k) => {
-      svg.append(shape("rect", { class: "bar", x: scale(at), y, width: Math.max(0, scale(at + v) - scale(at)), height: 20, style: { fill: `var(--p${k})` } }));
+      svg.append(shape("rect", { class: "bar", x: to(at), y, width: Math.max(0, to(at + v) - to(at)), height: 20, style: { fill: `var(--p${k})` } }));
       at += v;
     });
-    svg.append(shape("text", { x: scale(Math.max(total, row.mark || 0)) + 8, y: y + 14 }, o.text(total)));
-    if (row.mark) svg.append(shape("line", { class: "mark", x1: scale(row.mark), x2: scale(row.mark), y1: y - 4, y2: y + 24, style: { stroke: "var(--ink)", "stroke-width": 2 } }));
+    if (total > most) for (const k of [0, 7]) svg.append(shape("path", { d: `M${scale(most) - 26 + k} ${y + 23}l6 -26`, style: { stroke: "var(--card)", "stroke-width": 3 } }));
+    svg.append(shape("text", { x: to(Math.max(total, row.mark || 0)) + 8, y: y + 14 }, o.text(total)));
+    if (row.mark && row.mark <= most) svg.append(shape("line", { class: "mark", x1: scale(row.mark), x2: scale(row.mark), y1: y - 4, y2: y + 24, style: { stroke: "var(--ink)", "stroke-width": 2 } }));
     const area = shape("rect", { class: "catch", x: 0, y: y - 6, width, height: line - 2, fill: "transparent" });
     const show = (event) => showTip(event, row.label, [...row.parts.map(([n, v], k) => [`var(--p${k})`, n, o.text(v)]), ["", "in all", o.text(total)], ...(row.mark ? [["var(--ink)", o.markName, o.text(row.mark)]] : [])]);
     area.addEventListener("pointermove", show);

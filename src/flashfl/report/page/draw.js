@@ -49,7 +49,7 @@ function linear([low, high], [from, to], count = 5) {
   const scale = (v) => from + ((v - low) / (high - low)) * (to - from);
   const raw = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.75);
   scale.ticks = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) scale.ticks.push(Number((i * step).toPrecision(12)));
   return scale;
@@ -59,9 +59,13 @@ function logarithmic([low, high], [from, to], count = 5) {
   if (!(high > low)) { high = low * 1.5; low /= 1.5; }
   const a = Math.log10(low), b = Math.log10(high);
   const scale = (v) => from + ((Math.log10(v) - a) / (b - a)) * (to - from);
-  const all = [];
-  for (let power = Math.floor(a); power <= Math.ceil(b); power += 1)
-    for (const m of [1, 2, 5]) if (m * 10 ** power >= low * 0.999 && m * 10 ** power <= high * 1.001) all.push(m * 10 ** power);
+  const within = (steps) => {
+    const found = [];
+    for (let power = Math.floor(a); power <= Math.ceil(b); power += 1)
+      for (const m of steps) if (m * 10 ** power >= low * 0.999 && m * 10 ** power <= high * 1.001) found.push(m * 10 ** power);
+    return found;
+  };
+  const coarse = within([1, 2, 5]), all = coarse.length > 2 ? coarse : within([1, 1.5, 2, 3, 4, 5, 6, 8]);
   const tens = all.filter((v) => Math.abs(Math.log10(v) % 1) < 1e-9 || Math.abs((Math.log10(v) % 1) + 1) < 1e-9);
   const chosen = all.length <= count + 2 || tens.length < 2 ? all : tens;
   const every = Math.ceil(chosen.length / (count + 2));

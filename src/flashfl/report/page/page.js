@@ -10,7 +10,8 @@ const shown = () => data.groups.map((g, i) => ({ ...g, colour: groupColour(i) })
 const thousand = (n) => n.toLocaleString("en").replaceAll(",", " ");
 
 function section(title, about, { half = false } = {}) {
-  const node = make("section", { class: half ? "half" : "", id: title.toLowerCase().replace(/[^a-z]+/g, "-") }, make("h2", {}, title), make("p", { class: "about" }, about));
+  const head = make("div", { class: "head" }, make("h2", {}, title));
+  const node = make("section", { class: half ? "half" : "", id: title.toLowerCase().replace(/[^a-z]+/g, "-") }, head, make("p", { class: "about" }, about));
   main.append(node);
   return node;
 }
@@ -24,7 +25,7 @@ function chart(parent, draw) {
 function choice(parent, options, key) {
   const buttons = Object.entries(options).map(([value, label]) => make("button", {
     type: "button", "aria-pressed": String(chosen[key] === value), onclick: () => { chosen[key] = value; render(); } }, label));
-  parent.append(make("div", { class: "choice", role: "group" }, ...buttons));
+  parent.querySelector(".head").append(make("div", { class: "choice", role: "group" }, ...buttons));
 }
 
 function legend() {
@@ -66,9 +67,11 @@ function masks() {
 }
 
 function heats() {
-  const groups = shown().filter((g) => g.heat.round.length);
+  const kept = shown().filter((g) => g.heat.round.length), moves = (g) => g.heat.sm.some((row) => row.some((v) => v > 0));
+  const groups = kept.filter(moves), still = kept.filter((g) => !moves(g)).map((g) => g.label);
+  if (!kept.length) return;
+  const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner fades; one common scale." + (still.length ? ` Not drawn, because the mask never moves and SM is 0 throughout: ${still.join(", ")}.` : ""), { half: groups.length < 3 });
   if (!groups.length) return;
-  const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner is pale; one common scale.");
   const most = Math.max(0.1, ...groups.flatMap((g) => g.heat.sm.flat())), many = make("div", { class: "many", style: { "--least": "250px" } });
   node.append(many, make("div", { class: "keys" }, make("span", {}, "0", make("div", { class: "ramp", style: { background: `linear-gradient(90deg, ${[0, .25, .5, .75, 1].map(heatColour).join(",")})` } }), most.toFixed(2))));
   for (const g of groups) {
@@ -82,8 +85,8 @@ function heats() {
 function layers() {
   const groups = shown().filter((g) => g.layer_mismatch.round.length && g.layer_mismatch.layers.some((row) => row.some((v) => v > 0)));
   if (groups.length) {
-    const node = section("Mask mismatch by layer", "SM between consecutive rounds for each prunable layer, from the first (blue) to the last (red). Methods whose masks never move are left out.");
-    const many = make("div", { class: "many", style: { "--least": "340px" } });
+    const node = section("Mask mismatch by layer", "SM between consecutive rounds for each prunable layer, from the first (blue) to the last (red). Methods whose masks never move are left out.", { half: groups.length < 3 });
+    const many = make("div", { class: "many", style: { "--least": groups.length < 3 ? "260px" : "340px" } });
     node.append(many);
     const top = Math.max(0.1, ...groups.flatMap((g) => g.layer_mismatch.layers.flat())) * 1.05;
     for (const g of groups) {
@@ -95,6 +98,9 @@ function layers() {
         onclick: () => { if (!gone.delete(i)) gone.add(i); render(); } }, String(i + 1)))));
     }
   }
+}
+
+function densities() {
   const dense = section("Layer densities", "The share of each prunable layer's weights that the final server mask keeps (log scale); for NST the union over its last cohort.", { half: true });
   const names = data.groups.length ? data.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
   chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.share, whole: true, title: (v) => `layer ${v}: ${names[v - 1]}`,
@@ -115,11 +121,13 @@ function costs() {
     chart(node, (host) => bars(host, { label: "bytes by part", parts: ["values", "mask", "overhead"], text: text.bytes, markName: "paper's formula",
       rows: counted.map((g) => ({ label: g.label, colour: g.colour, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
   }
-  if (shown().length) {
-    const node = section("Wall time by phase", "Seconds a run spent in each phase on the machine it ran on, mean over seeds.", { half: true });
-    const phases = Object.keys(shown()[0].phases);
-    chart(node, (host) => bars(host, { label: "seconds by phase", parts: phases, text: text.seconds, rows: shown().map((g) => ({ label: g.label, colour: g.colour, parts: phases.map((k) => [k, g.phases[k]]) })) }));
-  }
+}
+
+function times() {
+  if (!shown().length) return;
+  const node = section("Wall time by phase", "Seconds a run spent in each phase on the machine it ran on, mean over seeds.", { half: true });
+  const phases = Object.keys(shown()[0].phases);
+  chart(node, (host) => bars(host, { label: "seconds by phase", parts: phases, text: text.seconds, rows: shown().map((g) => ({ label: g.label, colour: g.colour, parts: phases.map((k) => [k, g.phases[k]]) })) }));
 }
 
 function padded(groups, key) {
@@ -129,8 +137,8 @@ function padded(groups, key) {
 
 function clients() {
   if (!data.tasks.length) return;
-  const node = section("Who holds what", "Samples of each class at each client.");
-  const many = make("div", { class: "many", style: { "--least": "420px" } });
+  const node = section("Who holds what", "Samples of each class at each client, as the first seed split them.", { half: true });
+  const many = make("div", { class: "many", style: { "--least": data.tasks.length > 1 ? "250px" : "100%" } });
   node.append(many);
   for (const t of data.tasks) {
     const left = t.clients > t.columns.length ? ` (${t.columns.length} of ${thousand(t.clients)} clients shown)` : "";
@@ -149,7 +157,7 @@ function render() {
   legend();
   problems();
   if (!data.groups.length) main.append(make("section", {}, make("h2", {}, "No runs to show"), make("p", { class: "about" }, "A run appears here after its first round.")));
-  else for (const part of [table, trends, masks, costs, layers, heats, clients, settings]) part();
+  else for (const part of [table, trends, masks, densities, heats, layers, costs, times, clients, settings]) part();
   for (const draw of draws) draw();
   scrollTo(0, at);
 }

@@ -3,7 +3,7 @@
 const COLUMNS = [
   ["method", (g) => g.label, (g) => g.label],
   ["seeds", (g) => g.summary.seeds, (g) => String(g.summary.seeds)],
-  ["accuracy %", (g) => g.summary.accuracy, (g) => withSpread(g.summary.accuracy, g.summary.std)],
+  ["accuracy %", (g) => g.summary.accuracy, (g) => (100 * g.summary.accuracy).toFixed(2) + (g.summary.seeds > 1 ? ` ± ${(100 * g.summary.std).toFixed(2)}` : "")],
   ["best %", (g) => g.summary.best, (g) => (100 * g.summary.best).toFixed(2)],
   ["paper %", (g) => (g.paper ? g.paper.mean : null), (g) => `${g.paper.mean.toFixed(2)}${g.paper.std === null ? "" : ` ± ${g.paper.std.toFixed(2)}`}${g.paper.differs.length ? " †" : ""}`],
   ["density", (g) => g.summary.density, (g) => g.summary.density.toFixed(4)],
@@ -18,7 +18,6 @@ const COLUMNS = [
 ];
 
 const known = (v) => v !== null && v !== undefined && !Number.isNaN(v);
-const withSpread = (mean, std) => `${(100 * mean).toFixed(2)} ± ${(100 * (std || 0)).toFixed(2)}`;
 
 function table() {
   const node = section("Summary", "Means over seeds at the end of training. Saving: dense fp32 bytes over the bytes really sent, stage 1 included. Mismatch: mean over the last sixth of the rounds. Select a heading to sort.");

@@ -1,0 +1,1 @@
+"""FLASH as a Flower app."""

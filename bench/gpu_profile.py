@@ -1,0 +1,82 @@
+"""Where a round's time goes on one GPU: wall time of each part, waiting for the device around it.
+
+    python bench/gpu_profile.py [--case b]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from gpu_round import task_of
+
+from flashfl import aggregate
+from flashfl.engine import books, crew, cuda
+from flashfl.engine.lanes import Stack
+from flashfl.methods import jmwst
+from flashfl.run.config import plan_of
+from flashfl.sparsity import rules
+from flashfl.sparsity.rules import PruneRegrow
+
+SPENT: dict[str, float] = defaultdict(float)
+
+
+def watch(owner: Any, name: str, label: str) -> None:
+    """Replace a function by one that adds up the time it takes, device work included."""
+    inner = getattr(owner, name)
+
+    def timed(*args: Any, **more: Any) -> Any:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        result = inner(*args, **more)
+        torch.cuda.synchronize()
+        SPENT[label] += time.perf_counter() - began
+        return result
+
+    setattr(owner, name, timed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", default="b")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    task, config, method = task_of(args.case)
+    engine = cuda.LaneEngine(task, "cuda")
+    plan = plan_of(config, task, task.clients, engine.device)
+    state = method.init(plan)
+
+    def one(state: Any) -> Any:
+        outcome = engine.train(state, ((c, method.order(state, c)) for c in task.clients))
+        return method.aggregate(state, outcome.sums)
+
+    for _ in range(2):
+        state = one(state)
+    parts = [
+        (crew.LaneCrew, "advance", "advance (training steps)"), (crew.LaneCrew, "begin", "begin"),
+        (crew.WideCrew, "advance", "advance (training steps)"), (crew.WideCrew, "_stage", "  stage"),
+        (PruneRegrow, "move", "move"), (PruneRegrow, "_shares", "  shares"), (rules, "hash_rows", "  hash"),
+        (rules, "lowest_by_layer", "  select"), (Stack, "load", "stack load"), (Stack, "read", "stack read"),
+        (Stack, "logical", "stack logical"), (books, "mask_sizes", "count mask bytes"),
+        (books.Round, "received", "received"), (books.Round, "close", "close"), (books.Round, "_add", "  add"),
+        (aggregate, "fedavg", "average"), (jmwst, "top_mask", "top mask"),
+    ]  # fmt: skip
+    for owner, name, label in parts:
+        if hasattr(owner, name):
+            watch(owner, name, label)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(args.rounds):
+        state = one(state)
+    torch.cuda.synchronize()
+    total = (time.perf_counter() - began) / args.rounds
+    print(f"case {args.case}: {1000 * total:.1f} ms a round (waiting around every part makes it slower)")
+    for label, seconds in SPENT.items():
+        print(f"  {label:<28} {1000 * seconds / args.rounds:8.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

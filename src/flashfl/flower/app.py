@@ -1,0 +1,120 @@
+"""A whole Flower app from a configuration: the same tables as `flashfl run`, on real machines.
+
+`server_main` and `task_of` are all that the app in apps/flower is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid
+
+from ..core.errors import ConfigError, unknown
+from ..core.parts import build
+from ..core.rng import fold
+from ..data.task import Task
+from ..data.tasks import TaskConfig, build_task
+from ..run.config import RunConfig, load_toml, make_config
+from .options import FlowerOptions
+
+_TABLES = ("task", "train", "method")
+_OWN = ("config", "settings", "folder", "resume")
+
+
+@dataclass(frozen=True)
+class AppConfig:
+    """What a run of the app is asked to do."""
+
+    run: RunConfig
+    options: FlowerOptions
+    folder: Path
+    resume: bool
+
+
+def read_config(flat: Mapping[str, Any]) -> AppConfig:
+    """A Flower run config, whose tables come flattened to `table.name`, as the settings of a run.
+
+    `config` names a TOML file that takes the place of the app's own tables, on the server and on every node;
+    `settings` adds to either, as on the command line: "method=jmwst density=0.05 rounds=100".
+    """
+    tables: dict[str, dict[str, Any]] = {name: {} for name in (*_TABLES, "flower")}
+    for key, value in flat.items():
+        table, dot, rest = key.partition(".")
+        if dot and table in tables:
+            _put(tables[table], rest.split("."), value)
+        elif key not in _OWN:
+            raise unknown("setting of the app", key, [*_OWN, *(f"{t}.…" for t in tables)])
+    options = build(FlowerOptions, tables.pop("flower"), "flower")
+    data: Mapping[str, Any] = load_toml(Path(str(flat["config"]))) if flat.get("config") else tables
+    settings = _settings(str(flat.get("settings", "")))
+    name = settings.get("method", data.get("method", {}).get("name", "spdst"))
+    run = make_config(data, {**settings, "method": name})
+    folder = (
+        flat.get("folder") or f"runs/flower-{run.task.dataset.replace(':', '-')}-{run.method.name}-{run.train.seed}"
+    )
+    return AppConfig(run, options, Path(str(flat.get("folder") or place)), bool(flat.get("resume", False)))
+
+
+def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        table = table.setdefault(name, {})
+    table[path[-1]] = value
+
+
+def _settings(text: str) -> dict[str, str]:
+    """`name=value` words as the command line's settings."""
+    out = {}
+    for word in shlex.split(text):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"settings: {word!r} must have the form name=value")
+        out[name.replace("-", "_")] = value
+    return out
+
+
+def server_main(grid: Grid, context: Context) -> None:
+    """Train what the run config says; results and checkpoints go to its folder."""
+    from .strategy import FlashStrategy
+
+    config = read_config(context.run_config)
+    if (config.folder / "results.jsonl").exists() and not config.resume:
+        raise ConfigError(
+            f"{config.folder} already holds a run: continue it with --run-config 'resume=true', "
+            "or choose another place with --run-config 'folder=\"...\"'"
+        )
+    task = _task(json.dumps(config.run.to_json()["task"]), config.run.train.seed)
+    strategy = FlashStrategy(
+        config.run.method, task, config.run.train, config.options,
+        folder=config.folder, resume=config.resume, header=config.run.to_json(),
+    )  # fmt: skip
+    strategy.start(grid)
+    assert strategy.run is not None
+    run = strategy.run
+    print(
+        f"{config.run.method.name}: accuracy {100 * run.accuracy:.2f} % (best {100 * run.best:.2f} %), "
+        f"density {run.weights.mask.density:.4f}, checksum {run.checksum}; results in {config.folder.resolve()}"
+    )
+
+
+def task_of(context: Context) -> Task:
+    """The configured task on a node: its `num-partitions` says over how many clients the data is split."""
+    config, node = read_config(context.run_config).run, context.node_config
+    task = config.task
+    if "num-partitions" in node:
+        task = replace(task, clients=int(node["num-partitions"]))
+    if "data-root" in node:
+        task = replace(task, data_root=str(node["data-root"]))
+    return _task(json.dumps(RunConfig(task=task).to_json()["task"]), config.train.seed)
+
+
+@functools.lru_cache(2)
+def _task(described: str, seed: int) -> Task:
+    """Shared by all the nodes that a process plays."""
+    return build_task(build(TaskConfig, json.loads(described), "task"), fold(seed, "task"))

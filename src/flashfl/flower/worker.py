@@ -1,0 +1,155 @@
+"""A process that outlives messages: it keeps torch, the model and the data where Flower would reload them.
+
+Flower starts a new process for every message of a deployed client. That process hands the work to this one over a
+socket that only the same user can reach, and needs to import neither torch nor the data. The worker ends when the
+process that starts Flower's (the node's SuperExec) has ended, or when it has had nothing to do for long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from importlib import import_module
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from .exchange import Answer, Held, Seat
+
+IDLE = 1800.0  # seconds without work after which a worker ends
+_STARTS = 60.0  # seconds a worker has to open its socket
+
+
+def resolve(reference: str) -> Any:
+    """The object that `module:name` names."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def ask(reference: str, kind: str, seat: Seat, data: bytes, held: Held) -> Answer | None:
+    """The worker's answer to a message; None if there can be no worker here."""
+    parent, folder = os.getppid(), _folder()
+    if folder is None or parent <= 1:
+        return None
+    name = hashlib.blake2b(
+        json.dumps([parent, reference, sys.path, sys.executable]).encode(), digest_size=8
+    ).hexdigest()
+    with _connect(folder / f"{name}.sock", parent, reference) as connection:
+        _send(connection, {"kind": kind, "node": dict(seat.node), "run": dict(seat.run)}, data, held)
+        fields, reply, kept = _receive(connection)
+    if "raised" in fields:
+        raise RuntimeError(f"in the worker: {fields['raised']}")
+    return Answer(fields["kind"], reply, fields["fields"], kept if fields["remember"] else None)
+
+
+def _folder() -> Path | None:
+    """Where sockets lie: a folder that nobody but this user can enter."""
+    if not hasattr(os, "getuid") or not hasattr(__import__("socket"), "AF_UNIX"):
+        return None
+    folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    safe = found.st_uid == os.getuid() and not found.st_mode & 0o077 and folder.is_dir() and not folder.is_symlink()
+    return folder if safe else None
+
+
+def _connect(socket: Path, parent: int, reference: str) -> Connection:
+    """A connection to the worker behind this socket, which is started if it is not there."""
+    try:
+        return _client(socket)
+    except OSError:
+        socket.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "flashfl.flower.worker", str(socket), str(parent), reference, json.dumps(sys.path)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    end = time.monotonic() + _STARTS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            return _client(socket)
+        except OSError:
+            time.sleep(0.02)
+    raise RuntimeError(f"the worker did not start (exit code {process.poll()})")
+
+
+def _client(socket: Path) -> Connection:
+    return Client(str(socket), family="AF_UNIX")  # type: ignore[return-value]
+
+
+def _send(connection: Connection, fields: dict[str, Any], data: bytes, held: Held) -> None:
+    """A few fields as JSON, a blob, and masks: no pickles."""
+    head = {**fields, "memory": held.memory, "masks": list(held.masks)}
+    connection.send_bytes(json.dumps(head).encode())
+    connection.send_bytes(data or b"\0")  # an empty one is not told from none on every system
+    for mask in held.masks.values():
+        connection.send_bytes(mask)
+
+
+def _receive(connection: Connection) -> tuple[dict[str, Any], bytes, Held]:
+    fields = json.loads(connection.recv_bytes())
+    data = connection.recv_bytes()
+    masks = {digest: connection.recv_bytes() for digest in fields["masks"]}
+    memory = [(tuple(tag), order, own) for tag, order, own in fields["memory"]]
+    return fields, b"" if data == b"\0" else data, Held(memory, masks)
+
+
+def serve(socket: Path, parent: int, reference: str) -> None:
+    """Answer one message after another until there is nobody left to answer."""
+    last = [time.monotonic()]
+    threading.Thread(target=_watch, args=(socket, parent, last), daemon=True).start()
+    with Listener(str(socket), family="AF_UNIX") as listener:  # before torch is loaded: who calls meanwhile waits
+        while True:
+            try:
+                with listener.accept() as connection:
+                    last[0] = float("inf")
+                    _answer(connection, reference)
+            except (EOFError, OSError, ValueError) as error:
+                print(f"flashfl worker: a caller was lost ({error!r})", file=sys.stderr)
+            last[0] = time.monotonic()
+
+
+def _answer(connection: Any, reference: str) -> None:
+    fields, data, held = _receive(connection)
+    seat = Seat(fields["node"], fields["run"])
+    try:
+        from .host import find
+
+        context = SimpleNamespace(node_config=dict(seat.node), run_config=dict(seat.run))
+        answer = find(resolve(reference), seat, context).serve(fields["kind"], seat, data, held)
+    except Exception as error:  # the caller raises it again, as Flower expects of an app
+        _send(connection, {"raised": f"{type(error).__name__}: {error}"}, b"", Held())
+        return
+    kept = answer.held or Held()
+    head = {"kind": answer.kind, "fields": dict(answer.fields), "remember": answer.held is not None}
+    _send(connection, head, answer.data, kept)
+
+
+def _watch(socket: Path, parent: int, last: list[float]) -> None:
+    while _alive(parent) and time.monotonic() - last[0] < IDLE:
+        time.sleep(0.5)
+    socket.unlink(missing_ok=True)
+    os._exit(0)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:  # one that has ended and was not waited for yet is not alive either
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return True
+
+
+if __name__ == "__main__":
+    _, _socket, _parent, _reference, _path = sys.argv
+    sys.path[:] = json.loads(_path)
+    serve(Path(_socket), int(_parent), _reference)

@@ -1,0 +1,200 @@
+"""The paper's figures by name, from any runs, through matplotlib (the optional extra `plots`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigError, FlashError, unknown
+from . import curves, paper
+from .gather import groups_of
+from .load import RunData
+
+Groups = Mapping[str, Sequence[RunData]]
+_INK = ("#2563c9", "#d9621f", "#16915f", "#b8397f", "#7a4fd0", "#a3780a", "#0e8aa3", "#b3303b", "#5b6472", "#4f8a1c")
+
+
+def _ink(i: int) -> str:
+    return _INK[i % len(_INK)]
+
+
+def accuracy_rounds(axes: Any, groups: Groups) -> None:
+    """Test accuracy against rounds, mean and standard deviation over seeds; the paper's figure where it applies."""
+    for i, (label, runs) in enumerate(groups.items()):
+        shown = curves.band([curves.accuracy(run) for run in runs])
+        _line(axes, shown["round"], shown, label, _ink(i))
+        there = paper.match(runs[0].settings)
+        if there and not there["differs"] and shown["round"]:
+            at = shown["round"][-1]
+            axes.errorbar([at], [there["mean"]], [there["std"] or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
+    axes.set(xlabel="round", ylabel="accuracy (%)")
+
+
+def accuracy_bytes(axes: Any, groups: Groups) -> None:
+    """Test accuracy against bytes up and down, log scale."""
+    for i, (label, runs) in enumerate(groups.items()):
+        shown = curves.band([curves.accuracy(run) for run in runs])
+        both = [curves.mean_at([curves.total_bytes(run, k) for run in runs], shown["round"]) for k in ("up", "down")]
+        _line(axes, [(u + d) / 1e6 for u, d in zip(*both, strict=True)], shown, label, _ink(i))
+    axes.set(xlabel="communicated (MB, up and down)", ylabel="accuracy (%)", xscale="log")
+
+
+def _line(axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], label: str, ink: str) -> None:
+    mean, std = [100 * v for v in shown["mean"]], [100 * v for v in shown["std"]]
+    axes.plot(x, mean, color=ink, label=label, linewidth=1.6)
+    low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+    axes.fill_between(x, low, high, color=ink, alpha=0.15, linewidth=0)
+
+
+def mismatch_rounds(axes: Any, groups: Groups) -> None:
+    """SM between the masks of consecutive rounds."""
+    for i, (label, runs) in enumerate(groups.items()):
+        shown = curves.band([curves.mismatch(run) for run in runs])
+        axes.plot(shown["round"], shown["mean"], color=_ink(i), label=label, linewidth=1.6)
+    axes.set(xlabel="round", ylabel="mask mismatch", ylim=(0, None))
+
+
+def layer_sensitivity(axes: Any, groups: Groups) -> None:
+    """Layer densities: as stage 1 measured them where there was one (dashed), and at the end."""
+    for i, (label, runs) in enumerate(groups.items()):
+        final = curves.mean_densities(runs, lambda run: run.stage2[-1] if run.stage2 else None)
+        axes.plot(range(1, len(final) + 1), final, "o-", color=_ink(i), label=label, markersize=3, linewidth=1.4)
+        learned = [line["cohort_densities"] for run in runs for line in run.rounds if _learned(line)]
+        if learned:
+            means = [sum(column) / len(learned) for column in zip(*learned, strict=True)]
+            axes.plot(range(1, len(means) + 1), means, "--", color=_ink(i), linewidth=1, label=f"{label}, stage 1")
+    axes.set(xlabel="layer", ylabel="density", yscale="log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _learned(line: Mapping[str, Any]) -> bool:
+    return line["stage"] == 1 and "cohort_densities" in line
+
+
+def flops_bytes(axes: Any, groups: Groups) -> None:
+    """Training FLOPs against bytes, both in all, one point a run."""
+    for i, (label, runs) in enumerate(groups.items()):
+        points = [(sum(run.rounds[-1]["total"].values()) / 1e6, curves.total_flops(run)) for run in runs]
+        known = [(b, list(f.values())[-1]) for b, f in points if f]
+        if known:
+            axes.plot(*zip(*known, strict=True), "o", color=_ink(i), label=label)
+    axes.set(xlabel="communicated (MB, up and down)", ylabel="training FLOPs", xscale="log", yscale="log")
+
+
+def _sm_heatmap(axes: Any, runs: Sequence[RunData], most: float) -> Any:
+    found = curves.heat(runs)
+    rounds = found["round"]
+    image = axes.imshow(found["sm"], origin="lower", cmap="viridis", vmin=0, vmax=most)
+    ticks = curves.thin(range(len(rounds)), 6)
+    axes.set_xticks(ticks, [rounds[t] for t in ticks])
+    axes.set_yticks(ticks, [rounds[t] for t in ticks])
+    axes.set(xlabel="round", ylabel="round")
+    return image
+
+
+def _sm_layers(axes: Any, runs: Sequence[RunData], most: float) -> None:
+    from matplotlib import colormaps
+
+    found = curves.layer_mismatch(runs)
+    count = max(2, len(found["layers"]))
+    for i, row in enumerate(found["layers"]):
+        axes.plot(
+            found["round"], row, color=colormaps["turbo"](0.05 + 0.9 * i / (count - 1)), linewidth=1.2, label=i + 1
+        )
+    axes.set(xlabel="round", ylabel="mask mismatch", ylim=(0, most))
+    axes.legend(title="layer", fontsize="x-small", ncols=2)
+
+
+ONE: dict[str, Callable[[Any, Groups], None]] = {
+    "accuracy-rounds": accuracy_rounds,
+    "accuracy-bytes": accuracy_bytes,
+    "layer-sensitivity": layer_sensitivity,
+    "flops-bytes": flops_bytes,
+    "mismatch-rounds": mismatch_rounds,
+}
+EACH: dict[str, Callable[[Any, Sequence[RunData], float], Any]] = {"sm-heatmap": _sm_heatmap, "sm-layers": _sm_layers}
+NAMES = (*EACH, *ONE)
+
+
+def figure(name: str, runs: Sequence[RunData]) -> Any:
+    """The figure of that name as a matplotlib Figure."""
+    if name not in NAMES:
+        raise unknown("figure", name, NAMES)
+    if not runs:
+        raise FlashError("there is no run to draw: give the folders of runs")
+    groups = groups_of(runs)
+    if name in ONE:
+        made = _blank((6.4, 4))
+        ONE[name](made.subplots(), groups)
+        made.axes[0].grid(alpha=0.25)
+        if made.axes[0].get_legend_handles_labels()[1]:
+            made.axes[0].legend(fontsize="small")
+        return made
+    return _panels(name, groups)
+
+
+def _panels(name: str, groups: Groups) -> Any:
+    """One panel for each group that has something to show, on one common scale."""
+    tables = {label: _table(name, runs) for label, runs in groups.items()}
+    groups = {label: runs for label, runs in groups.items() if tables[label]}
+    if not groups:
+        raise FlashError(f"{name}: these runs kept no masks that could be compared")
+    most = 1.02 * max([0.1, *(float(v) for table in tables.values() for row in table for v in row)])
+    columns = min(3, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    made = _blank((3.6 * columns + 0.6, 3.3 * rows))
+    every = made.subplots(rows, columns, squeeze=False).flatten()
+    images = []
+    for axes, (label, runs) in zip(every, groups.items(), strict=False):
+        images.append(EACH[name](axes, runs, most))
+        axes.set_title(label, fontsize="medium")
+    for axes in every[len(groups) :]:
+        axes.set_visible(False)
+    if images[0] is not None:
+        made.colorbar(images[0], ax=list(every), label="mask mismatch", shrink=0.8)
+    return made
+
+
+def _table(name: str, runs: Sequence[RunData]) -> list[list[float]]:
+    """The numbers a panel shows; none where masks never move or were not kept."""
+    if name == "sm-heatmap":
+        return list(curves.heat(runs)["sm"])
+    table = curves.layer_mismatch(runs)["layers"]
+    return list(table) if any(v > 0 for row in table for v in row) else []
+
+
+def overview(runs: Sequence[RunData]) -> Any:
+    """What a paper shows on one page: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
+    if not runs:
+        raise FlashError("there is no run to draw: give the folders of runs")
+    groups, made = groups_of(runs), _blank((14, 8))
+    every = made.subplots(2, 3).flatten()
+    for axes, draw in zip(every, ONE.values(), strict=False):
+        draw(axes, groups)
+        axes.grid(alpha=0.25)
+    every[0].legend(fontsize="small")
+    every[-1].set_visible(False)
+    return made
+
+
+def _blank(size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("figures need the matplotlib package: pip install 'flashfl[plots]'") from None
+    made = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(made)
+    return made
+
+
+def save(made: Any, path: Path) -> Path:
+    """Write a figure; the name's ending says how (png, svg, pdf)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        made.savefig(path, dpi=160)
+    except ValueError as error:
+        raise ConfigError(f"cannot write {path}: {error}") from None
+    return path

@@ -1,0 +1,99 @@
+"""The page on localhost, following runs as they go."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ..core.errors import ConfigError
+from .gather import page_data
+from .html import clean, page
+from .load import RunData, load
+
+REFRESH_MS = 2000
+_HOSTS = ("127.0.0.1", "localhost")
+
+
+class Feed:
+    """The page's data for a folder of runs, made anew only when a results file has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._stamp, self._data = "", {}  # type: str, dict[str, Any]
+        self._heats: dict[tuple[str, ...], tuple[list[int], Any]] = {}
+
+    def data(self) -> dict[str, Any]:
+        with self._lock:
+            stamp = self._now()
+            if stamp != self._stamp:
+                self._data = {**page_data(load([self.folder]), self._heat), "live": REFRESH_MS, "stamp": stamp}
+                self._stamp = stamp
+            return self._data
+
+    def _now(self) -> str:
+        """Changes whenever a run has gone on, appeared or vanished."""
+        found = [*self.folder.glob("results.jsonl"), *self.folder.glob("*/*.jsonl"), *self.folder.glob("*/*/*.jsonl")]
+        stats = [(p, p.stat()) for p in sorted(found) if p.exists()]
+        marks = [f"{p}:{s.st_size}:{s.st_mtime_ns}" for p, s in stats]
+        names = sorted(p.name for p in self.folder.iterdir()) if self.folder.is_dir() else []
+        return f"{hash((*marks, *names)):x}"
+
+    def _heat(self, run: RunData) -> tuple[list[int], Any]:
+        """Comparing masks is the one slow part: it is done again only when a run has kept another."""
+        names = (str(run.folder), *(line.get("snapshot", "") for line in run.stage2 if "snapshot" in line))
+        if names not in self._heats:
+            self._heats = {k: v for k, v in self._heats.items() if k[0] != names[0]}
+            self._heats[names] = run.heat()
+        return self._heats[names]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    feed: Feed
+
+    def do_GET(self) -> None:
+        where = urlsplit(self.path)
+        # A page from elsewhere must not read runs through a name that it has pointed here.
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _HOSTS:
+            self._answer(403, "text/plain", b"only for this machine")
+        elif where.path in ("/", "/index.html"):
+            self._answer(200, "text/html", page(self.feed.data()).encode())
+        elif where.path == "/data.json":
+            data = self.feed.data()
+            if parse_qs(where.query).get("since") == [data["stamp"]]:
+                self._answer(204, "application/json", b"")
+            else:
+                self._answer(200, "application/json", json.dumps(clean(data), allow_nan=False).encode())
+        else:
+            self._answer(404, "text/plain", b"not found")
+
+    def _answer(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line for every refresh would bury what matters."""
+
+
+def serve(folder: Path, port: int = 8327, ready: Callable[[str], None] = print) -> ThreadingHTTPServer:
+    """A server for this folder, bound to this machine alone; `ready` is told its address."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: give the one that runs are written to, such as runs")
+    handler = type("Handler", (_Handler,), {"feed": Feed(folder)})
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), handler)
+    except OSError as error:
+        raise ConfigError(f"port {port} cannot be used ({error.strerror}): choose another with --port") from None
+    server.daemon_threads = True
+    ready(f"http://127.0.0.1:{server.server_address[1]}/")
+    return server

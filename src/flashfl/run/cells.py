@@ -1,0 +1,218 @@
+"""Cells of the paper's tables: what to run for each, and the results that are already there.
+
+A table is data (flashfl/tables/*.json): cells with a task, a method and the paper's figures. A result is one JSON file
+a cell and seed, written when the run has ended; nothing in it is typed by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import ConfigError, unknown
+from ..methods import METHODS
+from .config import RunConfig, make_config
+from .results import versions
+
+# Raised whenever the code changes in a way that changes results: older cells are then marked stale.
+RECIPE = 1
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "mnist": {"task": {"clients": 100}, "train": {"rounds": 400, "per_round": 10, "batch": 32}},
+    "cifar10": {"task": {"clients": 100}, "train": {"rounds": 600, "per_round": 10, "batch": 32}},
+    "cifar100": {"task": {"clients": 100}, "train": {"rounds": 800, "per_round": 10, "batch": 32}},
+    "tinyimagenet": {"task": {"clients": 100}, "train": {"rounds": 600, "per_round": 10, "batch": 32}},
+    "femnist": {
+        "task": {"clients": 0, "partition": "natural"},
+        "train": {"rounds": 1000, "per_round": 34, "batch": 16},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a table."""
+
+    task: Mapping[str, Any]
+    method: Mapping[str, Any]
+    column: str
+    paper: Mapping[str, float] | None
+    train: Mapping[str, Any]
+
+    @property
+    def alpha(self) -> float | None:
+        return self.task.get("alpha")
+
+    @property
+    def density(self) -> float:
+        return float(self.method.get("density", 1.0))
+
+    def config(self, seed: int, **more: Any) -> RunConfig:
+        """What has to be run: the paper's settings for the data set, this cell's changes, a seed."""
+        base = SETTINGS[self.task["dataset"]]
+        stage1 = "warmup_clients" in {f.name for f in fields(METHODS[self.method["name"]])}
+        method = {**({"warmup_clients": base["train"]["per_round"]} if stage1 else {}), **self.method}
+        train = {**base["train"], "eval_every": 10, "seed": seed, **self.train, **more}
+        return make_config({"task": {**base["task"], **self.task}, "train": train, "method": method}, {})
+
+    def place(self, seed: int) -> str:
+        """Where the result of this cell and seed lies: the same for every table that has such a cell."""
+        name = self.method["name"]
+        options = {**{k: v for k, v in self.method.items() if k not in ("name", "density")}, **self.train}
+        tail = "".join(f"-{k}={_short(v)}" for k, v in sorted(options.items()))
+        at = f"alpha{self.alpha:g}" if self.alpha is not None else "natural"
+        density = f"-d{self.density:g}" if "density" in self.method else ""
+        return f"{self.task['dataset']}/{at}/{name}{density}{tail}-seed{seed}"
+
+
+def _short(value: Any) -> str:
+    return ",".join(map(_short, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def tables() -> list[str]:
+    return sorted(p.name[:-5] for p in files("flashfl.tables").iterdir() if p.name.endswith(".json"))
+
+
+def load_table(name: str) -> tuple[str, list[str], list[Cell]]:
+    """A table's title, what its rows are keyed by, and its cells."""
+    if name not in tables():
+        raise unknown("table", name, tables())
+    data = json.loads(files("flashfl.tables").joinpath(f"{name}.json").read_text())
+    cells = [Cell(c["task"], c["method"], c["column"], c.get("paper"), c.get("train", {})) for c in data["cells"]]
+    return data["title"], data["rows"], cells
+
+
+def chosen(cells: Sequence[Cell], dataset: str, alpha: str, density: str, method: str) -> list[Cell]:
+    """The cells a user asked for; each filter is a comma-separated list or empty."""
+
+    def keeps(wanted: str, value: Any) -> bool:
+        if not wanted:
+            return True
+        names = wanted.split(",")
+        try:
+            return any(float(n) == float(value) for n in names)
+        except (TypeError, ValueError):
+            return str(value).lower() in {n.lower() for n in names}
+
+    found = [
+        c
+        for c in cells
+        if keeps(dataset, c.task["dataset"])
+        and keeps(alpha, c.alpha)
+        and (keeps(density, c.density) or c.method["name"] == "dense")
+        and (keeps(method, c.column) or keeps(method, c.method["name"]))
+    ]
+    if not found:
+        raise ConfigError("no cell of the table fits these filters")
+    return found
+
+
+def result_of(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
+    """The stored result of a cell, if there is one that can be read."""
+    try:
+        found: dict[str, Any] = json.loads((folder / f"{cell.place(seed)}.json").read_text())
+        return found if "accuracy" in found else None
+    except (OSError, ValueError):
+        return None
+
+
+def stale(result: Mapping[str, Any]) -> bool:
+    return bool(result.get("recipe") != RECIPE)
+
+
+def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) -> Path:
+    """Store a finished run: figures, curve, and all that is needed to know where they came from."""
+    end, rounds = run["end"], run["rounds"]
+    judged = [r for r in rounds if r["metrics"]]
+    config = run["header"]["config"]
+    record = {
+        "recipe": RECIPE,
+        "command": command_of(config),
+        "commit": commit(),
+        "seed": seed,
+        "machine": machine(),
+        "versions": versions(),
+        "accuracy": end["accuracy"],
+        "best": end["best"],
+        "views": {name: values["metric"] for name, values in judged[-1]["metrics"].items()},
+        "density": judged[-1]["metrics"]["after"]["density"],
+        "curve": [[r["round"] + 1, round(r["metrics"]["after"]["metric"], 5), r["total"]["up"], r["total"]["down"]] for r in judged],
+        "mismatch": [round(r.get("mismatch", 0.0), 4) for r in rounds if r["stage"] == 2][:: max(1, len(rounds) // 60)],
+        "layer_densities": rounds[-1]["layer_densities"],
+        "bytes": end["bytes"],
+        "rounds": len([r for r in rounds if r["stage"] == 2]),
+        "clients_per_round": config["train"]["per_round"],
+        "values": run["header"]["task"]["values"],
+        "seconds": round(end["seconds"], 1),
+        "checksum": end["checksum"],
+        "config": config,
+    }  # fmt: skip
+    path = folder / f"{cell.place(seed)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
+    return path
+
+
+def command_of(config: Mapping[str, Any]) -> str:
+    """A command line that gives this very configuration."""
+    default = RunConfig().to_json()
+    words = [f"flashfl run --method {config['method']['name']}"]
+    plain = make_config({"method": {"name": config["method"]["name"]}}, {}).to_json()["method"]
+    for table, base in (("method", plain), ("task", default["task"]), ("train", default["train"])):
+        for name, value in config[table].items():
+            if name in ("name", "device", "workers", "data_root") or value == base.get(name):
+                continue
+            if isinstance(value, dict):
+                words += [f"--{name}.{k} {v}" for k, v in value.items() if v != base[name][k]]
+            else:
+                words.append(f"--{name.replace('_', '-')} {_short(value)}")
+    return " ".join(words)
+
+
+def commit() -> str:
+    """The commit of the code, if it is a checkout; with the content's digest where it has changed since."""
+    here = Path(__file__).parent
+    try:
+        out = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
+        return out.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "source " + source_digest(here.parent)
+
+
+def source_digest(package: Path) -> str:
+    """A digest of the package's Python files: names the code where no commit can."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def machine() -> str:
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    return f"CPU {platform.machine()}"
+
+
+def pending(cells: Sequence[Cell], seeds: int, folder: Path) -> Iterator[tuple[Cell, int]]:
+    """Cells still to be run, in the table's order, first seeds first; a cell of several tables comes once."""
+    seen = set()
+    for seed in range(seeds):
+        for cell in cells:
+            place = cell.place(seed)
+            found = result_of(cell, seed, folder)
+            if place not in seen and (found is None or stale(found)):
+                seen.add(place)
+                yield cell, seed

@@ -1,0 +1,135 @@
+"""`flashfl reproduce TABLE`: run the missing cells of one of the paper's tables and show ours beside theirs."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import FlashError
+from .cells import Cell, load_table, pending, result_of, stale, write_result
+from .compare import run_config
+from .display import amount
+
+
+def reproduce(
+    cells: Sequence[Cell], seeds: int, results: Path, runs: Path, budget_minutes: float, overrides: Mapping[str, Any]
+) -> int:
+    """Run what is missing until the budget is spent; how many cells were finished.
+
+    A cell that was interrupted goes on from its last checkpoint; one that fails is named and the others go on.
+    """
+    began, finished = time.monotonic(), 0
+    todo = list(pending(cells, seeds, results))
+    spent: list[float] = []
+    for at, (cell, seed) in enumerate(todo, 1):
+        left = budget_minutes * 60 - (time.monotonic() - began)
+        if left <= 0 or (spent and statistics.fmean(spent) > left):
+            print(f"the budget of {budget_minutes:g} minutes is spent; {len(todo) - at + 1} cells are left", file=sys.stderr)
+            break
+        cell_began = time.monotonic()
+        try:
+            config = cell.config(seed, **overrides)
+            run = _run(config, runs / cell.place(seed), f"[{at}/{len(todo)}] {cell.place(seed)}")
+        except FlashError as error:
+            print(f"{cell.place(seed)} could not be run: {error}", file=sys.stderr)
+            continue
+        path = write_result(cell, seed, run, results)
+        spent.append(time.monotonic() - cell_began)
+        finished += 1
+        print(f"{path}: {100 * run['end']['accuracy']:.2f} % in {run['end']['seconds']:.0f} s", file=sys.stderr)
+    return finished
+
+
+def _run(config: Any, folder: Path, label: str) -> dict[str, Any]:
+    """A cell's run, continued if it had begun."""
+    if any((folder / "checkpoints").glob("checkpoint-*.json")):
+        try:
+            return run_config(config, folder, resume=True, label=label)
+        except FlashError as error:
+            print(f"{label}: cannot go on ({error}); starting anew", file=sys.stderr)
+    return run_config(config, folder, label=label)
+
+
+def figures(cell: Cell, seeds: int, results: Path) -> dict[str, Any] | None:
+    """Our mean and spread over seeds for a cell, in percent, and what it cost."""
+    found = [r for seed in range(seeds) if (r := result_of(cell, seed, results)) is not None]
+    if not found:
+        return None
+    accuracy = [100 * r["accuracy"] for r in found]
+    rounds, each = found[0]["rounds"], found[0]["clients_per_round"]
+    return {
+        "mean": statistics.fmean(accuracy),
+        "std": statistics.stdev(accuracy) if len(accuracy) > 1 else None,
+        "seeds": len(found),
+        "up": statistics.fmean(r["bytes"]["up"] for r in found) / (rounds * each),
+        "down": statistics.fmean(r["bytes"]["down"] for r in found) / (rounds * each),
+        "dense": 4 * found[0]["values"],
+        "seconds": statistics.fmean(r["seconds"] for r in found),
+        "stale": any(stale(r) for r in found),
+    }
+
+
+def _said(mean: float, std: float | None) -> str:
+    return f"{mean:.2f} ± {std:.2f}" if std is not None else f"{mean:.2f}"
+
+
+def table_rows(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> list[tuple[str, ...]]:
+    """A line for each cell: ours, the paper's, the difference, bytes and time."""
+    _, keys, _ = load_table(name)
+    out = []
+    for cell in cells:
+        place = {"dataset": cell.task["dataset"], "alpha": "-" if cell.alpha is None else f"{cell.alpha:g}",
+                 "density": f"{cell.density:g}"}  # fmt: skip
+        ours, theirs = figures(cell, seeds, results), cell.paper
+        paper = _said(theirs["mean"], theirs.get("std")) if theirs else "-"
+        row = [place[k] for k in keys] + [cell.column]
+        if ours is None:
+            out.append((*row, "not run", paper, *[""] * 5))
+            continue
+        difference = f"{ours['mean'] - theirs['mean']:+.2f}" if theirs else ""
+        said = _said(ours["mean"], ours["std"]) + (" (stale)" if ours["stale"] else "")
+        savings = [f"{amount(ours[way])} ({ours['dense'] / ours[way]:.1f}x)" for way in ("up", "down")]
+        out.append((*row, said, paper, difference, str(ours["seeds"]), *savings, f"{ours['seconds']:.0f}"))
+    return out
+
+
+def columns(name: str) -> list[str]:
+    _, keys, _ = load_table(name)
+    return [*keys, "method", "ours %", "paper %", "difference", "seeds", "up / client", "down / client", "seconds"]
+
+
+def markdown(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str:
+    """The table as Markdown."""
+    title, _, _ = load_table(name)
+    head = columns(name)
+    lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in table_rows(name, cells, seeds, results)]
+    return "\n".join(lines) + "\n"
+
+
+def page(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str:
+    """The table as one self-contained page."""
+    from html import escape
+
+    title, _, _ = load_table(name)
+    head = "".join(f"<th>{escape(c)}</th>" for c in columns(name))
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(x)}</td>" for x in row) + "</tr>\n"
+        for row in table_rows(name, cells, seeds, results)
+    )
+    style = (
+        "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color-scheme:light dark}"
+        "table{border-collapse:collapse;width:100%}div{overflow-x:auto}th,td{padding:.3rem .6rem;text-align:left;"
+        "border-bottom:1px solid #8884;white-space:nowrap}th{position:sticky;top:0;background:Canvas}"
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{style}</style><h1>{escape(title)}</h1>"
+        f"<p>Ours beside the paper's, mean ± standard deviation over seeds; bytes per client and round, stage 1 included, "
+        f"and how many times fewer that is than the model's dense size.</p><div><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div></html>"
+    )

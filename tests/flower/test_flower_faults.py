@@ -1,0 +1,289 @@
+"""Clients that die, cheat or babble: left out with a reason, and the model is as if they had not been there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
+
+from flower_support import QUICK, assert_equal, federation, marked, node_of, only, rogue, scaled, train, with_nan
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
+
+import flashfl as fl
+from flashfl.core.errors import RunStopped
+from flashfl.core.state import Order, State, Update
+from flashfl.flower import records
+from flashfl.run.checkpoint import load
+from tests.conftest import make_task
+from tests.test_every_method import small
+
+BAD = 2
+EVERY = {"per_round": 8}
+
+
+def silent(message: Message, reply: Message) -> Iterable[Message]:
+    return []
+
+
+def garbage(message: Message, reply: Message) -> Iterable[Message]:
+    reply.content = records.blob("update", b"FLSH" + bytes(range(200)))
+    return [reply]
+
+
+def damaged(message: Message, reply: Message) -> Iterable[Message]:
+    name, data = records.read_blob(reply.content, "update")
+    reply.content = records.blob(name, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+    return [reply]
+
+
+def foreign(message: Message, reply: Message) -> Iterable[Message]:
+    reply.content = RecordDict({"arrays": ArrayRecord({"w": Array("float32", (1,), "numpy.ndarray", b"1234")})})
+    return [reply]
+
+
+def mistyped(message: Message, reply: Message) -> Iterable[Message]:
+    data = records.read_blob(reply.content, "update")[1]
+    reply.content = RecordDict({"update": ArrayRecord({"blob": Array("uint8", (7,), "flash.v1", data)})})
+    return [reply]
+
+
+def crashed(message: Message, reply: Message) -> Iterable[Message]:
+    return [Message(Error(8, "the app crashed"), reply_to=message)]
+
+
+def babbling(message: Message, reply: Message) -> Iterable[Message]:
+    reply.content = records.blob("lack", records.read_blob(reply.content, "update")[1])
+    return [reply]
+
+
+TAMPERED = {
+    "silent": (silent, "no reply within"),
+    "garbage": (garbage, "BadLength|BadVersion|BadChecksum|BadField"),
+    "damaged": (damaged, "BadChecksum"),
+    "foreign": (foreign, "BadRecord"),
+    "mistyped": (mistyped, "BadRecord"),
+    "crashed": (crashed, "error 8"),
+    "babbling": (babbling, "for no good reason|UnknownMask"),
+}
+
+
+def many_samples(update: Update, order: Order) -> Update:
+    return replace(update, n=10**9)
+
+
+def other_client(update: Update, order: Order) -> Update:
+    return replace(update, client=5)
+
+
+CHEATING = {
+    "a million times as far": (scaled(1e6), "ChangeTooLarge"),
+    "many samples": (many_samples, "1000000000 samples"),
+    "another's name": (other_client, "WrongTag"),
+}
+
+
+def without_bad(name: str, seed: int = 0) -> fl.Run:
+    """The run in which the bad client is honest but never heard."""
+    task = make_task("norm")
+    grid = federation(task, only(node_of(BAD), "train", crashed))
+    return train(small(name), task, grid, seed=seed, **EVERY)
+
+
+@pytest.mark.parametrize("name", ["spdst", "nst"])
+@pytest.mark.parametrize("fault", TAMPERED)
+def test_a_bad_reply_is_left_out(fault: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    act, why = TAMPERED[fault]
+    task = make_task("norm")
+    with caplog.at_level(logging.WARNING, "flwr.flashfl"):
+        run = train(small(name), task, federation(task, only(node_of(BAD), "train", act)), **EVERY)
+    assert_equal(run, without_bad(name))
+    reasons = {line["failures"].get(str(BAD)) for line in run.history if BAD in line["cohort"]}
+    assert reasons
+    for reason in reasons:
+        assert reason is not None
+        assert any(part in reason for part in why.split("|")), reason
+    assert f"client {BAD} is left out" in caplog.text
+
+
+@pytest.mark.parametrize("cheat", CHEATING)
+def test_a_cheat_in_good_form_is_left_out(cheat: str) -> None:
+    change, why = CHEATING[cheat]
+    task = make_task("norm")
+    grid = federation(task)
+    grid.join(node_of(BAD), rogue(task, change), {"partition-id": BAD})
+    run = train(small("jmwst"), task, grid, **EVERY)
+    left_out = [line["failures"].get(str(BAD), "") for line in run.history if line["stage"] == 2]
+    assert left_out
+    assert all(why in reason for reason in left_out), left_out
+    assert_equal(run, without_bad("jmwst")) if cheat != "a million times as far" else None
+
+
+def test_a_not_a_number_is_left_out() -> None:
+    task = make_task("norm")
+    grid = federation(task, only(node_of(BAD), "train", lambda message, reply: [with_nan(reply)]))
+    grid.join(node_of(BAD), rogue(task, marked), {"partition-id": BAD})
+    run = train(small("pdst"), task, grid, **EVERY)
+    assert all("NonFinite" in line["failures"][str(BAD)] for line in run.history)
+    assert_equal(run, without_bad("pdst"))
+
+
+def test_a_second_reply_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    task = make_task("norm")
+    whole = train(small("spdst"), task, federation(task), **EVERY)
+    grid = federation(task, only(node_of(BAD), "train", lambda message, reply: [reply, reply]))
+    with caplog.at_level(logging.WARNING, "flwr.flashfl"):
+        assert_equal(whole, train(small("spdst"), task, grid, **EVERY))
+    assert f"client {BAD} replied twice" in caplog.text
+
+
+def test_a_reply_for_an_old_round_is_left_out() -> None:
+    task, kept = make_task("norm"), list[bytes]()
+
+    def stale(message: Message, reply: Message) -> Iterable[Message]:
+        kept.append(records.read_blob(reply.content, "update")[1])
+        reply.content = records.blob("update", kept[0])
+        return [reply]
+
+    run = train(small("pdst"), task, federation(task, only(node_of(BAD), "train", stale)), **EVERY)
+    assert not run.history[0]["failures"]
+    assert all("WrongTag" in line["failures"][str(BAD)] for line in run.history[1:])
+
+
+def test_a_late_reply_is_left_out_of_the_next_round(caplog: pytest.LogCaptureFixture) -> None:
+    task, kept = make_task("norm"), list[Message]()
+
+    def late(message: Message, reply: Message) -> Iterable[Message]:
+        kept.append(reply)
+        return [] if len(kept) == 1 else [kept[0], reply] if len(kept) == 2 else [reply]
+
+    with caplog.at_level(logging.WARNING, "flwr.flashfl"):
+        run = train(small("pdst"), task, federation(task, only(node_of(BAD), "train", late)), **EVERY)
+    assert "no reply within" in run.history[0]["failures"][str(BAD)]
+    assert not run.history[1]["failures"]
+    assert f"a late reply is left out (client {BAD}" in caplog.text
+
+
+def failing_first(times: int) -> Any:
+    """Everybody's replies of the first rounds are lost."""
+    seen: dict[str, int] = {}
+
+    def tamper(node: int, message: Message, reply: Message) -> Iterable[Message]:
+        if message.metadata.message_type != "train":
+            return [reply]
+        seen.setdefault(message.metadata.group_id, len(seen))
+        return crashed(message, reply) if seen[message.metadata.group_id] < times else [reply]
+
+    return tamper
+
+
+def test_too_few_replies_repeat_the_round_with_a_fresh_cohort() -> None:
+    task = make_task("norm")
+    run = train(small("nst"), task, federation(task, failing_first(2)), min_replies=2, retries=2)
+    assert run.history[0]["attempt"] == 2
+    assert run.state is not None
+    assert run.state.done
+    plain = train(small("nst"), task, federation(task))
+    assert run.history[0]["cohort"] != plain.history[0]["cohort"]
+
+
+def test_after_the_last_attempt_the_run_stops_with_its_checkpoint(tmp_path: Path) -> None:
+    task, good = make_task("norm"), federation(make_task("norm"))
+    method = small("spdst")
+
+    def gone(state: State, line: Any) -> None:
+        if line["stage"] == 2 and line["round"] == 1:
+            good.tamper = lambda node, message, reply: []
+
+    with pytest.raises(RunStopped, match=r"failed 2 times.*no reply within"):
+        train(method, task, good, tmp_path, watch=gone, retries=1, checkpoint_every=0)
+    assert list((tmp_path / "checkpoints").glob("checkpoint-*.json"))
+    resumed = train(method, task, federation(task), tmp_path, resume=True, retries=1, checkpoint_every=0)
+    assert_equal(resumed, train(method, task, federation(task)))
+
+
+def test_a_lost_reply_does_not_step_the_memory() -> None:
+    """NST's clients move masks of their own: a reply that got lost must leave no trace in the next update."""
+    task = make_task("norm")
+    grid = federation(task)
+    seen = {"lost": 0}
+
+    def lose_once(node: int, message: Message, reply: Message) -> Iterable[Message]:
+        if message.metadata.message_type == "train" and node == node_of(BAD) and not seen["lost"]:
+            seen["lost"] += 1
+            return crashed(message, reply)
+        return [reply]
+
+    grid.tamper = lose_once
+    stepped = train(small("nst"), task, grid, **EVERY)
+    other = federation(task)
+    crashing = {"left": 1}
+    real = other.apps[node_of(BAD)]
+
+    def app(message: Message, context: Any) -> Message:
+        if message.metadata.message_type == "train" and crashing["left"]:
+            crashing["left"] -= 1
+            raise RuntimeError("it never worked on this round")
+        return real(message, context)
+
+    other.apps[node_of(BAD)] = app  # type: ignore[assignment]
+    assert_equal(stepped, train(small("nst"), task, other, **EVERY))
+
+
+def test_the_checkpoint_holds_the_map_of_nodes(tmp_path: Path) -> None:
+    task = make_task("norm")
+    run = train(small("hetero-spdst"), task, federation(task), tmp_path)
+    assert run.state is not None
+    point = load(tmp_path / "checkpoints", run.state.plan, run.results.lines[0]["identity"])
+    saved = point.engine["roster"]
+    assert saved["nodes"] == {str(c.id): str(node_of(c.id)) for c in task.clients}
+    assert saved["size"] == 8
+    assert len(saved["densities"]) == 8
+
+
+def test_a_client_that_judges_badly_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    from flashfl.data.task import Task
+    from flashfl.flower import server_task
+    from tests.conftest import DropoutNet, blobs
+
+    task = Task(DropoutNet, [blobs(11 + i, (6,), 100 + i) for i in range(8)], name="held")
+
+    def lie(message: Message, reply: Message) -> Iterable[Message]:
+        reply.content = records.fields("judged", {"n": 2, "loss": float("nan"), "metric": 1.0})
+        return [reply]
+
+    grid = federation(task, only(node_of(BAD), "evaluate", lie))
+    server = server_task(DropoutNet, example=blobs(1, (6,), 0)[0], name="held")
+    with caplog.at_level(logging.WARNING, "flwr.flashfl"):
+        run = train(small("pdst"), server, grid, options=QUICK)
+    assert 0 <= run.accuracy <= 1
+    assert f"client {BAD} is left out of this evaluation" in caplog.text
+
+
+@pytest.mark.parametrize("name", list(fl.METHODS))
+def test_trimming_and_clipping_serve_every_method(name: str) -> None:
+    """Two of eight send weights that the check of norms is told to believe: trimmed or clipped, they do little."""
+    task = make_task("norm")
+    honest = train(small(name), task, federation(task), **EVERY)
+    far = {}
+    for kind, options in {
+        "plain": replace(QUICK, trust=0.0),
+        "trimmed": replace(QUICK, trust=0.0, trim=0.3),
+        "clipped": replace(QUICK, trust=0.0, clip=1.0),
+    }.items():
+        grid = federation(task)
+        for bad in (2, 5):
+            grid.join(node_of(bad), rogue(task, scaled(-40.0)), {"partition-id": bad})
+        run = train(small(name), task, grid, options=options, rounds=1, **EVERY)
+        one = train(small(name), task, federation(task), rounds=1, **EVERY)
+        trained = task.layout.trained_size
+        far[kind] = float((run.weights.vector - one.weights.vector)[:trained].norm())
+    assert honest.state is not None
+    # Where densities differ, some weights are held by few, and a rogue may be most of them.
+    assert far["trimmed"] < far["plain"] / (1.2 if name.startswith("hetero") else 4)
+    assert far["clipped"] < far["plain"] / 4

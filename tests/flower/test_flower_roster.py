@@ -1,0 +1,175 @@
+"""Who is who: ids, refusals by name, nodes that come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
+
+from flower_support import QUICK, assert_equal, federation, node_of, only, train
+from flwr.app import Message
+
+from flashfl.core.errors import ConfigError, RunStopped
+from flashfl.core.state import State
+from flashfl.flower import client_app, records
+from flashfl.flower.roster import Roster
+from tests.conftest import make_task
+from tests.test_every_method import small
+
+
+def roster_of(grid: Any, task: Any, need: int = 1) -> Roster:
+    return Roster(grid, task.layout.hash, need, wait=0.1, poll=0.01)
+
+
+def test_clients_are_known_by_their_own_ids() -> None:
+    task = make_task("norm")
+    roster = roster_of(federation(task), task)
+    assert [c.id for c in roster] == list(range(8))
+    assert [c.n for c in roster] == [c.n for c in task.clients]
+    assert all(roster.node(c.id) == node_of(c.id) for c in task.clients)
+
+
+def test_a_second_node_of_the_same_id_waits_until_the_first_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    roster = roster_of(grid, task)
+    assert len(roster) == 8
+    grid.join(7, client_app(task), {"partition-id": 3})
+    with caplog.at_level(logging.ERROR, "flwr.flashfl"):
+        roster.refresh()
+        roster.refresh()
+    assert roster.node(3) == node_of(3)
+    assert caplog.text.count(f"node 7 is refused: client 3 is already node {node_of(3)}") == 1
+    grid.leave(node_of(3))
+    roster.refresh()
+    assert roster.node(3) == 7
+    assert len(roster) == 8
+
+
+def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    task, other = make_task("norm"), make_task("dropout")
+    grid = federation(task)
+    grid.join(node_of(5), client_app(other), {"partition-id": 5})
+    with caplog.at_level(logging.ERROR, "flwr.flashfl"):
+        roster = roster_of(grid, task)
+        assert [c.id for c in roster] == [0, 1, 2, 3, 4, 6, 7]
+    assert "client 5 has another model" in roster.refused[node_of(5)]
+    assert other.layout.hash in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"wire": 99}, "speaks version 99"),
+        ({"n": 0}, "with 0 samples"),
+        ({"client": -1}, "registers as client -1"),
+        ({"client": "three"}, "cannot be read"),
+        ({"density": "thick"}, "cannot be read"),
+    ],
+)
+def test_a_registration_that_cannot_be_is_refused(said: dict[str, Any], why: str) -> None:
+    task = make_task("norm")
+
+    def lie(message: Message, reply: Message) -> Iterable[Message]:
+        reply.content = records.fields("client", {**records.read_fields(reply.content, "client"), **said})
+        return [reply]
+
+    roster = roster_of(federation(task, only(node_of(1), "query", lie)), task)
+    assert 1 not in [c.id for c in roster]
+    assert why in roster.refused[node_of(1)]
+
+
+def test_another_version_of_the_package_is_only_remarked(caplog: pytest.LogCaptureFixture) -> None:
+    task = make_task("norm")
+
+    def old(message: Message, reply: Message) -> Iterable[Message]:
+        reply.content = records.fields("client", {**records.read_fields(reply.content, "client"), "package": "0.0.1"})
+        return [reply]
+
+    with caplog.at_level(logging.WARNING, "flwr.flashfl"):
+        assert len(roster_of(federation(task, only(node_of(1), "query", old)), task)) == 8
+    assert "client 1 runs flashfl 0.0.1" in caplog.text
+
+
+def test_a_node_that_does_not_say_who_it_is_is_told_how() -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    grid.join(11, client_app(task), {})
+    roster = roster_of(grid, task)
+    assert len(roster) == 8
+    assert "--node-config 'partition-id=N'" in roster.refused[11]
+
+
+def test_a_node_whose_app_fails_is_asked_a_few_times_only() -> None:
+    task = make_task("norm")
+    grid = federation(task)
+
+    def broken(context: Any) -> Any:
+        raise OSError("no data here")
+
+    grid.join(11, client_app(broken), {"partition-id": 11})
+    roster = roster_of(grid, task)
+    for _ in range(6):
+        roster.refresh()
+    assert "no data here" in roster.refused[11]
+    assert grid.pushed.count((11, "query")) == 3
+
+
+def test_a_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    task = make_task("norm")
+    run = train(small("hetero-spdst"), task, federation(task, nodes={4: {"density": 0.77}}), per_round=4)
+    assert run.state is not None
+    assert all(4 not in line["cohort"] for line in run.history)
+    assert "client 4 has density 0.77" in caplog.text
+
+
+def test_nodes_that_appear_take_part_and_those_that_leave_do_not() -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    late = {c: grid.apps[node_of(c)] for c in (6, 7)}
+    for c in late:
+        grid.leave(node_of(c))
+
+    def change(state: State, line: Any) -> None:
+        if line["round"] == 1:
+            for c, app in late.items():
+                grid.join(node_of(c), app, {"partition-id": c})
+            grid.leave(node_of(0))
+
+    run = train(small("dense"), task, grid, watch=change, per_round=6, rounds=4)
+    cohorts = [set(line["cohort"]) for line in run.history]
+    assert cohorts[:2] == [set(range(6))] * 2
+    assert all(0 not in cohort for cohort in cohorts[2:])
+    assert {6, 7} & (cohorts[2] | cohorts[3])
+
+
+def test_too_few_clients_stop_the_run_and_say_why() -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    for c in range(1, 8):
+        grid.join(node_of(c), client_app(make_task("dropout")), {"partition-id": c})
+    with pytest.raises(RunStopped, match=r"1 clients are present.*another model"):
+        train(small("dense"), task, grid, min_replies=2, per_round=4)
+
+
+def test_more_clients_a_round_than_there_are_is_said_before_anything_runs() -> None:
+    task = make_task("norm")
+    with pytest.raises(ConfigError, match="per_round = 9 and 8 clients"):
+        train(small("dense"), task, federation(task), per_round=9)
+
+
+def test_a_resumed_run_keeps_its_plan_with_fewer_clients(tmp_path: Any) -> None:
+    """Densities given to clients stay theirs, and shares are those of the run as planned."""
+    task = make_task("norm")
+    run = train(small("hetero-spdst"), task, federation(task), tmp_path, rounds=2)
+    grid = federation(task)
+    grid.leave(node_of(0))
+    resumed = train(small("hetero-spdst"), task, grid, tmp_path, resume=True, rounds=2, options=QUICK)
+    assert resumed.state is not None
+    assert run.state is not None
+    assert resumed.state.plan.clients == run.state.plan.clients == 8
+    assert_equal(run, resumed)

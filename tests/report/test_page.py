@@ -1,0 +1,211 @@
+"""The page in a real browser: it draws, answers, fits, and asks the network for nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashfl.report.command import write
+from flashfl.report.load import load
+from flashfl.report.watch import serve
+
+Open = Callable[..., Any]
+CHARTS = {
+    "accuracy-by-round": ".line",
+    "accuracy-by-bytes": ".line",
+    "mask-mismatch-between-rounds": ".line",
+    "layer-densities": ".dot",
+    "mask-mismatch-round-by-round": ".cell",
+    "mask-mismatch-by-layer": ".line",
+    "flops-and-bytes": ".dot",
+    "bytes-a-client-and-round": ".bar",
+    "wall-time-by-phase": ".bar",
+    "who-holds-what": ".cell",
+}
+
+
+@pytest.fixture(scope="session")
+def page(compared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(load([compared]), tmp_path_factory.mktemp("page") / "report.html").as_uri()
+
+
+def count(browser: Any, selector: str) -> int:
+    return int(browser.execute_script("return document.querySelectorAll(arguments[0]).length", selector))
+
+
+def hover(browser: Any, selector: str, x: float = 0.5, y: float = 0.5) -> str:
+    """Move the real pointer over a part of the page; what the tooltip says then."""
+    box = browser.execute_script(
+        "const n = document.querySelector(arguments[0]); n.scrollIntoView({block: 'center'});"
+        "const b = n.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]",
+        selector,
+    )
+    move = {"type": "mouseMoved", "x": box[0] + x * box[2], "y": box[1] + y * box[3]}
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", {**move, "x": move["x"] - 3})
+    browser.execute_cdp_cmd("Input.dispatchMouseEvent", move)
+    return str(browser.execute_script("const t = document.getElementById('tip'); return t.hidden ? '' : t.innerText"))
+
+
+def errors(browser: Any) -> list[str]:
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_chart_has_marks_and_the_page_fits(page: str, open_page: Open, width: int, dark: bool) -> None:
+    browser = open_page(page, width, dark)
+    for section, marks in CHARTS.items():
+        assert count(browser, f"#{section} svg {marks}") > 0, section
+    assert errors(browser) == []
+    wide = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert wide[0] <= wide[1]
+    sizes = browser.execute_script(
+        "const size = (t) => parseFloat(getComputedStyle(t).fontSize);"
+        "const ratio = (s) => s.getBoundingClientRect().width / s.viewBox.baseVal.width;"
+        "const seen = (s) => [...s.querySelectorAll('text')].map((t) => ratio(s) * size(t));"
+        "return [...document.querySelectorAll('svg')].flatMap(seen)"
+    )
+    assert min(sizes) >= 10
+    theme = browser.execute_script("return document.documentElement.dataset.theme")
+    assert theme == ("dark" if dark else "light")
+
+
+def test_nothing_is_fetched(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+    assert browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
+    assert "http://" not in browser.page_source.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize(("where", "says"), [
+    ("#accuracy-by-round .catch", ["round", "spdst", "%", "±"]),
+    ("#accuracy-by-bytes .catch", ["after round", "%"]),
+    ("#mask-mismatch-between-rounds .catch", ["nst", "jmwst", "0."]),
+    ("#layer-densities .catch", ["layer", "weight", "%"]),
+    ("#mask-mismatch-round-by-round svg", ["rounds", "SM", "0."]),
+    ("#mask-mismatch-by-layer .catch", ["features"]),
+    ("#flops-and-bytes .catch", ["bytes", "accuracy", "seed"]),
+    ("#bytes-a-client-and-round .catch", ["values", "mask", "overhead", "paper's formula"]),
+    ("#wall-time-by-phase .catch", ["train", " s"]),
+    ("#who-holds-what svg", ["client", "class", "samples"]),
+])  # fmt: skip
+def test_hovering_shows_values(page: str, open_page: Open, where: str, says: list[str]) -> None:
+    said = hover(open_page(page), where)
+    for word in says:
+        assert word in said, (where, said)
+
+
+def test_a_value_under_the_pointer_is_the_value_recorded(page: str, compared: Path, open_page: Open) -> None:
+    said = hover(open_page(page), "#accuracy-by-round .catch", x=0.999)
+    runs = [run for run in load([compared]).runs if run.method == "spdst"]
+    mean = sum(run.stage2[-1]["metrics"]["after"]["metric"] for run in runs) / len(runs)
+    assert said.startswith("round 5")
+    shown = re.search(r"spdst\n([\d.]+) %", said)
+    assert shown
+    assert float(shown[1]) == pytest.approx(100 * mean, abs=0.006)
+
+
+def test_the_legend_switches_methods_on_and_off_everywhere(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+    before = {s: count(browser, f"#{s} svg .line") for s in ("accuracy-by-round", "mask-mismatch-between-rounds")}
+    assert set(before.values()) == {4}
+    browser.execute_script("document.querySelectorAll('#legend button')[1].click()")
+    assert all(count(browser, f"#{s} svg .line") == 3 for s in before)
+    assert count(browser, "tr.off") == 1
+    browser.execute_script("document.querySelectorAll('#legend button')[1].click()")
+    assert all(count(browser, f"#{s} svg .line") == 4 for s in before)
+    lines = count(browser, "#mask-mismatch-by-layer .chart:first-of-type svg .line")
+    browser.execute_script("document.querySelector('.layers button').click()")
+    assert count(browser, "#mask-mismatch-by-layer .chart:first-of-type svg .line") == lines - 1
+    assert errors(browser) == []
+
+
+def test_three_runs_are_laid_over_each_other(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    chosen = [compared / f"{name}-seed0" for name in ("nst", "spdst", "jmwst")]
+    browser = open_page(write(load(chosen), tmp_path / "three.html").as_uri())
+    assert count(browser, "#accuracy-by-round svg .line") == 3
+    assert count(browser, "#accuracy-by-round svg .band") == 0  # one seed has no spread
+    said = hover(browser, "#accuracy-by-round .catch")
+    assert all(name in said for name in ("nst", "spdst", "jmwst"))
+
+
+def test_a_heading_sorts_the_table(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+
+    def column(name: str) -> list[str]:
+        script = "return [...document.querySelectorAll(`td[data-column='${arguments[0]}']`)].map(t => t.innerText)"
+        return list(browser.execute_script(script, name))
+
+    press = "[...document.querySelectorAll('.sum th')].find(t => t.innerText.startsWith(arguments[0])).click()"
+    browser.execute_script(press, "mismatch")
+    assert column("mismatch") == sorted(column("mismatch"), reverse=True)
+    browser.execute_script(press, "mismatch")
+    assert column("mismatch") == sorted(column("mismatch"))
+
+
+def test_the_theme_can_be_switched(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+    shade = "return getComputedStyle(document.body).backgroundColor"
+    before = browser.execute_script(shade)
+    browser.execute_script("document.getElementById('theme').click()")
+    assert browser.execute_script("return document.documentElement.dataset.theme") == "dark"
+    assert browser.execute_script(shade) != before
+
+
+def test_damaged_runs_are_named_and_break_nothing(damaged: Path, tmp_path: Path, open_page: Open) -> None:
+    browser = open_page(write(load([damaged]), tmp_path / "damaged.html").as_uri())
+    named = browser.execute_script("return document.getElementById('problems').innerText")
+    assert all(name in named for name in ("headless", "binary", "fields", "unbegun", "empty"))
+    assert count(browser, "#accuracy-by-round svg .line") == 2
+    assert errors(browser) == []
+
+
+def test_names_are_shown_and_never_run(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    evil = "</script><img src=x onerror=document.title='no'>"
+    lines = (compared / "nst-seed0" / "results.jsonl").read_text().splitlines()
+    header = json.loads(lines[0])
+    header["config"]["method"]["name"] = evil
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "results.jsonl").write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
+    browser = open_page(write(load([folder]), tmp_path / "evil.html").as_uri())
+    assert browser.title == "flashfl report"
+    assert evil in browser.execute_script("return document.getElementById('legend').innerText")
+    assert errors(browser) == []
+
+
+def test_a_page_without_runs_says_so(tmp_path: Path, open_page: Open) -> None:
+    browser = open_page(write(load([tmp_path / "none"]), tmp_path / "none.html").as_uri())
+    assert "No runs to show" in browser.execute_script("return document.body.innerText")
+    assert errors(browser) == []
+
+
+def test_watching_follows_a_run_as_it_goes(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    lines = (compared / "jmwst-seed0" / "results.jsonl").read_text().splitlines(keepends=True)
+    shutil.copytree(compared / "jmwst-seed0" / "snapshots", tmp_path / "runs" / "jmwst" / "snapshots")
+    results = tmp_path / "runs" / "jmwst" / "results.jsonl"
+    results.write_text("".join(lines[:4]))
+    addresses: list[str] = []
+    server = serve(tmp_path / "runs", port=0, ready=addresses.append)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        browser = open_page(addresses[0])
+        assert "unfinished" in browser.execute_script("return document.querySelector('.sum').innerText")
+        assert count(browser, "#accuracy-by-round .dot") == 2
+        results.write_text("".join(lines))
+        WebDriverWait(browser, 15).until(lambda b: count(b, "#accuracy-by-round .dot") == 5)
+        assert "unfinished" not in browser.execute_script("return document.querySelector('.sum').innerText")
+        assert errors(browser) == []
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

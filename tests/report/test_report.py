@@ -1,0 +1,226 @@
+"""What a report says of runs: groups, curves, the paper's figures, tables and images."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashfl.cli import main
+from flashfl.core.errors import ConfigError, FlashError
+from flashfl.report import curves, figures, paper, tables
+from flashfl.report.command import page_for
+from flashfl.report.gather import groups_of, page_data, summary
+from flashfl.report.html import page, script_json
+from flashfl.report.load import load
+from flashfl.report.watch import Feed, serve
+
+
+def test_a_comparison_ends_with_the_path_of_a_page(compared: Path) -> None:
+    text = (compared / "report.html").read_text()
+    assert text.startswith("<!doctype html>")
+    data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    assert [g["label"] for g in data["groups"]] == ["dense", "nst", "spdst", "jmwst"]
+    assert len(data["runs"]) == 8
+
+
+def test_a_page_that_cannot_be_written_is_only_a_warning(compared: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(RuntimeWarning, match="could not be written"):
+        assert page_for(tmp_path / "file" / "below", [compared / "nst-seed0"]) is None
+
+
+def test_seeds_are_one_group_and_settings_tell_groups_apart(compared: Path, tmp_path: Path) -> None:
+    assert [len(runs) for runs in groups_of(load([compared]).runs).values()] == [2, 2, 2, 2]
+    other = tmp_path / "denser"
+    shutil.copytree(compared / "nst-seed0", other)
+    path = other / "results.jsonl"
+    path.write_text(path.read_text().replace('"density": 0.1, "adapt"', '"density": 0.3, "adapt"', 1))
+    labels = list(groups_of(load([compared / "nst-seed1", other]).runs))
+    assert labels == ["nst · density 0.1", "nst · density 0.3"]
+
+
+def test_damaged_folders_are_named_and_the_rest_is_read(damaged: Path) -> None:
+    found = load([damaged, damaged / "nowhere"])
+    assert {run.folder.name for run in found.runs} == {"good", "cut"}
+    assert {Path(p.folder).name for p in found.problems} == {
+        "headless", "binary", "fields", "unbegun", "empty", "nowhere",
+    }  # fmt: skip
+    assert all(p.folder in p.why for p in found.problems)
+    states = {run.folder.name: run.state for run in found.runs}
+    assert states == {"good": "finished", "cut": "unfinished"}
+
+
+def test_a_damaged_snapshot_costs_its_round_alone(compared: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(compared / "nst-seed0", folder)
+    next((folder / "snapshots").iterdir()).write_bytes(b"g???")
+    [run] = load([folder]).runs
+    assert len(run.heat()[0]) == 4
+    shutil.rmtree(folder / "snapshots")
+    assert run.heat() == ([], None)
+
+
+def test_band_is_mean_and_deviation_at_every_round_anyone_has() -> None:
+    shown = curves.band([{1: 1.0, 2: 2.0}, {1: 3.0, 2: 2.0, 3: 5.0}])
+    assert shown == {"round": [1, 2, 3], "mean": [2, 2, 5], "std": [pytest.approx(2**0.5, rel=1e-5), 0, 0]}
+
+
+def test_thinning_keeps_both_ends() -> None:
+    assert curves.thin(range(1000), 5)[0] == 0
+    assert curves.thin(range(1000), 5)[-1] == 999
+    assert len(curves.thin(range(1000), 5)) == 5
+    assert curves.thin(range(3), 5) == [0, 1, 2]
+
+
+def test_the_consensus_story_is_in_the_numbers(compared: Path) -> None:
+    groups = groups_of(load([compared]).runs)
+    moved = {label: summary(runs)["mismatch"] for label, runs in groups.items()}
+    assert moved["spdst"] == moved["dense"] == 0
+    assert moved["nst"] > moved["jmwst"] > 0
+    heat = curves.heat(groups["nst"])
+    assert heat["round"] == [1, 2, 3, 4, 5]
+    assert all(heat["sm"][i][i] == 0 for i in range(5))
+    assert curves.heat(groups["dense"])["round"] == []
+
+
+def test_a_summary_adds_up(compared: Path) -> None:
+    runs = groups_of(load([compared]).runs)["spdst"]
+    found = summary(runs)
+    assert found["seeds"] == 2
+    assert found["density"] == pytest.approx(0.1, abs=1e-3)
+    assert found["up"] == sum(run.end["bytes"]["up"] for run in runs if run.end) / 2
+    assert found["saving"] == pytest.approx(found["paper_saving"], rel=0.25)
+    assert found["state"] == "finished"
+
+
+SETTING: dict[str, Any] = {
+    "task.dataset": "cifar10", "task.partition": "lda", "task.alpha": 1.0, "task.clients": 100, "train.per_round": 10,
+    "train.rounds": 600, "train.epochs": 1, "train.batch": 32, "method.name": "jmwst", "method.density": 0.05,
+    "method.r_int": 5, "method.nm": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "mean"), [
+    ({}, 85.9), ({"method.r_int": 1}, 85.34), ({"method.r_int": 7}, None), ({"task.alpha": 0.3}, None),
+    ({"task.partition": "iid"}, 87.18), ({"method.name": "spdst"}, 85.64), ({"task.synthetic": True}, None),
+    ({"method.name": "dense", "method.density": 1.0}, 87.13), ({"method.freeze_after": 300}, None),
+    ({"method.name": "spdst", "method.density": 0.2, "method.nm": 4}, 86.96), ({"task.clients": 1}, None),
+    ({"method.name": "pdst"}, 83.33), ({"method.name": "pdst", "method.allocation": "erk"}, None),
+    ({"method.name": "hetero-spdst", "method.densities": [0.1, 0.15, 0.2]}, 86.16),
+])  # fmt: skip
+def test_the_papers_figure_is_found_for_its_setting_alone(change: dict[str, Any], mean: float | None) -> None:
+    found = paper.match({**SETTING, **change}, "resnet18")
+    assert (found and found["mean"]) == mean
+    assert not found or found["differs"] == []
+
+
+def test_another_scale_than_the_papers_is_said() -> None:
+    found = paper.match({**SETTING, "train.rounds": 60}, "vgg16")
+    assert found
+    assert found["differs"] == ["model vgg16 here, resnet18 there", "rounds 60 here, 600 there"]
+
+
+def test_the_femnist_row_copied_by_mistake_is_not_shipped() -> None:
+    rows = [r for r in paper.published()["accuracy"] if r["dataset"] == "femnist" and r["density"] == 0.05]
+    assert [(r["method"], r["mean"]) for r in rows] == [("spdst", 81.18)]
+
+
+def test_tables_hold_every_group_and_every_round(compared: Path) -> None:
+    found = load([compared])
+    lines = tables.markdown(found).splitlines()
+    assert len(lines) == 2 + 4
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    rows = list(csv.DictReader(io.StringIO(tables.rounds_csv(found))))
+    assert len(rows) == sum(len(run.rounds) for run in found.runs)
+    by_run = {run.folder.name: run.rounds[-1]["metrics"]["after"]["metric"] for run in found.runs}
+    assert float(rows[-1]["accuracy"]) == by_run[Path(rows[-1]["run"]).name]
+
+
+@pytest.mark.parametrize("name", figures.NAMES)
+def test_every_figure_of_the_paper_can_be_drawn(compared: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"{name}.png"
+    assert main(["figure", name, str(compared), "--out", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_figure_names_the_nearest(compared: Path) -> None:
+    with pytest.raises(ConfigError, match="sm-heatmap"):
+        figures.figure("heatmap", load([compared]).runs)
+    with pytest.raises(FlashError, match="no run"):
+        figures.figure("sm-heatmap", [])
+
+
+@pytest.mark.parametrize("form", ["html", "png", "csv", "md"])
+def test_every_format_is_written(compared: Path, tmp_path: Path, form: str) -> None:
+    out = tmp_path / f"r.{form}"
+    assert main(["report", str(compared), "--out", str(out)]) == 0
+    assert out.stat().st_size > 200
+
+
+def test_an_unknown_format_and_a_report_of_nothing_fail_clearly(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(compared), "--out", str(tmp_path / "r.xls")]) == 1
+    assert "html, png, csv, md" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nothing"), "--out", str(tmp_path / "r.html")]) == 1
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_data_cannot_end_the_script_it_stands_in() -> None:
+    text = script_json({"a": "</script><!--", "b": float("nan"), "c": [float("inf"), 1.5]})
+    assert "<" not in text
+    assert json.loads(text) == {"a": "</script><!--", "b": None, "c": [None, 1.5]}
+
+
+def test_a_page_of_many_rounds_stays_small(compared: Path) -> None:
+    found = load([compared / "jmwst-seed0"])
+    [run] = found.runs
+    template = run.stage2[-1]
+    run.rounds.extend({**template, "round": r} for r in range(5, 2000))
+    run.__dict__.pop("stage2", None)
+    assert len(page(page_data(found))) < 400_000
+
+
+def test_the_feed_is_made_anew_only_when_something_changed(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "nst-seed0", tmp_path / "a")
+    feed = Feed(tmp_path)
+    first = feed.data()
+    assert feed.data() is first
+    with (tmp_path / "a" / "results.jsonl").open("a") as file:
+        file.write("\n")
+    assert feed.data()["stamp"] != first["stamp"]
+
+
+def test_watching_is_for_this_machine_alone(compared: Path) -> None:
+    import threading
+
+    addresses: list[str] = []
+    server = serve(compared, 0, addresses.append)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        assert server.server_address[0] == "127.0.0.1"
+        with urllib.request.urlopen(addresses[0] + "data.json") as answer:
+            assert json.load(answer)["groups"]
+        for request in (urllib.request.Request(addresses[0], headers={"Host": "evil.example"}), addresses[0] + "x"):
+            with pytest.raises(urllib.error.HTTPError) as error:
+                urllib.request.urlopen(request)
+            assert error.value.code in (403, 404)
+            error.value.close()
+        with pytest.raises(ConfigError, match="--port"):
+            serve(compared, server.server_address[1], addresses.append)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+    with pytest.raises(ConfigError, match="not a folder"):
+        serve(compared / "none")
