@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from cryptography.x509.oid import NameOID
 
 APP = Path(__file__).parent.parent.parent / "apps" / "flower"
 BIN = Path(sys.executable).parent
+QUICK, STOCK = "flashfl.flower.supernode", ""  # how a SuperNode is started
 
 
 def free_port() -> int:
@@ -41,6 +43,36 @@ def wait_for(what: Callable[[], Any], seconds: float, about: str) -> Any:
     raise TimeoutError(f"{about} did not come within {seconds} s")
 
 
+class CountingProxy:
+    """Passes bytes on to a port of this machine and counts them."""
+
+    def __init__(self, port: int) -> None:
+        self.up = self.down = 0
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                threading.Thread(target=self._pass, args=(near, far, "up"), daemon=True).start()
+                threading.Thread(target=self._pass, args=(far, near, "down"), daemon=True).start()
+
+    def _pass(self, source: socket.socket, to: socket.socket, which: str) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                setattr(self, which, getattr(self, which) + len(data))
+                to.sendall(data)
+        with contextlib.suppress(OSError):
+            to.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
 class Deployment:
     """A SuperLink with TLS and SuperNode authentication, and as many SuperNodes as are started."""
 
@@ -51,7 +83,8 @@ class Deployment:
         home.mkdir(parents=True)
         self.env = {
             **os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "FLWR_HOME": str(home), "OMP_NUM_THREADS": "1",
-            "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1", **(settings or {}),
+            "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1",
+            **(settings or {}),
         }  # fmt: skip
         make_certificates(folder)
         (home / "config.toml").write_text(
@@ -75,6 +108,10 @@ class Deployment:
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def log_from_here(self, name: str) -> None:
+        """Forget what a log said so far."""
+        (self.folder / f"{name}.log").write_bytes(b"")
+
     def superlink(self) -> None:
         """Start the SuperLink and wait until it serves."""
         self.start(
@@ -85,7 +122,9 @@ class Deployment:
         )  # fmt: skip
         wait_for(lambda: "Uvicorn running" in self.log("superlink"), 60, "the SuperLink")
 
-    def supernode(self, number: int, of: int, more: str = "", via: int | None = None, launcher: str = "") -> None:
+    def supernode(
+        self, number: int, of: int, via: int | None = None, launcher: str = QUICK, env: Mapping[str, str] | None = None
+    ) -> None:
         """Start a SuperNode, registered under a key of its own; `via` another port than the SuperLink's."""
         key = self.folder / f"node{number}.key"
         if not key.exists():
@@ -95,7 +134,7 @@ class Deployment:
         self.start(
             f"node{number}", *command, "--superlink", f"127.0.0.1:{via or self.port}",
             "--root-certificates", str(self.folder / "ca.crt"), "--auth-supernode-private-key", str(key),
-            "--port", str(free_port()), "--node-config", f"partition-id={number} num-partitions={of} {more}".strip(),
+            "--port", str(free_port()), "--node-config", f"partition-id={number} num-partitions={of}", env=env,
         )  # fmt: skip
 
     def flwr(self, *words: str, timeout: float = 120) -> str:

@@ -52,16 +52,17 @@ def run_rounds(
     A round in which fewer than `min_replies` clients succeed is repeated with a fresh cohort, `retries` times; then
     the run stops, and the caller still has the last good state.
     """
+    lost = Traffic()  # what travelled in attempts that failed
     while not state.done:
         began = time.perf_counter()
         cohort = method.cohort(state, clients)
         outcome = engine.train(state, _orders(method, state, cohort))
         if outcome.sums.clients < min(min_replies, len(cohort)):
             _raise_if_hopeless(state, outcome, retries)
-            state = state.again()
+            state, lost = state.again(), lost + outcome.traffic
             continue
         trained = time.perf_counter()
-        after, traffic = method.aggregate(state, outcome.sums), outcome.traffic
+        after, traffic, lost = method.aggregate(state, outcome.sums), lost + outcome.traffic, Traffic()
         last = after.done or enough(traffic)
         if last and not after.plan.local.statistics:
             after, gathering = gather_statistics(after, clients, engine)

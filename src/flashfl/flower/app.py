@@ -56,9 +56,7 @@ def read_config(flat: Mapping[str, Any]) -> AppConfig:
     settings = _settings(str(flat.get("settings", "")))
     name = settings.get("method", data.get("method", {}).get("name", "spdst"))
     run = make_config(data, {**settings, "method": name})
-    folder = (
-        flat.get("folder") or f"runs/flower-{run.task.dataset.replace(':', '-')}-{run.method.name}-{run.train.seed}"
-    )
+    place = f"runs/flower-{run.task.dataset.replace(':', '-')}-{run.method.name}-seed{run.train.seed}"
     return AppConfig(run, options, Path(str(flat.get("folder") or place)), bool(flat.get("resume", False)))
 
 

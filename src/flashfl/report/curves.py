@@ -72,11 +72,6 @@ def thin(items: Sequence[int], most: int = MOST_POINTS) -> list[int]:
     return [items[i] for i in places]
 
 
-def at(series: Series, rounds: Iterable[float]) -> list[float | None]:
-    """The values at these rounds; None where there is none."""
-    return [series.get(int(r)) for r in rounds]
-
-
 def mean_at(series: Sequence[Series], rounds: Iterable[float]) -> list[float]:
     """The mean over seeds at these rounds; every round must be in one of them."""
     return [statistics.fmean([one[int(r)] for one in series if int(r) in one] or [math.nan]) for r in rounds]

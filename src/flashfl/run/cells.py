@@ -159,7 +159,8 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
     path = folder / f"{cell.place(seed)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1) + "\n")
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+    partial.write_text("{\n" + lines + "\n}\n")
     partial.replace(path)
     return path
 

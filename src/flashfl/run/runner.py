@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -56,6 +55,12 @@ class Run:
 
     def _metric(self) -> list[float]:
         return [r["metrics"]["after"]["metric"] for r in self.results.rounds if r["metrics"]]
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on finished rounds, whatever the number of interruptions between them."""
+        phases = ("train", "aggregate", "evaluate")
+        return sum(r["seconds"].get(phase, 0.0) for r in self.results.rounds for phase in phases)
 
     @property
     def bytes_up(self) -> int:
@@ -169,7 +174,7 @@ def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, 
 
 
 def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | None, tracking: Tracking) -> None:
-    config, began, recorder = run.train, time.perf_counter(), Recorder(run.task, clients, run.folder)
+    config, recorder = run.train, Recorder(run.task, clients, run.folder)
     assert run.state is not None
     recorder.begin(run.state)
     rounds = run_rounds(
@@ -195,7 +200,7 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
             "accuracy": run.accuracy,
             "best": run.best,
             "bytes": asdict(run.traffic),
-            "seconds": time.perf_counter() - began,
+            "seconds": run.seconds,
             "stopped": run.stopped,
         }
     )

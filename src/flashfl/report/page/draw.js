@@ -67,8 +67,8 @@ function logarithmic([low, high], [from, to], count = 5) {
   };
   const coarse = within([1, 2, 5]), all = coarse.length > 2 ? coarse : within([1, 1.5, 2, 3, 4, 5, 6, 8]);
   const tens = all.filter((v) => Math.abs(Math.log10(v) % 1) < 1e-9 || Math.abs((Math.log10(v) % 1) + 1) < 1e-9);
-  const chosen = all.length <= count + 2 || tens.length < 2 ? all : tens;
-  const every = Math.ceil(chosen.length / (count + 2));
+  const chosen = all.length <= count + 1 || tens.length < 2 ? all : tens;
+  const every = Math.ceil(chosen.length / (count + 1));
   scale.ticks = chosen.filter((_, i) => i % every === 0);
   return scale;
 }
