@@ -1,6 +1,6 @@
 """Where a round's time goes on one GPU: wall time of each part, waiting for the device around it.
 
-    python bench/gpu_profile.py [--case b]
+python bench/gpu_profile.py [--case b]
 """
 
 from __future__ import annotations

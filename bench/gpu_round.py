@@ -130,7 +130,7 @@ def _naive_move(module: nn.Module, named: dict[str, Any], mask: dict[str, Any], 
 
 
 def floor_seconds(task: fl.Task, config: TrainConfig) -> float:
-    """Counted arithmetic and memory traffic of a round: forward and backward, activations in bf16, weights once a step."""
+    """Counted arithmetic and memory traffic of a round: activations in bf16, weights once a step."""
     module = task.build().cuda().eval()
     macs = elements = 0
 

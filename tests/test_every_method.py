@@ -166,7 +166,7 @@ def test_the_number_of_workers_does_not_matter(name: str, small_task: Task) -> N
     assert one.traffic == three.traffic
 
 
-class _Stop(Exception):  # noqa: N818
+class _Stop(Exception):
     pass
 
 
@@ -237,4 +237,3 @@ def test_the_worked_example_of_the_documentation_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "accuracy" in done.stdout
-

@@ -1,4 +1,4 @@
-"""The command line: `flashfl run | compare | report | figure | watch | export | methods | settings`."""
+"""The command line: `flashfl run | compare | data | report | figure | watch | export | methods | settings`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands, page_for
+from .run.datacli import add_data
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
 
@@ -116,6 +116,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     export.add_argument("run", type=Path, help="the folder of a run")
     export.add_argument("--to", type=Path, help="the file to write (default: RUN/model.safetensors)")
 
+    add_data(add)
     add_commands(add)
     for command in (run, comparison):
         command.add_argument("--central", action="store_true", help="one client holding all data; a round is an epoch")
@@ -126,6 +127,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
     from .run.config import load_toml, make_config
+    from .run.quick import quick
 
     data = load_toml(args.config) if args.config else {}
     if args.root:
@@ -137,23 +139,7 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
         data = {**data, "method": {"density": 0.02}}
         if overrides.get("method", "") in ("dense", "hetero-spdst", "hetero-jmwst"):
             data = {}
-    config = make_config(data, overrides)
-    return quick(config) if args.quick else config
-
-
-def quick(config: Any) -> Any:
-    """The same experiment, shrunk: few clients, few steps, few rounds."""
-    train, task = config.train, config.task
-    clients = min(4, task.clients or 4)
-    small = replace(
-        train, rounds=min(2, train.rounds), per_round=min(2, clients), max_steps=2, eval_every=1, epochs=1,
-    )  # fmt: skip
-    method = config.method
-    if hasattr(method, "warmup_epochs"):
-        method = replace(method, warmup_epochs=1, warmup_clients=min(2, method.warmup_clients))
-    return replace(
-        config, train=small, task=replace(task, clients=clients, limit=min(task.limit or 512, 512)), method=method
-    )
+    return quick(data, overrides) if args.quick else make_config(data, overrides)
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -175,8 +161,8 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     end, run = result["end"], result["run"]
     print(
         f"{config.method.name}: accuracy {100 * end['accuracy']:.2f} % (best {100 * end['best']:.2f} %), "
-        f"density {run.weights.mask.density:.4f}, up {amount(end['bytes']['up'])}, down {amount(end['bytes']['down'])}, "
-        f"{end['seconds']:.1f} s, checksum {end['checksum']}"
+        f"density {run.weights.mask.density:.4f}, up {amount(end['bytes']['up'])}, "
+        f"down {amount(end['bytes']['down'])}, {end['seconds']:.1f} s, checksum {end['checksum']}"
         + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")

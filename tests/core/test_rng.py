@@ -28,8 +28,8 @@ def test_hashes_of_distinct_indices_are_distinct() -> None:
 
 def test_fold_tells_names_numbers_and_nesting_apart() -> None:
     keys = {
-        rng.fold(0), rng.fold(0, 1), rng.fold(0, "1"), rng.fold(0, 1, 2), rng.fold(0, 12), rng.fold(1), rng.fold(0, "a", "b"),
-        rng.fold(0, "ab"),
+        rng.fold(0), rng.fold(0, 1), rng.fold(0, "1"), rng.fold(0, 1, 2), rng.fold(0, 12), rng.fold(1),
+        rng.fold(0, "a", "b"), rng.fold(0, "ab"),
     }  # fmt: skip
     assert len(keys) == 8
 

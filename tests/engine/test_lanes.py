@@ -52,7 +52,9 @@ def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], dev
 @devices
 def test_momentum_decay_and_prox_agree_too(device: str) -> None:
     task = make_task("norm")
-    config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, momentum=0.9, weight_decay=0.01, prox=0.1, epochs=2)
+    config = TrainConfig(
+        device="cpu", rounds=3, per_round=4, batch=4, workers=1, momentum=0.9, weight_decay=0.01, prox=0.1, epochs=2
+    )
     a = run_lanes(small("jmwst"), task, device, config).weights.to("cpu")
     b = fl.simulate(small("jmwst"), task, train=config).weights
     assert float((a.vector - b.vector).norm() / b.vector.norm()) < 1e-3
@@ -118,7 +120,9 @@ def test_static_batch_norm(device: str) -> None:
 @gpu
 @pytest.mark.gpu
 def test_operations_give_identical_masks_on_both_devices() -> None:
-    layout = Layout.build({"prunable": [("a", (64, 32, 3, 3)), ("b", (3, 7)), ("c", (100, 301))], "dense": [("d", (5,))]})
+    layout = Layout.build(
+        {"prunable": [("a", (64, 32, 3, 3)), ("b", (3, 7)), ("c", (100, 301))], "dense": [("d", (5,))]}
+    )
     generator = torch.Generator().manual_seed(1)
     for trial in range(20):
         budgets = [int(torch.randint(0, k + 1, (1,), generator=generator)) for k in layout.sizes]

@@ -125,7 +125,7 @@ def test_a_client_that_forgets_gets_its_own_mask_back(name: str) -> None:
     assert_equal(whole, train(method, task, grid, watch=forget))
 
 
-class _Stop(Exception):  # noqa: N818
+class _Stop(Exception):
     pass
 
 

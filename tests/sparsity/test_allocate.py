@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,7 +75,7 @@ def test_nested_budgets_nest(rho: list[float], targets: list[float]) -> None:
     layout = layers((20,), (300,), (7,))
     budgets = nested(layout, rho, targets)
     ordered = [budgets[d] for d in sorted(budgets)]
-    for small, large in zip(ordered, ordered[1:], strict=False):
+    for small, large in itertools.pairwise(ordered):
         assert all(a <= b for a, b in zip(small, large, strict=True))
     assert all(sum(b) == weight_budget(layout, d) for d, b in budgets.items())
 

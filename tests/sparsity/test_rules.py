@@ -83,7 +83,7 @@ def test_when_inactive_positions_run_out_the_largest_dropped_come_back() -> None
 
 
 def test_growth_goes_where_active_weights_are_large() -> None:
-    weights = [9, 9, 9, 9, 0, 0, 0, 0] + [1, 1, 1, 1, 0, 0, 0, 0]
+    weights = [9, 9, 9, 9, 0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
     _, _, counts = move(TWO, weights, "1111000011110000", 0.5)
     # Two dropped in each; four regrown in shares 0.9 : 0.1 = 3.6 : 0.4.
     assert counts == (2 + 4, 2 + 0)

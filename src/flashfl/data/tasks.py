@@ -73,7 +73,7 @@ def load_data(config: TaskConfig) -> DataSet:
 def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) -> Task:
     """The task; `key` draws the partition. Data already loaded may be given, to share it between tasks."""
     data = load_data(config) if data is None else data
-    parts = _partition(config, data, key)
+    parts = split_data(config, data, key)
     model, name = _model(config, data, key)
     train: list[Any] = [Subset(data.train, torch.from_numpy(part)) for part in parts]
     task = Task(
@@ -100,7 +100,8 @@ def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) ->
     return task
 
 
-def _partition(config: TaskConfig, data: DataSet, key: int) -> partition.Partition:
+def split_data(config: TaskConfig, data: DataSet, key: int) -> partition.Partition:
+    """Which training samples each client holds; `key` draws them."""
     if config.partition_file:
         return partition.load(config.partition_file, len(data.train))
     key = fold(config.partition_seed if config.partition_seed >= 0 else key, "partition")

@@ -27,9 +27,19 @@ def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
     if kind != "cuda":
         raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
-        raise ConfigError(f"device = {device!r}: this machine has no CUDA device that torch {torch.__version__} can use")
+        raise ConfigError(
+            f"device = {device!r}: this machine has no CUDA device that torch {torch.__version__} can use"
+        )
     from .cuda import LaneEngine
 
     return LaneEngine(
-        task, device, config.precision, config.lanes, config.values, config.dropout, config.deterministic, folder, config.crew
+        task,
+        device,
+        config.precision,
+        config.lanes,
+        config.values,
+        config.dropout,
+        config.deterministic,
+        folder,
+        config.crew,
     )

@@ -64,7 +64,7 @@ class Books:
             return _KNOWN
         key = (id(mask), id(bases[0]) if bases else 0)
         if key not in self._sizes:
-            found: int | Tensor = mask_sizes(self.layout, mask.bits[None], [b.bits for b in bases]).bytes[0]
+            found = mask_sizes(self.layout, mask.bits[None], [b.bits for b in bases]).bytes[0]
             if mask.recipe is not None:
                 found = found.clamp(max=geometry(self.layout).recipe_size)
             self._sizes[key] = ((mask, bases), found)  # what is counted is kept alive, so that its id stays its own

@@ -105,7 +105,7 @@ def update_message(update: Update, order: Order, layout: Layout) -> Message:
     elif values is not None and not local.statistics:
         values = values[: len(values) - tail]
     return Message(
-        "update", layout, order.tag, update.client, n=update.n, key=order.key, mask=mask, values=values, carries=carries,
-        counts=update.counts if mask is None and local.report == "counts" else None, metrics=metrics,
+        "update", layout, order.tag, update.client, n=update.n, key=order.key, mask=mask, values=values,
+        carries=carries, counts=update.counts if mask is None and local.report == "counts" else None, metrics=metrics,
         extra=dict(update.extra),
     )  # fmt: skip

@@ -33,7 +33,9 @@ class Seat:
         """Samples in one batch of an epoch: the last may be short."""
         return min(self.order.local.batch, self.n - batch * self.order.local.batch)
 
-    def samples(self, data: Source, epoch: int, first: int, capacity: int, device: torch.device) -> Any:
+    def samples(
+        self, data: Source, epoch: int, first: int, capacity: int, device: torch.device
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """An epoch's samples from batch `first` on, shuffled and augmented, as many as fit."""
         key, at = self.order.key, first * self.order.local.batch
         index = permutation(fold(key, "shuffle", epoch), self.n, device)[at : at + capacity]
@@ -88,7 +90,8 @@ class LaneCrew:
     def _stage(self, lane: Lane, seat: Seat, epoch: int, first: int) -> None:
         batch = seat.order.local.batch
         fits = max(1, self.capacity // batch) * batch
-        lane.stage(*seat.samples(self.data[seat.client.id], epoch, first, fits, self.device), max(self.capacity, fits))
+        inputs, target = seat.samples(self.data[seat.client.id], epoch, first, fits, self.device)
+        lane.stage(inputs, target, max(self.capacity, fits))
 
     def advance(self, local: Local, seats: Sequence[Seat], first: Sequence[int], last: Sequence[int]) -> None:
         """Lanes are interleaved, so that every stream has work, and do not wait for each other."""

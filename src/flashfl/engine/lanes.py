@@ -133,7 +133,9 @@ class Lane:
         self.rest = self.master[self.k : stack.trained]
         self.loss = torch.zeros((), device=device)
         self.at = torch.zeros((), dtype=torch.int64, device=device)
-        self.start = self.velocity = self.ema = None
+        self.start: Tensor | None = None
+        self.velocity: Tensor | None = None
+        self.ema: Tensor | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.generator = torch.Generator(device)
         self.inputs: list[Tensor] = []
@@ -258,11 +260,11 @@ class Lane:
     def _own_randomness(self) -> Iterator[None]:
         """Inside, torch's default generator is this lane's, so that dropout does not depend on other lanes."""
         if self.generator.device.type == "cpu":
-            kept = torch.get_rng_state()
+            outside = torch.get_rng_state()
             torch.set_rng_state(self.generator.get_state())
             yield
             self.generator.set_state(torch.get_rng_state())
-            torch.set_rng_state(kept)
+            torch.set_rng_state(outside)
             return
         default = torch.cuda.default_generators[self.device.index or 0]
         kept = default.graphsafe_get_state()
@@ -291,6 +293,7 @@ class Lane:
         return True
 
     def _capture(self, batch: int, options: Options, fused: Callable[..., None] | None) -> None:
+        assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with self._own_randomness():
             with torch.cuda.stream(self.stream):

@@ -46,9 +46,7 @@ class Memories:
             "masks": sorted({*history.values(), *self.held()}),
         }
 
-    def restore(
-        self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu"
-    ) -> None:
+    def restore(self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu") -> None:
         """Take over what `save` gave; if a mask is lost, clients are sent full ones again."""
         self.clients = {
             int(c): [(tuple(tag), order, own) for tag, order, own in rounds] for c, rounds in memory["clients"].items()

@@ -17,7 +17,7 @@ Result = Any
 Make = Callable[[], Callable[[Job], Result]]  # run once in each process: gives the function that does jobs
 
 
-class Died(Exception):  # noqa: N818 (a fact about a worker, not an error of the caller's)
+class Died(Exception):
     """The process that had this job ended before it answered."""
 
 
@@ -105,7 +105,7 @@ class Pool:
         for connection in wait(list(owners)):
             worker = owners[connection]  # type: ignore[index]
             try:
-                out.append((worker, connection.recv()))  # type: ignore[union-attr]
+                out.append((worker, connection.recv()))  # type: ignore[union-attr,call-arg]
             except (EOFError, ConnectionResetError):
                 process = self._workers[worker][0]
                 process.join(1)

@@ -40,7 +40,9 @@ class Wide:
             self.params[layer.name] = self._rows(flat, layer)
         rest = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self.shared = {name: t.detach() for name, t in rest.items() if name not in self.params}
-        self.grad = torch.zeros(self.rows, stack.head, device=self.device, dtype=(half if half is not None else lr).dtype)
+        self.grad = torch.zeros(
+            self.rows, stack.head, device=self.device, dtype=(half if half is not None else lr).dtype
+        )
         self.loss = torch.zeros(self.rows, device=self.device)
         self.at = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         self.limit = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
@@ -48,17 +50,21 @@ class Wide:
         self.inputs: list[Tensor] = []
         self.target: Tensor | None = None
         self.capacity = 0
-        self.start = self.velocity = self.ema = None
+        self.start: Tensor | None = None
+        self.velocity: Tensor | None = None
+        self.ema: Tensor | None = None
         self.graphs: dict[tuple[Any, ...], Any] = {}
         self.capture = self.device.type == "cuda"
 
     def _rows(self, flat: Tensor, layer: Any) -> Tensor:
         """A layer's tensors of all rows, [rows, *shape], as a view."""
-        part = flat[:, self.stack.span(layer)]
+        part: Tensor = flat[:, self.stack.span(layer)]
         if self.stack.turned(layer):
             o, i, h, w = layer.shape
-            return part.unflatten(1, (o, h, w, i)).permute(0, 1, 4, 2, 3)
-        return part.unflatten(1, layer.shape) if len(layer.shape) != 1 else part
+            turned: Tensor = part.unflatten(1, (o, h, w, i)).permute(0, 1, 4, 2, 3)
+            return turned
+        shaped: Tensor = part.unflatten(1, layer.shape) if len(layer.shape) != 1 else part
+        return shaped
 
     def begin(self, options: Options) -> None:
         """New clients' weights are in the stack."""

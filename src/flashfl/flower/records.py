@@ -16,7 +16,7 @@ STYPE = "flash.v1"
 Field = str | int | float
 
 
-class BadRecord(FlashError):  # noqa: N818 - as the wire's errors, it names what is wrong
+class BadRecord(FlashError):
     """A reply that does not have the form it must have."""
 
 

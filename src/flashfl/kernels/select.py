@@ -20,8 +20,8 @@ BLOCK, BINS = 4096, 256
 
 
 @triton.jit
-def _count(keys, candidates, prefix, counts, layer_of, start_of, stop_of, K, L, SHIFT: tl.constexpr, FIRST: tl.constexpr,
-           ALL: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+def _count(keys, candidates, prefix, counts, layer_of, start_of, stop_of, K, L, SHIFT: tl.constexpr,
+           FIRST: tl.constexpr, ALL: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
     """Histogram of the next eight bits of the keys whose higher bits are the prefix."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     layer, stop = tl.load(layer_of + block), tl.load(stop_of + block)

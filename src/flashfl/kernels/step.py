@@ -1,4 +1,4 @@
-"""The masked SGD step in one pass: master weights, their half-precision copy, gradient and mask read and written once."""
+"""The masked SGD step in one pass: master weights, their half-precision copy, gradient and mask."""
 
 from __future__ import annotations
 

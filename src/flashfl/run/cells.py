@@ -145,7 +145,10 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
         "best": end["best"],
         "views": {name: values["metric"] for name, values in judged[-1]["metrics"].items()},
         "density": judged[-1]["metrics"]["after"]["density"],
-        "curve": [[r["round"] + 1, round(r["metrics"]["after"]["metric"], 5), r["total"]["up"], r["total"]["down"]] for r in judged],
+        "curve": [
+            [r["round"] + 1, round(r["metrics"]["after"]["metric"], 5), r["total"]["up"], r["total"]["down"]]
+            for r in judged
+        ],
         "mismatch": [round(r.get("mismatch", 0.0), 4) for r in rounds if r["stage"] == 2][:: max(1, len(rounds) // 60)],
         "layer_densities": rounds[-1]["layer_densities"],
         "bytes": end["bytes"],

@@ -117,7 +117,7 @@ def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
         if found.get(name) != wanted.get(name):
             raise CheckpointError(
                 f"{path} belongs to another run: its {name} is {str(found.get(name))[:200]}, "
-                f"this run's is {str(wanted.get(name))[:200]}. Resume with the same settings, or start in another folder."
+                f"this run's is {str(wanted.get(name))[:200]}. Resume with the same settings, or use another folder."
             )
 
 

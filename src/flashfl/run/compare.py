@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import FlashError
-from ..data.tasks import build_task
 from ..core.rng import fold
+from ..data.tasks import build_task
 from .config import RunConfig
 from .display import Display, amount
 from .results import read_run
@@ -92,7 +92,7 @@ COLUMNS = ("method", "accuracy %", "best %", "density", "up / round", "down / ro
 
 def rows(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, ...]]:
     """The table's rows as text."""
-    out = []
+    out: list[tuple[str, ...]] = []
     for name, group in runs.items():
         s = summary(group)
         out.append(

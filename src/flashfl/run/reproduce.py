@@ -28,7 +28,10 @@ def reproduce(
     for at, (cell, seed) in enumerate(todo, 1):
         left = budget_minutes * 60 - (time.monotonic() - began)
         if left <= 0 or (spent and statistics.fmean(spent) > left):
-            print(f"the budget of {budget_minutes:g} minutes is spent; {len(todo) - at + 1} cells are left", file=sys.stderr)
+            print(
+                f"the budget of {budget_minutes:g} minutes is spent; {len(todo) - at + 1} cells are left",
+                file=sys.stderr,
+            )
             break
         cell_began = time.monotonic()
         try:
@@ -122,14 +125,15 @@ def page(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str:
         for row in table_rows(name, cells, seeds, results)
     )
     style = (
-        "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color-scheme:light dark}"
+        "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem}"
+        ":root{color-scheme:light dark}"
         "table{border-collapse:collapse;width:100%}div{overflow-x:auto}th,td{padding:.3rem .6rem;text-align:left;"
         "border-bottom:1px solid #8884;white-space:nowrap}th{position:sticky;top:0;background:Canvas}"
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{style}</style><h1>{escape(title)}</h1>"
-        f"<p>Ours beside the paper's, mean ± standard deviation over seeds; bytes per client and round, stage 1 included, "
-        f"and how many times fewer that is than the model's dense size.</p><div><table><thead><tr>{head}</tr></thead>"
+        f"<p>Ours beside the paper's, mean ± standard deviation over seeds; bytes per client and round, stage 1 "
+        f"included, and how many times fewer that is than the model's dense size.</p><div><table><thead><tr>{head}</tr></thead>"
         f"<tbody>{body}</tbody></table></div></html>"
     )

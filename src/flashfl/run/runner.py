@@ -60,7 +60,7 @@ class Run:
     def seconds(self) -> float:
         """Time spent on finished rounds, whatever the number of interruptions between them."""
         phases = ("train", "aggregate", "evaluate")
-        return sum(r["seconds"].get(phase, 0.0) for r in self.results.rounds for phase in phases)
+        return float(sum(r["seconds"].get(phase, 0.0) for r in self.results.rounds for phase in phases))
 
     @property
     def bytes_up(self) -> int:

@@ -127,7 +127,9 @@ class PruneRegrow:
 def _runs_out(layout: Layout, grown: Sequence[Sequence[int]], counts: Sequence[Sequence[int]]) -> bool:
     """Whether some layer is to grow more than it has inactive positions."""
     return any(
-        g > k - c for row, have in zip(grown, counts, strict=True) for g, k, c in zip(row, layout.sizes, have, strict=True)
+        g > k - c
+        for row, have in zip(grown, counts, strict=True)
+        for g, k, c in zip(row, layout.sizes, have, strict=True)
     )
 
 

@@ -1,6 +1,5 @@
 """One named error for each way in which bytes can be wrong, and for each reason not to believe a sound message."""
 
-# ruff: noqa: N818 - a name says what is wrong; that it is an error its base class says
 from __future__ import annotations
 
 from ..core.errors import FlashError
