@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -50,9 +51,15 @@ def from_json(data: Any) -> Any:
     return build(cls, {k: v for k, v in data.items() if k != "is"})
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """A class's annotations as types; finding them is slow, and messages are built all the time."""
+    return get_type_hints(cls)
+
+
 def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """A dataclass from plain values, each checked against its field's type; unknown keys name the nearest field."""
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     fields = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     made: dict[str, Any] = {}
     for name, value in values.items():

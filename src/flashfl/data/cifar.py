@@ -63,7 +63,7 @@ def _form(folder: str, classes: int, train: tuple[str, ...], test: str, read_fil
         augment = CropFlip() if options.augment else None
         return images(f"cifar{classes}", _join(pairs[:-1]), _join(pairs[-1:]), classes, _NORMS[classes], augment)
 
-    return Form(tuple(f"{folder}/{name}" for name in (*train, test)), load)
+    return Form(tuple(f"{folder}/{name}" for name in (*train, test)), load, checksums=read_file is _python)
 
 
 def _join(pairs: list[Pair]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -90,6 +90,7 @@ class Form:
 
     files: tuple[str, ...]
     read: Callable[[list[Path], Options], DataSet]
+    checksums: bool = False  # whether the published files' are known, and compared
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,14 @@ class Info:
     def present(self, root: Path) -> bool:
         return not self.absent(root)
 
+    def form(self, root: Path) -> Form:
+        """The first form all of whose files are there."""
+        for form in self.forms:
+            if all(find(root, name) for name in form.files):
+                return form
+        raise missing(self.name, root, self.absent(root), self.get)
+
     def load(self, root: Path, options: Options = Options()) -> DataSet:  # noqa: B008 - frozen
         """Read the first form all of whose files are there."""
-        for form in self.forms:
-            paths = [find(root, name) for name in form.files]
-            if all(paths):
-                return form.read([path for path in paths if path], options)
-        raise missing(self.name, root, self.absent(root), self.get)
+        form = self.form(root)
+        return form.read([path for name in form.files if (path := find(root, name))], options)

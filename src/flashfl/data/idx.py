@@ -76,8 +76,8 @@ def by_writer(paths: list[Path], options: Options) -> DataSet:
     return DataSet(known.name, known.train, known.test, 10, known.shape, rows[:, _WRITER])
 
 
-MNIST = tuple(Form(tuple(f"{folder}/{file}" for file in FILES), mnist) for folder in ("mnist", "MNIST/raw"))
+MNIST = tuple(Form(tuple(f"{folder}/{file}" for file in FILES), mnist, True) for folder in ("mnist", "MNIST/raw"))
 FASHION = tuple(
     Form(tuple(f"{folder}/{file}" for file in FILES), fashion) for folder in ("fashion-mnist", "FashionMNIST/raw")
 )
-MNIST_WRITERS = tuple(Form((*form.files, WRITERS), by_writer) for form in MNIST)
+MNIST_WRITERS = tuple(Form((*form.files, WRITERS), by_writer, True) for form in MNIST)

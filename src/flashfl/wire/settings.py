@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..core import parts
@@ -29,6 +30,7 @@ class Limits:
     elements: int = 1 << 28  # of one extra tensor
 
 
+@lru_cache(maxsize=64)
 def local_bytes(local: Local) -> bytes:
     """The settings as canonical JSON: sorted keys, no spaces, values as their types say, defaults left out."""
     plain = parts.to_json(parts.from_json(parts.to_json(local)))
