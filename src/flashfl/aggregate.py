@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ def _weights(sums: Sums) -> Tensor:
     return sums.weights
 
 
+Aggregator = Literal["fedavg", "wfa"]
 AGGREGATORS: dict[str, Callable[[Sums], Tensor]] = {"fedavg": fedavg, "wfa": wfa}
 
 

@@ -137,8 +137,6 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
     if args.config is None and "density" not in overrides:
         # The embedded task is small: at 2 % the methods differ visibly, at 5 % hardly (see LOG.md).
         data = {**data, "method": {"density": 0.02}}
-        if overrides.get("method", "") in ("dense", "hetero-spdst", "hetero-jmwst"):
-            data = {}
     return quick(data, overrides) if args.quick else make_config(data, overrides)
 
 
@@ -253,29 +251,32 @@ def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _methods(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    import inspect
+
     from .methods import METHODS
-    from .run.config import options_of
 
     for name, cls in METHODS.items():
-        print(f"{name}: {(cls.__doc__ or '').strip().splitlines()[0]}")
-        for option, (kind, default) in options_of(cls).items():
-            print(f"    --{option:<18} {default!r:<22} {kind}")
-        print()
+        print(f"{name}\n" + "\n".join(f"  {line}" for line in (inspect.getdoc(cls) or "").splitlines()))
+        _print_options(cls)
     return 0
 
 
 def _settings(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from dataclasses import fields
-
     from .data.tasks import TaskConfig
     from .run.config import TrainConfig
 
     for title, cls in (("training", TrainConfig), ("task", TaskConfig)):
         print(title)
-        for f in fields(cls):
-            print(f"    --{f.name:<18} {f.default!r:<22} {f.type}")
-        print()
+        _print_options(cls)
     return 0
+
+
+def _print_options(cls: type) -> None:
+    from .run.config import options_of
+
+    for option, (kind, default, said) in options_of(cls).items():
+        print(f"    --{option.replace('_', '-'):<20} {default!s:<20} {kind}" + (f"  ({said})" if said else ""))
+    print()
 
 
 if __name__ == "__main__":

@@ -108,6 +108,21 @@ def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> N
 
 
 @devices
+@pytest.mark.parametrize(("values", "close"), [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 5e-2)])
+def test_lossy_values_are_rounded_alike(values: Any, close: float, device: str) -> None:
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, values=values)
+    a = run_lanes(small("spdst"), task, device, config, values=values)
+    b = fl.simulate(small("spdst"), task, train=config)
+    plain = fl.simulate(small("spdst"), task, train=CONFIG)
+    x, y, z = a.weights.to("cpu").vector, b.weights.vector, plain.weights.vector
+    assert float((x - y).norm() / y.norm()) < close
+    assert not torch.equal(y, z), "rounding must be real"
+    assert a.traffic == b.traffic
+    assert a.traffic.up < plain.traffic.up
+
+
+@devices
 def test_static_batch_norm(device: str) -> None:
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, static_bn=True)

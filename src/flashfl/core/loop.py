@@ -57,7 +57,7 @@ def run_rounds(
         began = time.perf_counter()
         cohort = method.cohort(state, clients)
         outcome = engine.train(state, _orders(method, state, cohort))
-        if outcome.sums.clients < min(min_replies, len(cohort)):
+        if outcome.sums.clients < max(1, min(min_replies, len(cohort))):
             _raise_if_hopeless(state, outcome, retries)
             state, lost = state.again(), lost + outcome.traffic
             continue

@@ -59,7 +59,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """A dataclass from plain values, each checked against its field's type; unknown keys name the nearest field."""
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = {f.name for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     made: dict[str, Any] = {}
     for name, value in values.items():

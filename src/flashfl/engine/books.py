@@ -46,6 +46,7 @@ class Books:
         self.ledger = ServerLedger(layout, bytes=HISTORY_BYTES)
         self.memories = Memories(MaskStore(layout, folder))
         self.own: dict[int, tuple[Tag, Mask, Mask]] = {}  # client -> round, its order's mask, the mask it kept
+        self._marked: dict[int, tuple[Tag, Mask, Mask]] | None = None
         self._sizes: dict[tuple[int, int], tuple[Any, int | Tensor]] = {}
 
     def open(self, s: State) -> Round:
@@ -70,14 +71,20 @@ class Books:
             self._sizes[key] = ((mask, bases), found)  # what is counted is kept alive, so that its id stays its own
         return self._sizes[key][1]
 
+    def mark(self) -> None:
+        """A round is over: `memory` speaks of this moment until the next mark."""
+        self._marked = dict(self.own)
+        self.memories.mark(self.ledger)
+
     def memory(self) -> dict[str, Any]:
         """As the CPU engine's; masks go to the store only now."""
-        put = self.memories.store.put
-        for client, (tag, order, own) in self.own.items():
+        put, own_masks = self.memories.store.put, self.own if self._marked is None else self._marked
+        for client, (tag, order, own) in own_masks.items():
             self.memories.clients[client] = [(tag, put(order), put(own))]
-        return self.memories.save(self.ledger)
+        return self.memories.save(self.ledger, self.memories.clients)
 
     def restore(self, memory: Mapping[str, Any], device: torch.device) -> None:
+        self._marked = None
         self.memories.restore(memory, self.ledger, device)
         store = self.memories.store
         for client, rounds in self.memories.clients.items():

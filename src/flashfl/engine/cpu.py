@@ -11,8 +11,9 @@ import torch
 
 from ..aggregate import add
 from ..core.errors import FlashError
-from ..core.state import Client, Mask, Order, Outcome, State, Sums, Weights
+from ..core.state import Client, Mask, Order, Outcome, State, Sums, Traffic, Weights
 from ..data.task import Task
+from ..wire import decode
 from ..wire.trust import Trust
 from ..wire.values import Form
 from .client import ClientSide, Memory, Reply
@@ -53,11 +54,17 @@ class CPUEngine:
         inbox = Inbox(self.server)
         waiting: dict[int, tuple[Client, Order]] = {}  # in the order of the jobs, which is that of the results
         new: dict[int, Memory] = {}
+        lacking: dict[int, tuple[Client, Order]] = {}
         for result in self.pool.run(self._jobs(s, orders, inbox, waiting)):
             client, order = waiting.pop(next(iter(waiting)))
             if isinstance(result, Reply) and result.lacks:
-                result = self._again(inbox, client, order, result)
-            self._take(inbox, client.id, result, new)
+                inbox.traffic += self._lack(result)
+                lacking[client.id] = (client, order)
+            else:
+                self._take(inbox, client.id, result, new)
+        # A pool does one thing at a time, so those that lack a mask are asked again when all others have answered.
+        for client_id, result in zip(lacking, self.pool.run(self._again(inbox, lacking.values())), strict=True):
+            self._take(inbox, client_id, result, new)
         sums = Sums(self.task.layout)
         for update in inbox.updates():
             add(sums, update)
@@ -79,17 +86,18 @@ class CPUEngine:
             waiting[client.id] = (client, order)
             yield ("train", client.id, encoded.data, self.memories.clients.get(client.id, []))
 
-    def _again(self, inbox: Inbox, client: Client, order: Order, lack: Reply) -> Any:
-        """A client lacks a mask: it is sent the full one, within the round."""
-        from ..wire import decode
-
-        parts = decode(lack.data, self.task.layout).parts
+    def _lack(self, reply: Reply) -> Traffic:
+        """What it costs a client to say that it lacks a mask."""
+        parts = decode(reply.data, self.task.layout).parts
         assert parts is not None
-        inbox.traffic += parts.traffic("lack")
-        message, encoded = self.server.remind(client, order)
-        inbox.sent(message, encoded)
-        [result] = self.pool.run([("train", client.id, encoded.data, [])])
-        return result
+        return parts.traffic("lack")
+
+    def _again(self, inbox: Inbox, lacking: Iterable[tuple[Client, Order]]) -> Iterator[Any]:
+        """Clients that lack a mask are sent the full one, within the round."""
+        for client, order in lacking:
+            message, encoded = self.server.remind(client, order)
+            inbox.sent(message, encoded)
+            yield ("train", client.id, encoded.data, [])
 
     def _take(self, inbox: Inbox, client: int, result: Any, new: dict[int, Memory]) -> None:
         if isinstance(result, Reply):
@@ -111,10 +119,14 @@ class CPUEngine:
         loss = metric = 0.0
         for result in self.pool.run(jobs):
             if isinstance(result, Exception):
-                raise result if isinstance(result, FlashError) else FlashError(f"evaluation failed: {result}")
+                raise FlashError(f"evaluation failed: {result}") if isinstance(result, Died) else result
             loss, metric = loss + result[0], metric + result[1]
         n = sum(len(data) for data in self.task.judges)
         return {"loss": loss / n, "metric": metric / n}
+
+    def mark(self) -> None:
+        """A round is over: `memory` speaks of this moment until the next mark."""
+        self.memories.mark(self.server.ledger)
 
     def memory(self) -> dict[str, Any]:
         return self.memories.save(self.server.ledger)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Weigh
 from ..data.examples import on_device
 from ..data.task import Task
 from ..sparsity import random_mask
+from ..wire import round_values, segments, value_key
 from ..wire.values import Form
 from .books import Books
 from .cpu import drops
@@ -55,6 +57,7 @@ class LaneEngine:
         self.lanes_wanted, self.crew_wanted = lanes, crew
         self.train_data, self.judges = on_device(task.train, self.device), on_device(task.judges, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
+        self.values = values
         self.books = Books(self.layout, values, folder)
         self.crew: Any = None
         self.stack: Stack | None = None
@@ -119,7 +122,7 @@ class LaneEngine:
         return self.crew
 
     def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
-        seats = [self._seat(client, order) for client, order in chunk]
+        seats = [self._seat(client, self._received_order(client, order)) for client, order in chunk]
         assert self.stack is not None
         crew, rows = self._crew(local, seats), len(seats)
         crew.prepare(local, seats)
@@ -136,7 +139,26 @@ class LaneEngine:
             bits = self.stack.logical(self.stack.masks[:rows])
             for row, seat in enumerate(seats):
                 seat.mask = Mask(self.layout, bits[row], seat.counts)
+        if self.values != "fp32" and local.report == "weights":
+            for row, seat in enumerate(seats):
+                key = value_key(seat.order.key, "update", seat.order.tag, seat.client.id)
+                values[row] = self._rounded(Weights(seat.mask, values[row]), key, local.statistics).vector
         round_.received(seats, values, crew.losses(rows), sums)
+
+    def _received_order(self, client: Client, order: Order) -> Order:
+        """The order as it arrives: with its values rounded, where they travel in fewer bits."""
+        if self.values == "fp32":
+            return order
+        key = value_key(order.key, "order", order.tag, client.id)
+        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics))
+
+    def _rounded(self, weights: Weights, key: int, statistics: bool) -> Weights:
+        """A model as the other side will decode it."""
+        packed, counts = weights.packed(), weights.mask.counts
+        tail = 0 if statistics else self.layout.size - self.layout.trained_size
+        travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
+        parts = segments(self.layout, counts, "all" if statistics else "weights", self.values)
+        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
 
     def _seat(self, client: Client, order: Order) -> Seat:
         local, n = order.local, len(self.train_data[client.id])
@@ -195,8 +217,8 @@ class LaneEngine:
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
         """Mean loss and metric over all judging samples, in large batches, read back once."""
         self.judge.load(weights.vector)
-        module, norms = self.judge.module, bool(self.judge.norms)
-        module.train() if norms and not statistics else module.eval()
+        module = self.judge.module
+        self.judge.judging(statistics)
         total = torch.zeros(2, device=self.device, dtype=torch.float64)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             for data in self.judges:
@@ -208,6 +230,9 @@ class LaneEngine:
                     total += torch.stack([torch.as_tensor(f, device=self.device).double() for f in found]) * len(index)
         loss, metric = (total / sum(len(d) for d in self.judges)).tolist()
         return {"loss": loss, "metric": metric}
+
+    def mark(self) -> None:
+        self.books.mark()
 
     def memory(self) -> dict[str, Any]:
         return self.books.memory()

@@ -21,6 +21,7 @@ class Memories:
     def __init__(self, store: MaskStore) -> None:
         self.store = store
         self.clients: dict[int, Memory] = {}
+        self._marked: tuple[ServerLedger, dict[int, Memory]] | None = None
         self._pinned: set[str] = set()
         self._rounds = 0
 
@@ -31,16 +32,27 @@ class Memories:
         if self._rounds % 10 == 0:
             self.store.keep_only(self._pinned | self.held())
 
-    def held(self) -> set[str]:
-        return {h for rounds in self.clients.values() for _, *hashes in rounds for h in hashes if h is not None}
+    def mark(self, ledger: ServerLedger) -> None:
+        """The run's state is now as far as these memories: `save` gives them as they are now, until the next mark.
 
-    def save(self, ledger: ServerLedger) -> dict[str, Any]:
+        A run that is interrupted in the middle of a round is saved as it was before it.
+        """
+        self._marked = (ledger.snapshot(), dict(self.clients))
+
+    def held(self) -> set[str]:
+        marked = self._marked[1] if self._marked else {}
+        every = [*self.clients.values(), *marked.values()]
+        return {h for rounds in every for _, *hashes in rounds for h in hashes if h is not None}
+
+    def save(self, ledger: ServerLedger, clients: Mapping[int, Memory] | None = None) -> dict[str, Any]:
         """What a checkpoint must hold beside the state: JSON that names masks in the store."""
+        ledger, marked = self._marked or (ledger, self.clients)
+        clients = marked if clients is None else clients
         record, tensors = ledger.state()
         masks = [Mask.unpack(self.store.layout, t.numpy()) for t in tensors.values()]
         history = dict(zip(tensors, map(self.store.put, masks), strict=True))
         return {
-            "clients": {str(c): m for c, m in self.clients.items()},
+            "clients": {str(c): m for c, m in clients.items()},
             "ledger": record,
             "history": history,
             "masks": sorted({*history.values(), *self.held()}),
@@ -48,6 +60,7 @@ class Memories:
 
     def restore(self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu") -> None:
         """Take over what `save` gave; if a mask is lost, clients are sent full ones again."""
+        self._marked = None
         self.clients = {
             int(c): [(tuple(tag), order, own) for tag, order, own in rounds] for c, rounds in memory["clients"].items()
         }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing as mp
+import pickle
 import signal
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+
+from ..core.errors import ConfigError
 
 Job = Any
 Result = Any
@@ -49,16 +53,27 @@ class Pool:
         method = "fork" if threads == 1 and "fork" in mp.get_all_start_methods() else "spawn"
         self._context: Any = mp.get_context(method)
         self._make, self._threads = make, threads
-        self._workers: list[tuple[Any, Connection]] = [self._start() for _ in range(workers)]
+        self._workers: list[tuple[Any, Connection]] = []
+        for _ in range(workers):
+            self._workers.append(self._start())
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
+        # A forked child holds copies of our ends; while it does, it would never learn that we are gone.
+        forked = self._context.get_start_method() == "fork"
+        inherited = [ours, *(connection for _, connection in self._workers)] if forked else []
         process = self._context.Process(
-            target=_serve, args=(theirs, self._make, self._threads), daemon=True, name="flashfl-worker"
+            target=_serve, args=(theirs, self._make, self._threads, inherited), daemon=True, name="flashfl-worker"
         )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
-            process.start()
+            try:
+                process.start()
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise ConfigError(
+                    f"threads = {self._threads} with several workers needs a task that can be pickled ({error}): "
+                    "define its model and functions at the top of a module, or use threads = 1 or workers = 1"
+                ) from None
         theirs.close()
         return process, ours
 
@@ -133,8 +148,11 @@ class Pool:
         self._workers = []
 
 
-def _serve(connection: Connection, make: Make, threads: int) -> None:
+def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence[Connection]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so is whatever it made of this one
+    for other in inherited:
+        other.close()
     torch.set_num_threads(threads)
     work = make()
     while True:
@@ -147,8 +165,18 @@ def _serve(connection: Connection, make: Make, threads: int) -> None:
         try:
             result = work(job)
         except Exception as error:
-            result = error
+            result = _portable(error)
         try:
             connection.send(result)
         except (BrokenPipeError, OSError):
             return
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that survives the way to the parent, and where it happened."""
+    error.add_note("in a worker process:\n" + "".join(traceback.format_tb(error.__traceback__)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a stranger's exception class does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

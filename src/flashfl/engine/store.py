@@ -36,7 +36,7 @@ class MaskStore(Mapping[str, Mask]):
     def put(self, mask: Mask) -> str:
         """Keep a mask; its hash."""
         path = self._path(mask.hash)
-        if mask.hash not in self._cache and not path.exists():
+        if not path.exists():  # even if it is in our cache: another process may have dropped it from the folder
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}")
             partial.write_bytes(mask.packed.tobytes())

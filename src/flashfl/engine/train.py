@@ -120,30 +120,39 @@ class Trainer:
 
     def _gather(self, local: Local, data: Source) -> float:
         """BatchNorm statistics of this client's data under the given weights, and the mean loss."""
-        momenta = [m.momentum for m in self.norms]
+        batches, momenta = self.batches(len(data), local), [m.momentum for m in self.norms]
         for m in self.norms:
             m.momentum = None  # a plain average over batches
+            if m.num_batches_tracked is not None:
+                m.num_batches_tracked.zero_()  # a pretrained model has counted batches before
         self.vector[self.layout.trained_size :] = 0
         self.module.train()
-        total = 0.0
+        total, seen = 0.0, 0
         with torch.no_grad():
-            for b in range(self.batches(len(data), local)):
+            for b in range(batches):
                 index = torch.arange(b * local.batch, min(len(data), (b + 1) * local.batch))
                 inputs, target = data.fetch(index)
                 total += float(self.task.loss(self.module(*inputs), target)) * len(index)
+                seen += len(index)
         for m, momentum in zip(self.norms, momenta, strict=True):
             m.momentum = momentum
-        return total / len(data)
+        return total / seen
 
     def evaluate(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> tuple[float, float]:
         """Loss and metric of a model on some samples, times their number."""
         self.load(weights.vector)
-        self.module.train(mode=not statistics) if self.norms and not statistics else self.module.eval()
+        self.judging(statistics)
         with torch.no_grad():
             inputs, target = data.fetch(index)
             output = self.module(*inputs)
             n = len(index)
             return float(self.task.loss(output, target)) * n, float(self.task.metric(output, target)) * n
+
+    def judging(self, statistics: bool) -> None:
+        """Set the module to be judged: without statistics BatchNorm takes each batch's own, and nothing else trains."""
+        self.module.eval()
+        for m in self.norms:
+            m.train(not statistics)
 
 
 class Stepper:

@@ -119,6 +119,10 @@ class FlowerEngine:
         self.judging += jury.traffic
         return verdict
 
+    def mark(self) -> None:
+        """A round is over: `memory` speaks of this moment until the next mark."""
+        self.memories.mark(self.server.ledger)
+
     def memory(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the state."""
         return {**self.memories.save(self.server.ledger), "roster": self.roster.save()}

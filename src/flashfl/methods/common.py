@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.rng import fold
-from ..core.state import Mask, Plan, State, Weights
+from ..core.state import Client, Mask, Plan, State, Weights
 from ..sparsity import random_mask, top_mask
 
 
 def check_density(density: float) -> None:
     if not 0 < density <= 1:
         raise ConfigError(f"density = {density}: must be above 0 and at most 1 (0.05 keeps every twentieth weight)")
+
+
+def share_densities(
+    clients: Sequence[Client], densities: Sequence[float], shares: Sequence[float], key: int
+) -> tuple[Client, ...]:
+    """Give every client that states no density one of these, in these shares; refuse one that states another."""
+    for c in clients:
+        if c.density is not None and c.density not in densities:
+            raise ConfigError(f"client {c.id} has density {c.density}; the method offers {tuple(densities)}")
+    order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
+    ends = [round(sum(shares[: i + 1]) / sum(shares) * len(order)) for i in range(len(shares))]
+    given = {c.id: densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
+    return tuple(replace(c, density=given.get(c.id, c.density)) for c in clients)
 
 
 def initial(plan: Plan, stage: int = 1) -> Tensor:

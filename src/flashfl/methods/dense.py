@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..aggregate import average
+from ..aggregate import Aggregator, average
 from ..core.method import Method
 from ..core.state import Mask, Plan, State, Sums, Weights
 from .common import initial
@@ -16,7 +16,7 @@ class Dense(Method):
     """Every weight is trained, sent and averaged."""
 
     name: ClassVar[str] = "dense"
-    aggregator: str = "fedavg"
+    aggregator: Aggregator = "fedavg"
 
     def init(self, plan: Plan) -> State:
         mask = Mask.full(plan.layout, plan.device)

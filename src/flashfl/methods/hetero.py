@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from ..aggregate import Aggregator
 from ..core.errors import ConfigError
 from ..core.method import sample
-from ..core.rng import fold
 from ..core.state import Client, Mask, Order, State, Sums, Weights
 from ..sparsity import nested, pattern_budgets, random_mask, top_mask
-from .common import check_density
+from .common import check_density, share_densities
 from .jmwst import JMWST
 from .spdst import SPDST
 
@@ -25,8 +25,8 @@ class _Hetero(SPDST):
 
     densities: tuple[float, ...] = (0.1, 0.15, 0.2)
     shares: tuple[float, ...] = (0.3, 0.3, 0.4)
-    density: float = 0.0  # the highest of `densities`; not to be set
-    aggregator: str = "wfa"
+    density: float = field(default=0.0, metadata={"derived": True})  # the highest of `densities`; not to be set
+    aggregator: Aggregator = "wfa"
 
     def __post_init__(self) -> None:
         if len(self.densities) != len(self.shares) or not self.densities:
@@ -39,14 +39,7 @@ class _Hetero(SPDST):
         super().__post_init__()
 
     def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
-        """Give every client without a density one of ours, in the stated shares."""
-        order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
-        ends = [round(sum(self.shares[: i + 1]) / sum(self.shares) * len(order)) for i in range(len(self.shares))]
-        given = {c.id: self.densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
-        for c in clients:
-            if c.density is not None and c.density not in self.densities:
-                raise ConfigError(f"client {c.id} has density {c.density}; the method offers {self.densities}")
-        return tuple(replace(c, density=given.get(c.id, c.density)) for c in clients)
+        return share_densities(clients, self.densities, self.shares, key)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         groups = {d: [c for c in clients if c.density == d] for d in self.densities}

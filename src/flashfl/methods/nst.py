@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..aggregate import average, union
+from ..aggregate import Aggregator, average, union
 from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Client, Order, Plan, Recipe, State, Sums, Weights
@@ -23,7 +23,7 @@ class NST(Method):
     name: ClassVar[str] = "nst"
     density: float = 0.05
     adapt: PruneRegrow = field(default_factory=PruneRegrow)
-    aggregator: str = "fedavg"
+    aggregator: Aggregator = "fedavg"
 
     def __post_init__(self) -> None:
         check_density(self.density)

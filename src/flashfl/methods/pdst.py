@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..aggregate import average
+from ..aggregate import Aggregator, average
 from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Plan, State, Sums, Weights
-from ..sparsity import allocate, random_mask
+from ..sparsity import Allocation, allocate, random_mask
 from .common import check_density, initial
 
 
@@ -22,8 +22,8 @@ class PDST(Method):
 
     name: ClassVar[str] = "pdst"
     density: float = 0.05
-    allocation: str = "uniform"
-    aggregator: str = "fedavg"
+    allocation: Allocation = "uniform"
+    aggregator: Aggregator = "fedavg"
 
     def __post_init__(self) -> None:
         check_density(self.density)

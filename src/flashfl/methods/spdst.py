@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from ..aggregate import average
+from ..aggregate import Aggregator, average
 from ..core.errors import ConfigError
 from ..core.method import Method, sample
 from ..core.rng import fold
@@ -31,7 +31,7 @@ class SPDST(Method):
     adapt: PruneRegrow = field(default_factory=PruneRegrow)
     mask_init: Literal["random", "magnitude"] = "random"
     nm: int = 0
-    aggregator: str = "fedavg"
+    aggregator: Aggregator = "fedavg"
 
     def __post_init__(self) -> None:
         check_density(self.density)

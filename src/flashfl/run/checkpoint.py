@@ -11,7 +11,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, identity: Mapping[st
     folder.mkdir(parents=True, exist_ok=True)
     tensors, described = _describe(checkpoint.state)
     stem = folder / f"checkpoint-{number:08d}"
-    try:
+    with _or_nothing(folder):
         digest = _write(stem.with_suffix(".safetensors"), lambda path: save_file(tensors, path))
         record = {
             "flashfl checkpoint": FORMAT,
@@ -54,14 +55,29 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, identity: Mapping[st
             "progress": checkpoint.progress,
         }
         _write(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(record)))
-    except OSError:
-        for partial in folder.glob("*.partial"):
-            partial.unlink(missing_ok=True)
-        raise
     for old in sorted(folder.glob("checkpoint-*.json"))[:-keep]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
     return stem.with_suffix(".json")
+
+
+@contextmanager
+def _or_nothing(folder: Path) -> Iterator[None]:
+    """Leave no halves behind where writing fails; safetensors has an error of its own for a full disk."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        for partial in folder.glob("*.partial"):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise
+        raise OSError(str(error)) from None
+
+
+def clear(folder: Path) -> None:
+    """Remove the checkpoints of an earlier run: a new one must never be continued from them."""
+    for path in folder.glob("checkpoint-*"):
+        path.unlink(missing_ok=True)
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> str:
@@ -79,7 +95,7 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
     """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is used."""
     found = sorted((p for p in folder.glob("checkpoint-*.json") if _NAME.fullmatch(p.name)), reverse=True)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {folder}: start the run without --resume")
+        raise CheckpointError(f"there is no checkpoint in {folder}: start the run anew (--overwrite if it had begun)")
     damaged = []
     for path in found:
         try:

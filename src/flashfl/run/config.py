@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import re
 import tomllib
 import types
 import typing
@@ -111,9 +114,13 @@ def make_method(values: Mapping[str, Any]) -> Method:
     """A method from its name and fields."""
     values = dict(values)
     name = values.pop("name", "spdst")
-    if name not in METHODS:
+    return build(_known_method(name), values, name)
+
+
+def _known_method(name: Any) -> type[Method]:
+    if not isinstance(name, str) or name not in METHODS:
         raise unknown("method", str(name), METHODS)
-    return build(METHODS[name], values, name)
+    return METHODS[name]
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -130,13 +137,12 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
     for table in data:
         if table not in ("task", "train", "method"):
             raise unknown("table", table, ("task", "train", "method"))
-    tables: dict[str, dict[str, Any]] = {k: dict(data.get(k, {})) for k in ("task", "train", "method")}
+        if not isinstance(data[table], Mapping):
+            raise ConfigError(f"{table} = {data[table]!r}: expected a table [{table}] of settings")
+    tables: dict[str, dict[str, Any]] = {k: copy.deepcopy(dict(data.get(k, {}))) for k in ("task", "train", "method")}
     if "method" in overrides:
         _switch_method(tables, overrides["method"])
-    name = tables["method"].get("name", "spdst")
-    if name not in METHODS:
-        raise unknown("method", str(name), METHODS)
-    homes = _homes(METHODS[name])
+    homes = _homes(_known_method(tables["method"].get("name", "spdst")))
     for option, text in overrides.items():
         if option == "method":
             continue
@@ -152,10 +158,8 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
 
 
 def _switch_method(tables: dict[str, dict[str, Any]], name: str) -> None:
-    """Another method keeps what the file said of the settings it knows too."""
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
-    known = {f.name for f in fields(METHODS[name])}
+    """Another method keeps what the file said of the settings it knows too, save those it works out itself."""
+    known = {f.name for f in fields(_known_method(name)) if not f.metadata.get("derived")}
     tables["method"] = {"name": name} | {k: v for k, v in tables["method"].items() if k in known}
 
 
@@ -184,6 +188,8 @@ def _walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name in path[:-1]:
         table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} = {table!r}: expected a table of settings")
     table[path[-1]] = value
 
 
@@ -202,13 +208,23 @@ def parse(text: str, hint: Any, name: str) -> Any:
         raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
 
 
-def options_of(method: type[Method]) -> dict[str, tuple[str, Any]]:
-    """Option -> (type, default) of a method, for help texts."""
-    made = method()
+def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
+    """Option -> (type, default, explanation) of a method or a table of settings, for help texts."""
+    made: Any = cls()
+    said = _explained(cls)
     out = {}
-    for path, hint in _walk(method):
+    for path, hint in _walk(cls):
         value: Any = made
         for name in path:
             value = getattr(value, name)
-        out[".".join(path)] = (getattr(hint, "__name__", str(hint)), value)
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        kind = "|".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
+        out[".".join(path)] = (kind, value, said.get(path[0], ""))
     return out
+
+
+def _explained(cls: type) -> dict[str, str]:
+    """What the comment behind each field says of it."""
+    lines = inspect.getsource(cls).splitlines()
+    found = (re.match(r"    (\w+): .*?  # (.+)", line) for line in lines)
+    return {m[1]: m[2] for m in found if m}

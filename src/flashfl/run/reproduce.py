@@ -134,6 +134,6 @@ def page(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{style}</style><h1>{escape(title)}</h1>"
         f"<p>Ours beside the paper's, mean ± standard deviation over seeds; bytes per client and round, stage 1 "
-        f"included, and how many times fewer that is than the model's dense size.</p><div><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{body}</tbody></table></div></html>"
+        f"included, and how many times fewer that is than the model's dense size.</p>"
+        f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></html>"
     )

@@ -147,15 +147,17 @@ def drive(
     """Run a method on any engine, for these clients; of the task only its model is used here."""
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, getattr(clients, "planned", clients), engine.device)
-    identity = _identity(method, task, config, clients)
+    identity = _identity(method, task, config, clients, header or {})
     # Clients that come and go are admitted as they come, by whoever keeps the list of them.
     live = getattr(clients, "admit", None)
     clients = live(method, plan.key) if live else method.admit(clients, plan.key)
     keeper = _Keeper(run, engine, identity)
     start = _resume(run, keeper, plan) if resume else None
     if start is None:
-        run.results.begin({"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)})
         start = method.init(plan)
+        keeper.begin()
+    if not run.results.lines:
+        run.results.begin({"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)})
     run.state = start
     step = start.round if start.stage == 2 else 0
     tracking = Tracking(config.track, folder, folder.name if folder else "", header or identity, step)
@@ -177,18 +179,21 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
     config, recorder = run.train, Recorder(run.task, clients, run.folder)
     assert run.state is not None
     recorder.begin(run.state)
+    keeper.mark()
     rounds = run_rounds(
         run.method, run.state, clients, recorder.tap(engine), config.eval_every, config.min_replies, config.retries,
         run.over_budget,
     )  # fmt: skip
-    for state, record in rounds:
+    for state, record in () if run.over_budget(Traffic()) else rounds:
         run.state, run.traffic = state, run.traffic + record.traffic
+        keeper.rounds += 1
+        keeper.mark()
         line = recorder.complete(_line(record, run.traffic), state)
         run.results.append(line)
         tracking.log(state.round, line)
         if watch is not None:
             watch(state, line)
-        if config.checkpoint_every and len(run.results.rounds) % config.checkpoint_every == 0:
+        if config.checkpoint_every and keeper.rounds % config.checkpoint_every == 0:
             keeper.keep()
     keeper.keep()
     if not run.state.done:
@@ -237,7 +242,9 @@ def _about(task: Task, clients: Any) -> dict[str, Any]:
     }
 
 
-def _identity(method: Method, task: Task, config: TrainConfig, clients: Sequence[Client]) -> dict[str, Any]:
+def _identity(
+    method: Method, task: Task, config: TrainConfig, clients: Sequence[Client], header: Mapping[str, Any]
+) -> dict[str, Any]:
     """What must be equal for a checkpoint to be this run's."""
     outside = ("workers", "device", "checkpoint_every", "max_bytes", "track")
     settings = {k: v for k, v in asdict(config).items() if k not in outside}
@@ -248,6 +255,7 @@ def _identity(method: Method, task: Task, config: TrainConfig, clients: Sequence
         "settings": settings,
         "layout": task.layout.hash,
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
+        "task": {k: v for k, v in header.get("task", {}).items() if k not in ("data_root", "verify")},
     }
 
 
@@ -257,17 +265,25 @@ class _Keeper:
     def __init__(self, run: Run, engine: Any, identity: Mapping[str, Any]) -> None:
         self.run, self.engine, self.identity = run, engine, identity
         self.folder = run.folder / "checkpoints" if run.folder else None
+        self.rounds = 0  # done so far, those of stage 1 included
+
+    def begin(self) -> None:
+        if self.folder is not None:
+            checkpoints.clear(self.folder)
+
+    def mark(self) -> None:
+        """The run's state and what the engine remembers belong together now, whatever happens in the next round."""
+        if self.folder is not None:
+            self.engine.mark()
 
     def keep(self) -> None:
         """Write a checkpoint; if that fails (a full disk, say) warn, keep the one before, and go on."""
         if self.folder is None or self.run.state is None:
             return
-        rounds = len(self.run.results.rounds)
-        point = checkpoints.Checkpoint(
-            self.run.state, self.engine.memory(), {"rounds": rounds, "traffic": asdict(self.run.traffic)}
-        )
+        progress = {"rounds": self.rounds, "traffic": asdict(self.run.traffic)}
         try:
-            checkpoints.save(self.folder, rounds, point, self.identity)
+            point = checkpoints.Checkpoint(self.run.state, self.engine.memory(), progress)
+            checkpoints.save(self.folder, self.rounds, point, self.identity)
         except OSError as error:
             warnings.warn(f"could not write a checkpoint ({error}); the last good one is kept", RuntimeWarning)
             return
@@ -287,6 +303,7 @@ def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State:
         raise ConfigError("resume needs the folder of the run to continue")
     point = checkpoints.load(keeper.folder, plan, keeper.identity)
     keeper.engine.restore(point.engine)
+    keeper.rounds = point.progress["rounds"]
     run.results.resume(point.progress["rounds"])
     run.traffic = Traffic(**point.progress["traffic"])
     return point.state

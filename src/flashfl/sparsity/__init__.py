@@ -1,11 +1,12 @@
 """Where a model is sparse: budgets, masks, patterns and how masks move."""
 
-from .allocate import allocate, calibrate, nested, share_out, weight_budget
+from .allocate import Allocation, allocate, calibrate, nested, share_out, weight_budget
 from .masks import layer_mismatch, mismatch, random_mask, top_mask
 from .pattern import pattern_budgets
 from .rules import PruneRegrow
 
 __all__ = [
+    "Allocation",
     "PruneRegrow",
     "allocate",
     "calibrate",

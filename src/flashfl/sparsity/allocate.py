@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Literal
 
 from ..core.errors import ConfigError, unknown
 from ..core.layout import Layout
@@ -94,6 +95,7 @@ def _erk_plus(layout: Layout, density: float) -> list[float]:
     return [max(b / k, floor) for b, k, floor in zip(budgets, layout.sizes, floors, strict=True)]
 
 
+Allocation = Literal["uniform", "erk", "erk+"]
 ALLOCATIONS: dict[str, Callable[[Layout, float], list[float]]] = {
     "uniform": _uniform,
     "erk": _erk,

@@ -7,6 +7,7 @@ it held before as well, so an update that gets lost leaves both sides agreeing.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,12 @@ class ServerLedger:
         """The client holds nothing (it said so, or it is new): it will be sent full masks and start afresh."""
         self._clients.pop(client, None)
         self._tidy()
+
+    def snapshot(self) -> ServerLedger:
+        """This ledger as it is now, whatever is recorded in it later; the masks themselves are shared."""
+        other = copy.copy(self)
+        other._clients, other._history = dict(self._clients), dict(self._history)
+        return other
 
     def state(self) -> Saved:
         """All of it as JSON and tensors; masks by position, oldest acknowledgement first."""
