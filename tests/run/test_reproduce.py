@@ -1,0 +1,171 @@
+"""Tables as data, cells that are run once, results that say where they came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashfl.cli import main
+from flashfl.core.errors import ConfigError
+from flashfl.run import cells as cells_module
+from flashfl.run.cells import Cell, chosen, command_of, load_table, pending, result_of, stale, tables
+from flashfl.run.config import make_config
+from flashfl.run.reproduce import markdown, page, reproduce
+
+ROOT = Path(__file__).parents[2]
+SMALL: dict[str, Any] = {"rounds": 2, "per_round": 2, "max_steps": 1, "eval_every": 1, "workers": 1, "batch": 4}
+
+
+LONG: dict[str, Any] = {**SMALL, "rounds": 40, "checkpoint_every": 2}
+
+
+def small_cell(train: dict[str, Any] = SMALL, **method: Any) -> Cell:
+    task = {"dataset": "mnist", "alpha": 1.0, "clients": 4, "synthetic": True, "limit": 64}
+    return Cell(
+        task,
+        {"name": "spdst", "density": 0.2, "warmup_epochs": 2, **method},
+        "SPDST",
+        {"mean": 90.0, "std": 1.0},
+        train,
+    )
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_table_is_made_of_cells_that_can_be_run(name: str) -> None:
+    title, rows, cells = load_table(name)
+    assert title
+    assert set(rows) <= {"dataset", "alpha", "density"}
+    for cell in cells:
+        config = cell.config(1)
+        assert config.train.seed == 1
+        assert config.method.name == cell.method["name"]
+    assert len({c.place(0) + c.column for c in cells}) == len(cells)
+
+
+def test_an_unknown_table_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'main'"):
+        load_table("mian")
+
+
+def test_filters() -> None:
+    _, _, cells = load_table("main")
+    found = chosen(cells, "cifar10", "1", "0.05", "")
+    assert {c.column for c in found} == {"dense", "NST", "PDST", "SPDST", "JMWST r1", "JMWST r5"}
+    assert {c.density for c in found} == {0.05, 1.0}
+    with pytest.raises(ConfigError, match="no cell"):
+        chosen(cells, "imagenet", "", "", "")
+
+
+def test_the_committed_results_render_without_running_anything(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("| cifar10 | 1 |") == 16
+    assert "| SPDST | 85.60 | 85.64 ± 0.58 | -0.04 | 1 |" in out
+
+
+def test_the_commands_in_results_give_their_configurations() -> None:
+    files = list((ROOT / "results").rglob("*.json"))
+    assert files
+    for path in files:
+        record = json.loads(path.read_text())
+        words = record["command"].split()[2:]
+        pairs = dict(zip((w[2:].replace("-", "_") for w in words[::2]), words[1::2], strict=True))
+        made = make_config({}, pairs).to_json()
+        assert made["method"] == record["config"]["method"]
+        assert made["task"] == record["config"]["task"]
+        for name, value in record["config"]["train"].items():
+            assert made["train"][name] == value
+
+
+def test_cells_are_run_once_and_say_where_they_came_from(tmp_path: Path) -> None:
+    cell = small_cell()
+    results, runs = tmp_path / "results", tmp_path / "runs"
+    assert reproduce([cell, cell], 2, results, runs, 5, {}) == 2
+    assert reproduce([cell, cell], 2, results, runs, 5, {}) == 0, "nothing is run twice"
+    record = result_of(cell, 1, results)
+    assert record is not None
+    assert record["seed"] == 1
+    assert record["rounds"] == 2
+    assert len(record["curve"]) == 2
+    assert record["bytes"]["up"] > 0
+    assert record["commit"]
+    assert record["command"].startswith("flashfl run --method spdst")
+    assert command_of(record["config"]) == record["command"]
+
+
+def test_a_change_of_recipe_makes_cells_stale(tmp_path: Path, monkeypatch: Any) -> None:
+    cell = small_cell()
+    reproduce([cell], 1, tmp_path / "results", tmp_path / "runs", 5, {})
+    monkeypatch.setattr(cells_module, "RECIPE", 99)
+    record = result_of(cell, 0, tmp_path / "results")
+    assert record is not None
+    assert stale(record)
+    assert list(pending([cell], 1, tmp_path / "results")) == [(cell, 0)]
+
+
+def test_a_damaged_result_is_run_again(tmp_path: Path) -> None:
+    cell = small_cell()
+    path = tmp_path / f"{cell.place(0)}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"accuracy": 0.')
+    assert list(pending([cell], 1, tmp_path)) == [(cell, 0)]
+
+
+def test_a_cell_that_cannot_be_run_does_not_stop_the_others(tmp_path: Path, capsys: Any) -> None:
+    missing = Cell(
+        {"dataset": "cifar100", "alpha": 1.0, "data_root": str(tmp_path)}, {"name": "dense"}, "dense", None, {}
+    )
+    assert reproduce([missing, small_cell()], 1, tmp_path / "results", tmp_path / "runs", 5, {}) == 1
+    assert "could not be run" in capsys.readouterr().err
+
+
+def test_no_budget_no_run(tmp_path: Path) -> None:
+    assert reproduce([small_cell()], 1, tmp_path / "results", tmp_path / "runs", 0, {}) == 0
+
+
+def test_tables_show_what_is_missing_and_what_differs(tmp_path: Path) -> None:
+    _, _, cells = load_table("main")
+    some = chosen(cells, "cifar10", "1", "0.05", "")
+    text = markdown("main", some, 1, tmp_path)
+    assert text.count("not run") == 6
+    whole = markdown("main", some, 1, ROOT / "results")
+    assert "not run" not in whole
+    assert "87.13 ± 0.18" in whole
+    html = page("main", some, 1, ROOT / "results")
+    assert html.startswith("<!doctype html>")
+    assert "http" not in html
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_a_cell_nothing_finished_is_lost(tmp_path: Path) -> None:
+    script = tmp_path / "go.py"
+    script.write_text(
+        "import sys; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.run.test_reproduce import LONG, small_cell\n"
+        "from flashfl.run.reproduce import reproduce\n"
+        "cells = [small_cell(LONG), small_cell(LONG, nm=4)]\n"
+        f"reproduce(cells, 1, Path({str(tmp_path)!r}) / 'results', Path({str(tmp_path)!r}) / 'runs', 9, {{}})\n"
+    )
+    first, second = small_cell(LONG), small_cell(LONG, nm=4)
+    process = subprocess.Popen([sys.executable, str(script)])
+    running = tmp_path / "runs" / second.place(0) / "results.jsonl"
+    until = time.monotonic() + 240
+    while time.monotonic() < until and not (running.exists() and running.read_text().count('"round"') > 12):
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = (tmp_path / "results" / f"{first.place(0)}.json").read_text()
+    subprocess.run([sys.executable, str(script)], check=True)
+    assert (tmp_path / "results" / f"{first.place(0)}.json").read_text() == done, "a finished cell is not run again"
+    record = json.loads((tmp_path / "results" / f"{second.place(0)}.json").read_text())
+    assert record["rounds"] == 40
