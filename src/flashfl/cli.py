@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
+    except OSError as error:  # a full disk, a folder that may not be written
+        print(f"flashfl: {error}", file=sys.stderr)
+        return 1
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -70,7 +73,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         "`flashfl methods` lists those of the methods, `flashfl settings` all others.",
     )
     parser.add_argument("--version", action="version", version=f"flashfl {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     made: dict[str, argparse.ArgumentParser] = {}
 
@@ -183,7 +186,9 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     from .run.compare import COLUMNS, compare, replace_seed, rows, verdict
 
-    names = [name for name in args.methods.split(",") if name]
+    names = list(dict.fromkeys(name.strip() for name in args.methods.split(",") if name.strip()))
+    if not names:
+        raise ConfigError("--methods names no method: `flashfl methods` lists them")
     if args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
 

@@ -10,6 +10,8 @@ import pytest
 
 from flashfl.data import DATASETS, DataSet, Options, load, partition
 from flashfl.data.text import Tokenizer
+from flashfl.run.compare import run_config
+from flashfl.run.config import load_toml, make_config
 
 ROOT = Path(os.environ.get("FLASHFL_DATA", "") or "no-such-folder")
 
@@ -74,3 +76,15 @@ def test_sst2_pieces_are_those_of_the_reference() -> None:
         assert mine.ids(text) == reference.convert_tokens_to_ids(reference.tokenize(text))
     data = load("sst2", ROOT, Options(vocab=str(vocab)))
     assert data.vocab == 30_522
+
+
+@pytest.mark.slow
+def test_mnistnet_learns_mnist() -> None:
+    """The paper's MNIST setting (100 clients, 10 a round, alpha 1), dense, cut to 20 rounds: above 90 %."""
+    real("mnist")
+    path = Path(__file__).parents[2] / "configs" / "paper" / "mnist.toml"
+    asked = {"method": "dense", "rounds": "20", "eval_every": "20", "device": "cpu", "data_root": str(ROOT)}
+    config = make_config(load_toml(path), asked)
+    assert (config.task.alpha, config.task.clients, config.task.limit) == (1.0, 100, 0)
+    done = run_config(config, None, quiet=True)
+    assert done["end"]["accuracy"] > 0.9

@@ -49,6 +49,7 @@ class CountingProxy:
     def __init__(self, port: int) -> None:
         self.up = self.down = 0
         self._to = port
+        self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -58,6 +59,7 @@ class CountingProxy:
             while True:
                 near, _ = self._listener.accept()
                 far = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [near, far]
                 threading.Thread(target=self._pass, args=(near, far, "up"), daemon=True).start()
                 threading.Thread(target=self._pass, args=(far, near, "down"), daemon=True).start()
 
@@ -70,7 +72,8 @@ class CountingProxy:
             to.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        self._listener.close()
+        for each in [self._listener, *self._open]:
+            each.close()
 
 
 class Deployment:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 Device = torch.device | str
 _SHIFT16, _SHIFT13 = (1 << 16) - 1, (1 << 19) - 1  # what a logical shift of an int32 by 16 or 13 keeps
+_BLOCK = 1 << 16  # indices hashed at a time on a CPU: they stay in its cache, which is several times faster
 
 
 def fold(key: int, *parts: str | int) -> int:
@@ -44,14 +45,18 @@ def hashes(key: int, start: int, stop: int, device: Device = "cpu") -> Tensor:
     if not 0 <= start <= stop <= 1 << 31:
         raise ValueError(f"indices {start}..{stop} do not fit 31 bits")
     x = torch.arange(start, stop, dtype=torch.int32, device=device)
-    x ^= _signed(key & 0xFFFFFFFF)
-    _mix(x)
-    x += _signed(key >> 32 & 0xFFFFFFFF)
-    return _mix(x)
+    for part in x.split(_BLOCK) if x.device.type == "cpu" else (x,):
+        part ^= _signed(key & 0xFFFFFFFF)
+        _mix(part)
+        part += _signed(key >> 32 & 0xFFFFFFFF)
+        _mix(part)
+    return x
 
 
 def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu") -> Tensor:
     """One row of `hashes` for each key, all at once."""
+    if torch.device(device).type == "cpu":
+        return torch.stack([hashes(key, start, stop) for key in keys])
     words = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
     low, high = torch.tensor(words, dtype=torch.int32).to(device, non_blocking=True).T[:, :, None]
     x = torch.arange(start, stop, dtype=torch.int32, device=device) ^ low

@@ -110,6 +110,8 @@ class Weights:
     @staticmethod
     def unpack(mask: Mask, values: Tensor) -> Weights:
         """The model whose `packed()` is `values`."""
+        if mask.active == mask.layout.prunable_size:  # picking out everything one by one would be slow
+            return Weights(mask, values.clone())
         vector = torch.zeros(mask.layout.size, dtype=values.dtype, device=values.device)
         head = vector[: mask.layout.prunable_size]
         head[mask.bits] = values[: mask.active]
@@ -119,6 +121,8 @@ class Weights:
     def packed(self) -> Tensor:
         """What has to travel: the active weights in order, then everything unprunable."""
         k = self.layout.prunable_size
+        if self.mask.active == k:
+            return self.vector.clone()
         return torch.cat([self.vector[:k][self.mask.bits], self.vector[k:]])
 
     def restrict(self, mask: Mask) -> Weights:

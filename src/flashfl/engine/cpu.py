@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ class CPUEngine:
         self.pool: Pool | InProcess = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        inbox = Inbox(self.server)
+        with closing(Inbox(self.server)) as inbox:
+            return self._round(s, orders, inbox)
+
+    def _round(self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox) -> Outcome:
         waiting: dict[int, tuple[Client, Order]] = {}  # in the order of the jobs, which is that of the results
         new: dict[int, Memory] = {}
         lacking: dict[int, tuple[Client, Order]] = {}
@@ -68,7 +72,6 @@ class CPUEngine:
         sums = Sums(self.task.layout)
         for update in inbox.updates():
             add(sums, update)
-        inbox.spool.close()
         self.memories.update({c: m for c, m in new.items() if c not in inbox.failures})
         return Outcome(sums, inbox.traffic, dict(sorted(inbox.failures.items())))
 

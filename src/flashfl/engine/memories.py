@@ -40,9 +40,7 @@ class Memories:
         self._marked = (ledger.snapshot(), dict(self.clients))
 
     def held(self) -> set[str]:
-        marked = self._marked[1] if self._marked else {}
-        every = [*self.clients.values(), *marked.values()]
-        return {h for rounds in every for _, *hashes in rounds for h in hashes if h is not None}
+        return _hashes(self.clients) | _hashes(self._marked[1] if self._marked else {})
 
     def save(self, ledger: ServerLedger, clients: Mapping[int, Memory] | None = None) -> dict[str, Any]:
         """What a checkpoint must hold beside the state: JSON that names masks in the store."""
@@ -55,7 +53,7 @@ class Memories:
             "clients": {str(c): m for c, m in clients.items()},
             "ledger": record,
             "history": history,
-            "masks": sorted({*history.values(), *self.held()}),
+            "masks": sorted({*history.values(), *_hashes(clients)}),
         }
 
     def restore(self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu") -> None:
@@ -75,3 +73,8 @@ class Memories:
         """Masks in `pinned` are needed by checkpoints; all others that no client holds may go."""
         self._pinned = pinned
         self.store.keep_only(pinned | self.held())
+
+
+def _hashes(clients: Mapping[int, Memory]) -> set[str]:
+    """The masks that clients remember."""
+    return {h for rounds in clients.values() for _, *hashes in rounds for h in hashes if h is not None}

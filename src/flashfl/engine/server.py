@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
+import numpy as np
 from torch import Tensor
 
 from ..core.layout import Layout
-from ..core.state import Client, Extra, Order, Traffic, Update, Weights
+from ..core.state import Client, Extra, Mask, Order, Traffic, Update, Weights
 from ..wire import Encoded, Message, ServerLedger, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.trust import Trust, change_norm, check_cohort, check_update
@@ -115,6 +116,7 @@ class Inbox:
         if judged and update.carries != "statistics" and update.mask is not None:
             self.norms[client] = change_norm(update, order)
         self.spool.put(client, data)
+        self._keep_base(client, order, update)
         if self.server.clip:
             return
         # The order's values are not needed again; a frozen statistic is.
@@ -128,16 +130,40 @@ class Inbox:
         most = self._longest()
         for client in sorted(self._orders):
             order = self._orders[client]
-            known = self.server.ledger.known(client, order.mask)
-            update = decode(self.spool.get(client), self.server.layout, known=known)
+            update = decode(self.spool.get(client), self.server.layout, known=self._known(client, order))
             made = _update(update, order)
             yield _shortened(made, order, most / self.norms[client]) if self.norms.get(client, 0) > most else made
             self.server.accept(order, update)
+
+    def _keep_base(self, client: int, order: Message, update: Message) -> None:
+        """An update may lean on the client's own mask, which the ledger may drop while others are accepted."""
+        base = update.coding.base if update.coding is not None else None
+        if base is None or order.mask is None or base == order.mask.hash:
+            return
+        own = self.server.ledger.own(client)
+        assert own is not None
+        self.spool.put(_own(client), own.packed.tobytes())
+
+    def _known(self, client: int, order: Message) -> dict[str, Mask]:
+        """What the update of this client may lean on, as it was when it arrived."""
+        masks = [] if order.mask is None else [order.mask]
+        if _own(client) in self.spool:
+            packed = np.frombuffer(self.spool.get(_own(client)), dtype=np.uint8)
+            masks.append(Mask.unpack(self.server.layout, packed))
+        return {mask.hash: mask for mask in masks}
+
+    def close(self) -> None:
+        self.spool.close()
 
     def _longest(self) -> float:
         """The longest change that counts in full."""
         norms = [norm for client, norm in self.norms.items() if client in self._orders]
         return self.server.clip * median(norms) if self.server.clip and norms else float("inf")
+
+
+def _own(client: int) -> str:
+    """Where the spool keeps a client's own mask."""
+    return f"own {client}"
 
 
 def _expected(order: Message) -> int | None:

@@ -6,22 +6,25 @@ import tempfile
 
 
 class Spool:
-    """Byte strings by number, in a temporary file that stays in memory up to 64 MB."""
+    """Byte strings by name or number, in a temporary file that stays in memory up to 64 MB."""
 
     def __init__(self, memory: int = 64 << 20) -> None:
         # Closed with the object; a context manager would force its owner into one too.
         self._file = tempfile.SpooledTemporaryFile(max_size=memory)  # noqa: SIM115
-        self._at: dict[int, tuple[int, int]] = {}
+        self._at: dict[int | str, tuple[int, int]] = {}
 
-    def put(self, number: int, data: bytes) -> None:
+    def put(self, name: int | str, data: bytes) -> None:
         start = self._file.seek(0, 2)
         self._file.write(data)
-        self._at[number] = (start, len(data))
+        self._at[name] = (start, len(data))
 
-    def get(self, number: int) -> bytes:
-        start, length = self._at[number]
+    def get(self, name: int | str) -> bytes:
+        start, length = self._at[name]
         self._file.seek(start)
         return self._file.read(length)
+
+    def __contains__(self, name: int | str) -> bool:
+        return name in self._at
 
     def close(self) -> None:
         self._file.close()

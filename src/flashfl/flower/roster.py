@@ -6,7 +6,6 @@ fit is refused by name and the others go on; a node whose id is taken is reconsi
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,4 +234,3 @@ class Roster(Sequence[Client]):
         self.size = int(saved.get("size", 0))
         self.densities = {int(i): float(d) for i, d in saved.get("densities", {}).items()}
         self._settle()
-        log.info("clients of the run so far: %s", json.dumps(saved.get("nodes", {})))

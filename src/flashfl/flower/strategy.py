@@ -152,7 +152,7 @@ class FlashStrategy(Strategy):
         if self._engine is None or self.state is None or server_round % self.train.eval_every:
             return None
         view = next(iter(self.method.views(self.state).values()))
-        return MetricRecord(self._engine.evaluate(view, self.train.local().statistics))
+        return MetricRecord({**self._engine.evaluate(view, self.train.local().statistics)})
 
     def summary(self) -> None:
         """Log what is about to run."""

@@ -25,6 +25,7 @@ from .exchange import Answer, Held, Seat
 
 IDLE = 1800.0  # seconds without work after which a worker ends
 _STARTS = 60.0  # seconds a worker has to open its socket
+_started: list[Any] = []  # workers outlive whoever starts them; nobody waits for them
 
 
 def resolve(reference: str) -> Any:
@@ -68,6 +69,7 @@ def _connect(socket: Path, parent: int, reference: str) -> Connection:
         socket.unlink(missing_ok=True)
     command = [sys.executable, "-m", "flashfl.flower.worker", str(socket), str(parent), reference, json.dumps(sys.path)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    _started.append(process)
     end = time.monotonic() + _STARTS
     while time.monotonic() < end and process.poll() is None:
         try:

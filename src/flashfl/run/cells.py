@@ -108,7 +108,7 @@ def chosen(cells: Sequence[Cell], dataset: str, alpha: str, density: str, method
         for c in cells
         if keeps(dataset, c.task["dataset"])
         and keeps(alpha, c.alpha)
-        and (keeps(density, c.density) or c.method["name"] == "dense")
+        and (keeps(density, c.density) or "density" not in c.method)
         and (keeps(method, c.column) or keeps(method, c.method["name"]))
     ]
     if not found:

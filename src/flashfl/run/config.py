@@ -179,6 +179,8 @@ def _walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
     hints = get_type_hints(cls)
     for f in fields(cls):
         hint = hints[f.name]
+        if f.metadata.get("derived"):
+            continue  # worked out from other settings, not for a user to choose
         if isinstance(hint, type) and is_dataclass(hint):
             yield from _walk(hint, (*prefix, f.name))
         else:

@@ -1,0 +1,244 @@
+"""Worker processes: order, bounds, deaths, errors, abandoned work, and no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashfl as fl
+from flashfl.core.errors import ConfigError, FlashError
+from flashfl.data.examples import Arrays
+from flashfl.data.task import Task
+from flashfl.engine.cpu import CPUEngine
+from flashfl.engine.pool import Died, InProcess, Pool
+from tests.conftest import DropoutNet, blobs
+
+
+class Awkward(Exception):
+    """An exception that pickles, and cannot be unpickled."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def make() -> Callable[[Any], Any]:
+    def work(job: Any) -> Any:
+        kind, value = job
+        if kind == "sleep":
+            time.sleep(value)
+        elif kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "raise":
+            raise value
+        elif kind == "awkward":
+            raise Awkward("this", "that")
+        elif kind == "lambda":
+            raise ValueError(lambda: value)
+        elif kind == "threads":
+            return torch.get_num_threads()
+        return value
+
+    return work
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool(make, 2, 1)
+    yield made
+    made.close()
+
+
+def test_results_come_in_order_whoever_finishes_first(pool: Pool) -> None:
+    naps = [0.2, 0.0, 0.05, 0.0, 0.1, 0.0]
+    assert list(pool.run([("sleep", nap) for nap in naps])) == naps
+
+
+def test_no_more_than_a_few_jobs_are_out_at_a_time(pool: Pool) -> None:
+    given, most, got = 0, 0, 0
+
+    def jobs() -> Iterator[Any]:
+        nonlocal given
+        for i in range(30):
+            given += 1
+            yield ("sleep", 0.1 if i == 0 else 0.0)
+
+    for _ in pool.run(jobs()):
+        most = max(most, given - got)
+        got += 1
+    assert got == given == 30
+    assert most <= 4, "twice the workers, however slow the first one is"
+
+
+def test_nothing_to_do(pool: Pool) -> None:
+    assert list(pool.run([])) == []
+
+
+def test_large_jobs_and_results(pool: Pool) -> None:
+    blocks = [bytes([i]) * 3_000_000 for i in range(5)]
+    assert list(pool.run([("echo", block) for block in blocks])) == blocks
+
+
+def test_a_killed_worker_loses_its_job_alone(pool: Pool) -> None:
+    jobs = [("echo", 0), ("kill", 1), ("echo", 2), ("kill", 3), ("echo", 4)]
+    results = list(pool.run(jobs))
+    assert [r for r in results if not isinstance(r, Died)] == [0, 2, 4]
+    assert str(results[1]) == "its process ended with code -9"
+    assert list(pool.run([("echo", 7)] * 4)) == [7] * 4, "and is replaced"
+
+
+def test_a_worker_killed_while_it_was_idle_is_replaced_unnoticed(pool: Pool) -> None:
+    list(pool.run([("echo", 0)] * 2))
+    for process, _ in pool._workers:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    assert list(pool.run([("echo", i) for i in range(4)])) == [0, 1, 2, 3]
+
+
+def test_errors_of_jobs_are_results_and_say_where_they_happened(pool: Pool) -> None:
+    ok, error = pool.run([("echo", 1), ("raise", KeyError("gone"))])
+    assert ok == 1
+    assert isinstance(error, KeyError)
+    assert "test_pool.py" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(("kind", "said"), [("awkward", "Awkward: this and that"), ("lambda", "ValueError: <function")])
+def test_errors_that_cannot_travel_travel_as_text(pool: Pool, kind: str, said: str) -> None:
+    [error] = pool.run([(kind, 1)])
+    assert isinstance(error, RuntimeError)
+    assert str(error).startswith(said)
+    assert list(pool.run([("echo", 1)])) == [1]
+
+
+def test_an_abandoned_run_leaves_nothing_behind(pool: Pool) -> None:
+    running = pool.run([("echo", "old"), ("sleep", 60), ("sleep", 61), ("sleep", 62)])
+    assert next(running) == "old"
+    running.close()  # type: ignore[attr-defined]
+    assert list(pool.run([("echo", i) for i in range(5)])) == [0, 1, 2, 3, 4]
+
+
+def test_jobs_that_cannot_be_made_are_an_error_and_the_pool_goes_on(pool: Pool) -> None:
+    def jobs() -> Iterator[Any]:
+        yield ("sleep", 60)
+        raise LookupError("no second job")
+
+    with pytest.raises(LookupError, match="no second job"):
+        list(pool.run(jobs()))
+    assert list(pool.run([("echo", 1)])) == [1]
+
+
+def test_workers_have_a_fixed_number_of_threads(pool: Pool) -> None:
+    assert list(pool.run([("threads", 0)] * 2)) == [1, 1]
+    alone = InProcess(make, 2)
+    before = torch.get_num_threads()
+    assert list(alone.run([("threads", 0)])) == [2]
+    assert torch.get_num_threads() == before
+    with pytest.raises(KeyError):
+        list(alone.run([("raise", KeyError("x"))]))
+    assert torch.get_num_threads() == before
+
+
+def test_close_ends_workers_even_busy_ones() -> None:
+    made = Pool(make, 2, 1)
+    processes = [process for process, _ in made._workers]
+    running = made.run([("echo", 1), ("sleep", 60)])
+    next(running)
+    running.close()  # type: ignore[attr-defined]
+    processes += [process for process, _ in made._workers]
+    made.close()
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_more_threads_need_a_task_that_can_be_pickled() -> None:
+    with pytest.raises(ConfigError, match="threads = 2 with several workers needs a task that can be pickled"):
+        Pool(lambda: print, 2, 2)
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """`kill -9` on a run must not leave processes that hold its memory for ever."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        from flashfl.engine.pool import Pool
+        pool = Pool(lambda: time.sleep, 3, 1)
+        pool._replace(0)
+        print(*(process.pid for process, _ in pool._workers), flush=True)
+        time.sleep(60)
+        """)
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(workers) == 3
+    end = time.monotonic() + 20
+    while any(_runs(pid) for pid in workers) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in workers)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# -- in a whole run -----------------------------------------------------------------------------------------------
+
+
+class Deadly(Arrays):
+    """Samples that kill whichever worker reads them."""
+
+    def fetch(self, *given: Any) -> Any:
+        if os.getpid() != PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fetch(*given)
+
+
+class Faulty(Arrays):
+    def fetch(self, *given: Any) -> Any:
+        raise OSError("the disk with these samples is gone")
+
+
+PARENT = os.getpid()
+
+
+def task_with(odd: type[Arrays]) -> Task:
+    x, y = blobs(9, (6,), 5)
+    good = [blobs(9 + i, (6,), i) for i in range(4)]
+    return Task(DropoutNet, [*good, odd((x,), y)], blobs(9, (6,), 9))
+
+
+def test_a_client_whose_process_is_killed_is_left_out_and_the_run_goes_on() -> None:
+    run = fl.simulate(fl.Dense(), task_with(Deadly), 3, workers=2, per_round=5)
+    assert [line["failures"] for line in run.history] == [{"4": "its process ended with code -9"}] * 3
+    assert run.state is not None
+    assert run.state.done
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_the_users_code_is_the_users_to_see(workers: int) -> None:
+    with pytest.raises(OSError, match="the disk with these samples is gone"):
+        fl.simulate(fl.Dense(), task_with(Faulty), 1, workers=workers, per_round=5)
+
+
+def test_a_worker_killed_while_judging_is_said() -> None:
+    x, y = blobs(9, (6,), 5)
+    task = Task(DropoutNet, [blobs(9, (6,), i) for i in range(2)], Deadly((x,), y))
+    engine = CPUEngine(task, workers=2)
+    try:
+        with pytest.raises(FlashError, match="evaluation failed: its process ended with code -9"):
+            engine.evaluate(fl.Weights(fl.Mask.full(task.layout), task.draw(1)))
+    finally:
+        engine.close()

@@ -1,0 +1,430 @@
+"""The local training loop, on models small enough to step by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flashfl as fl
+from flashfl.core.state import Local, Mask, Order, Recipe, Update, Weights
+from flashfl.data.task import Task
+from flashfl.engine.train import ClientFailed, Trainer, remember
+from flashfl.sparsity import PruneRegrow, random_mask
+from tests.conftest import DropoutNet, NormNet, blobs, make_task
+
+SIZES: list[int] = []  # of the batches the loss below has seen
+
+
+def half_square(output: Tensor, target: Tensor) -> Tensor:
+    """Mean of (output - target)^2 / 2: its gradient is the error times the input."""
+    SIZES.append(len(target))
+    return ((output.squeeze(-1) - target) ** 2).mean() / 2
+
+
+def slope(output: Tensor, target: Tensor) -> Tensor:
+    """The output itself: the gradient of a linear map is its input, whatever its weights."""
+    SIZES.append(len(target))
+    return output.mean()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_sizes() -> None:
+    SIZES.clear()
+
+
+def linear(
+    x: list[float], y: float, n: int = 1, loss: Callable[..., Tensor] = half_square, model: Any = None
+) -> tuple[Task, Trainer]:
+    """A linear map without bias, all of it prunable, and one client with n equal samples."""
+    data = (torch.tensor([x] * n), torch.full((n,), y))
+    model = model or (lambda: nn.Linear(len(x), 1, bias=False))
+    task = Task(model, [data], data, loss=loss, metric=lambda o, t: 0.0, prunable="*weight")
+    return task, Trainer(task)
+
+
+def trained(trainer: Trainer, bits: list[int], values: list[float], **settings: Any) -> Update:
+    mask = Mask(trainer.layout, torch.tensor(bits, dtype=torch.bool))
+    order = Order(Weights.masked(mask, torch.tensor(values)), Local(**settings), key=1, tag=(2, 0, 0))
+    return trainer.train(order, 0, trainer.task.train[0])
+
+
+def vector(update: Update) -> list[float]:
+    assert update.weights is not None
+    return update.weights.vector.tolist()
+
+
+def test_one_step_under_a_mask() -> None:
+    # w = (1, 0, 3), x = (1, 1, 2), y = 3: output 7, error 4, gradient (4, 4, 8), of which the second is masked
+    _, trainer = linear([1.0, 1.0, 2.0], 3.0)
+    update = trained(trainer, [1, 0, 1], [1.0, 2.0, 3.0], lr=0.1)
+    assert vector(update) == pytest.approx([0.6, 0.0, 2.2])
+    assert vector(update)[1] == 0.0
+    assert update.metrics["loss"] == pytest.approx(8.0)
+    assert (update.n, update.counts) == (1, (2,))
+
+
+def test_momentum_by_hand() -> None:
+    # gradient (1, 2) at every step; velocities g, 1.5 g, 1.75 g
+    _, trainer = linear([1.0, 2.0], 0.0, n=3, loss=slope)
+    assert vector(trained(trainer, [1, 1], [0.0, 0.0], lr=0.1, momentum=0.5, batch=1)) == pytest.approx([-0.425, -0.85])
+
+
+def test_weight_decay_by_hand() -> None:
+    # w = 4 -> 4 - 0.1 (1 + 0.5 * 4) = 3.7 -> 3.7 - 0.1 (1 + 0.5 * 3.7) = 3.415; an inactive weight stays zero
+    _, trainer = linear([1.0, 1.0], 0.0, n=2, loss=slope)
+    got = vector(trained(trainer, [1, 0], [4.0, 4.0], lr=0.1, weight_decay=0.5, batch=1))
+    assert got == pytest.approx([3.415, 0.0])
+
+
+def test_prox_by_hand() -> None:
+    # it pulls back to where the client started: w = 4 -> 3.9 -> 3.9 - 0.1 (1 + 2 (3.9 - 4)) = 3.82
+    _, trainer = linear([1.0], 0.0, n=2, loss=slope)
+    assert vector(trained(trainer, [1], [4.0], lr=0.1, prox=2.0, batch=1)) == pytest.approx([3.82])
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"prox": 1.0}])
+def test_inactive_weights_are_exactly_zero_after_any_training(settings: dict[str, float]) -> None:
+    _, trainer = linear([0.3, -1.7, 2.2, 0.9], 1.0, n=7)
+    got = vector(trained(trainer, [1, 0, 0, 1], [0.5, 0.5, 0.5, 0.5], lr=0.05, batch=2, epochs=3, **settings))
+    assert got[1:3] == [0.0, 0.0]
+    assert all(got[i] != 0.0 for i in (0, 3))
+
+
+def test_the_short_last_batch_is_used() -> None:
+    _, trainer = linear([1.0], 0.0, n=5)
+    trained(trainer, [1], [1.0], batch=2, epochs=2)
+    assert SIZES == [2, 2, 1, 2, 2, 1]
+
+
+def test_at_most_max_steps_an_epoch() -> None:
+    _, trainer = linear([1.0], 0.0, n=10)
+    trained(trainer, [1], [1.0], batch=2, epochs=2, max_steps=3)
+    assert SIZES == [2] * 6
+
+
+def test_every_sample_is_seen_once_an_epoch_in_another_order() -> None:
+    seen: list[int] = []
+
+    def watching(output: Tensor, target: Tensor) -> Tensor:
+        seen.extend(target.tolist())
+        return output.mean()
+
+    x = torch.ones(20, 1)
+    task = Task(lambda: nn.Linear(1, 1, bias=False), [(x, torch.arange(20))], (x, torch.zeros(20)), loss=watching,
+                prunable="*weight")  # fmt: skip
+    trained(Trainer(task), [1], [1.0], batch=3, epochs=2)
+    assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
+    assert seen[:20] != seen[20:]
+
+
+@dataclass(frozen=True)
+class Watching(PruneRegrow):
+    """Says after how many batches, and at what rate, the mask was moved."""
+
+    moved: list[tuple[int, float]] = field(default_factory=list, compare=False)
+
+    def move(self, *given: Any) -> list[tuple[int, ...]]:
+        self.moved.append((len(SIZES), given[4]))
+        return super().move(*given)
+
+
+@pytest.mark.parametrize(("batches", "step"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])
+def test_with_one_epoch_the_mask_moves_half_way(batches: int, step: int) -> None:
+    _, trainer = linear([1.0] * 8, 0.0, n=2 * batches)
+    rule = Watching()
+    update = trained(trainer, [1] * 4 + [0] * 4, [0.1] * 8, batch=2, adapt=rule)
+    assert rule.moved == [(step, 0.125)]
+    assert len(SIZES) == batches
+    assert update.counts == (4,)
+
+
+def test_with_several_epochs_the_mask_moves_after_each_but_the_last() -> None:
+    _, trainer = linear([1.0] * 8, 0.0, n=3)
+    rule = Watching()
+    trained(trainer, [1] * 4 + [0] * 4, [0.1] * 8, batch=2, epochs=3, adapt=rule)
+    assert [at for at, _ in rule.moved] == [2, 4]
+    assert [rate for _, rate in rule.moved] == pytest.approx([0.25 * 2 / 3, 0.25 / 3])
+
+
+def test_what_is_regrown_at_the_end_is_an_active_zero() -> None:
+    _, trainer = linear([1.0] * 8, 0.0, loss=slope)
+    update = trained(trainer, [1] * 4 + [0] * 4, [5.0, 6.0, 7.0, 8.0] + [0.0] * 4, adapt=PruneRegrow(rate=0.5))
+    assert update.weights is not None
+    bits = update.weights.mask.bits.tolist()
+    assert bits[:4] == [False, True, True, True], "ceil(0.25 * 4) smallest of the active ones are dropped"
+    assert sum(bits[4:]) == 1
+    assert vector(update)[0] == 0.0
+    assert vector(update)[4:] == [0.0] * 4
+
+
+def test_a_regrown_weight_has_no_velocity() -> None:
+    """Gradient 1 everywhere, two batches, the mask moves between them: what is new makes one plain first step."""
+    _, trainer = linear([1.0] * 8, 0.0, n=2, loss=slope)
+    start = [5.0, 6.0, 7.0, 8.0] + [0.0] * 4
+    update = trained(trainer, [1] * 4 + [0] * 4, start, lr=0.1, momentum=0.9, batch=1, adapt=PruneRegrow(rate=0.5))
+    assert update.weights is not None
+    got, bits = vector(update), update.weights.mask.bits.tolist()
+    assert got[0] == 0.0
+    assert got[1:4] == pytest.approx([w - 0.1 - 0.19 for w in start[1:4]])
+    assert [w for w, bit in zip(got[4:], bits[4:], strict=True) if bit] == pytest.approx([-0.1])
+
+
+def test_a_dropped_weight_that_grows_again_has_no_velocity_either() -> None:
+    _, trainer = linear([1.0] * 2, 0.0, n=1, loss=slope)
+    rule = PruneRegrow(rate=0.9)  # of one active weight in two it drops that one and grows the other, every epoch
+    update = trained(trainer, [1, 0], [5.0, 0.0], lr=0.1, momentum=0.9, batch=1, epochs=3, adapt=rule)
+    assert update.weights is not None
+    assert update.weights.mask.bits.tolist() == [True, False]
+    assert vector(update) == pytest.approx([-0.1, 0.0])
+
+
+@pytest.mark.parametrize("growth", ["gradient", "momentum"])
+def test_growth_by_score_takes_the_largest_gradient(growth: str) -> None:
+    _, trainer = linear([1.0, 1.0, 1.0, 3.0, -9.0, 2.0], 0.0, loss=slope)
+    rule = PruneRegrow(rate=0.5, growth=growth)  # type: ignore[arg-type]
+    update = trained(trainer, [1, 1, 1, 0, 0, 0], [5.0, 6.0, 7.0, 0, 0, 0], adapt=rule)
+    assert update.weights is not None
+    assert update.weights.mask.bits.tolist() == [False, True, True, False, True, False]
+
+
+class Norm1d(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+def ordered(task: Task, **settings: Any) -> Order:
+    mask = Mask.full(task.layout)
+    return Order(Weights(mask, task.draw(0)), Local(**settings), key=3, tag=(2, 0, 0))
+
+
+def norm1d(n: int) -> Task:
+    return Task(Norm1d, [blobs(n, (2,), 1)], blobs(9, (2,), 2))
+
+
+def test_a_last_batch_of_one_is_left_out_where_batchnorm1d_cannot_take_it() -> None:
+    trainer = Trainer(norm1d(5))
+    local = Local(batch=4)
+    assert [trainer.batches(n, local) for n in (4, 5, 6, 8, 9)] == [1, 1, 2, 2, 2]
+    update = trainer.train(ordered(trainer.task, batch=4), 0, trainer.task.train[0])
+    assert update.n == 5
+    others = Trainer(make_task("norm"))
+    assert others.batches(5, local) == 2, "other layers can"
+
+
+def test_a_client_with_one_sample_and_batchnorm1d_is_left_out() -> None:
+    trainer = Trainer(norm1d(1))
+    with pytest.raises(ClientFailed, match="one sample"):
+        trainer.train(ordered(trainer.task), 0, trainer.task.train[0])
+    with pytest.raises(ClientFailed, match="one sample"):
+        trainer.train(ordered(trainer.task, report="statistics"), 0, trainer.task.train[0])
+    assert all(m.momentum is not None for m in trainer.norms), "what failed leaves no trace"
+
+
+def tail(task: Task, update: Update) -> Tensor:
+    assert update.weights is not None
+    return update.weights.vector[task.layout.trained_size :]
+
+
+def test_running_statistics_are_part_of_an_update_unless_they_are_static() -> None:
+    task = make_task("norm")
+    trainer, start = Trainer(task), task.draw(0)[task.layout.trained_size :]
+    moving = trainer.train(ordered(task), 0, task.train[0])
+    still = trainer.train(ordered(task, statistics=False), 0, task.train[0])
+    assert not torch.equal(tail(task, moving), start)
+    assert torch.equal(tail(task, still), start)
+
+
+class Counting(nn.Module):
+    """A model whose buffers outside the layout change what it does."""
+
+    prunable = "first.weight"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(2, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1  # type: ignore[operator]
+        out: Tensor = self.last(self.norm(self.first(x))) / self.calls
+        return out
+
+
+def test_buffers_outside_the_layout_start_anew_for_every_client() -> None:
+    task = Task(Counting, [blobs(8, (2,), i) for i in range(2)], blobs(9, (2,), 2))
+    trainer = Trainer(task)
+    first = trainer.train(ordered(task, batch=4), 0, task.train[0])
+    trainer.train(ordered(task, batch=2), 1, task.train[1])
+    again = trainer.train(ordered(task, batch=4), 0, task.train[0])
+    assert first.weights is not None
+    assert again.weights is not None
+    assert torch.equal(first.weights.vector, again.weights.vector)
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_gathered_statistics_are_the_plain_mean_over_batches(pretrained: bool) -> None:
+    """Whatever a pretrained model had counted before."""
+    module = NormNet()
+    module.layers[1].num_batches_tracked += 1000
+    data = blobs(10, (1, 5, 5), 3)
+    task = Task(module if pretrained else NormNet, [data], data)
+    trainer = Trainer(task)
+    order = ordered(task, report="statistics", batch=4)
+    update = trainer.train(order, 0, task.train[0])
+    assert update.weights is not None
+    views = task.layout.views(update.weights.vector)
+    with torch.no_grad():
+        kernel = task.layout.views(order.weights.vector)["layers.0.weight"]
+        maps = [nn.functional.conv2d(data[0][i : i + 4], kernel, padding=1) for i in (0, 4, 8)]
+    means = torch.stack([m.mean((0, 2, 3)) for m in maps]).mean(0)
+    spread = torch.stack([m.transpose(0, 1).flatten(1).var(1) for m in maps]).mean(0)
+    assert views["layers.1.running_mean"].tolist() == pytest.approx(means.tolist(), rel=1e-4, abs=1e-6)
+    assert views["layers.1.running_var"].tolist() == pytest.approx(spread.tolist(), rel=1e-4)
+    assert [m.momentum for m in trainer.norms] == [0.1, 0.1]
+
+
+class NormAndDropout(nn.Module):
+    prunable = "first.weight"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(self.norm(self.first(x)).mean((2, 3))))
+        return out
+
+
+def test_judging_without_statistics_still_turns_dropout_off() -> None:
+    data = blobs(12, (1, 5, 5), 3)
+    task = Task(NormAndDropout, [data], data)
+    trainer, weights = Trainer(task), Weights(Mask.full(task.layout), task.draw(0))
+    before, index = torch.get_rng_state(), torch.arange(12)
+    judged = [trainer.evaluate(weights, task.train[0], index, statistics=False) for _ in range(3)]
+    assert len(set(judged)) == 1
+    assert judged[0] != trainer.evaluate(weights, task.train[0], index)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_not_finite_is_not_reported() -> None:
+    _, trainer = linear([1.0], float("nan"))
+    with pytest.raises(ClientFailed, match="not finite"):
+        trained(trainer, [1], [1.0])
+    _, trainer = linear([1e30], 1.0)
+    with pytest.raises(ClientFailed, match="not finite"):
+        trained(trainer, [1], [1e30])
+
+
+def test_a_client_that_remembers_nothing_starts_from_the_recipe() -> None:
+    task, trainer = linear([1.0] * 8, 0.0)
+    recipe = Recipe(99, (3,))
+    expected = random_mask(task.layout, (3,), 99)
+    update = trained(trainer, [1] * 8, [1.0] * 8, start=recipe, keep=("mask",))
+    assert update.weights is not None
+    assert update.weights.mask.equal(expected)
+    assert remember(update, ("mask",))["mask"].equal(expected)
+    assert remember(update, ()) == {}
+
+
+def test_a_clients_own_mask_goes_before_the_orders() -> None:
+    _, trainer = linear([1.0, 1.0, 2.0], 3.0)
+    own = Mask(trainer.layout, torch.tensor([False, True, True]))
+    mask = Mask.full(trainer.layout)
+    order = Order(Weights(mask, torch.tensor([1.0, 2.0, 3.0])), Local(lr=0.1), 1, (2, 0, 0))
+    update = trainer.train(order, 0, trainer.task.train[0], own)
+    # w = (0, 2, 3): output 8, error 5, gradient (5, 5, 10) under the mask
+    assert vector(update) == pytest.approx([0.0, 1.5, 2.0])
+
+
+def test_counts_alone_are_reported_where_they_are_asked_for() -> None:
+    _, trainer = linear([1.0] * 8, 0.0)
+    update = trained(trainer, [1] * 4 + [0] * 4, [1.0] * 8, report="counts")
+    assert update.weights is None
+    assert update.counts == (4,)
+
+
+def test_the_given_weights_are_not_written_to() -> None:
+    _, trainer = linear([1.0, 2.0], 3.0)
+    mask = Mask.full(trainer.layout)
+    start = torch.tensor([1.0, 2.0])
+    for _ in range(2):
+        update = trainer.train(Order(Weights(mask, start), Local(), 1, (2, 0, 0)), 0, trainer.task.train[0])
+    assert start.tolist() == [1.0, 2.0]
+    assert update.weights is not None
+    assert update.weights.vector.data_ptr() != trainer.vector.data_ptr()
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pretrained_model_keeps_its_weights_and_is_not_touched() -> None:
+    module = DropoutNet()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    data = [blobs(9 + i, (6,), i) for i in range(4)]
+    task = Task(module, data, blobs(9, (6,), 9))
+    assert task.pretrained
+    assert torch.equal(task.draw(1), task.draw(2))
+    still = fl.simulate(fl.Dense(), task, 1, lr=0.0, workers=1)
+    moved = fl.simulate(fl.Dense(), task, 1, workers=1)
+    for name, value in before.items():
+        assert torch.equal(still.model().state_dict()[name], value), "with nothing learned it is the model given"
+        assert torch.equal(module.state_dict()[name], value)
+    assert not torch.equal(moved.model().state_dict()["layers.0.weight"], before["layers.0.weight"])
+
+
+def test_without_test_samples_clients_judge_on_what_they_hold_back_weighted_by_size() -> None:
+    def share_of_ones(output: Tensor, target: Tensor) -> float:
+        return float(target.float().mean())
+
+    x = torch.rand(60, 6)
+    clients = [(x[:10], torch.ones(10).long()), (x[10:], torch.zeros(50).long())]
+    task = Task(DropoutNet, clients, metric=share_of_ones)
+    assert [len(held) for held in task.held] == [2, 10]
+    assert [c.n for c in task.clients] == [8, 40], "what is held back is not trained on"
+    run = fl.simulate(fl.Dense(), task, 1, workers=1)
+    assert run.accuracy == pytest.approx(2 / 12)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_does_not_disturb_the_users_random_numbers(workers: int) -> None:
+    task = make_task("dropout")
+    np.random.seed(3)
+    random.seed(3)
+    torch.manual_seed(3)
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    fl.simulate(fl.SPDST(density=0.5, warmup_clients=2, warmup_epochs=2), task, 2, workers=workers)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_users_number_of_threads_is_as_it_was(threads: int) -> None:
+    before = torch.get_num_threads()
+    fl.simulate(fl.Dense(), make_task("dropout"), 1, workers=1, threads=threads)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_static_batchnorm_ends_with_gathered_statistics(static: bool) -> None:
+    task = make_task("norm")
+    run = fl.simulate(fl.Dense(), task, 2, workers=1, static_bn=static, per_round=3)
+    views = task.layout.views(run.weights.vector)
+    assert float(views["layers.1.running_var"].min()) > 0
+    assert torch.isfinite(run.weights.vector).all()
+    if static:  # every client is asked at the end, and answers with its statistics alone
+        assert run.history[-1]["bytes"]["up"] > run.history[0]["bytes"]["up"]
+        assert run.history[-1]["bytes"]["down"] > 2 * run.history[0]["bytes"]["down"]

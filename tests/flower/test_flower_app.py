@@ -1,0 +1,199 @@
+"""The configured app, and the processes that keep a client warm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
+
+from flower_support import federation, train
+from flwr.app import Context, RecordDict
+from flwr.common.config import flatten_dict
+
+import flashfl as fl
+from flashfl.core.errors import ConfigError
+from flashfl.core.state import Local
+from flashfl.engine.server import ServerSide
+from flashfl.flower import worker
+from flashfl.flower.app import read_config, server_main, task_of
+from flashfl.flower.exchange import Held, Seat
+from flashfl.flower.host import find
+from flashfl.flower.supernode import Instead, short_sleep
+from flashfl.methods import NST
+from flashfl.run.config import TrainConfig, plan_of
+from tests.conftest import make_task
+from tests.test_every_method import small
+
+APP = Path(__file__).parent.parent.parent / "apps" / "flower"
+
+
+def app_config(**changes: Any) -> dict[str, Any]:
+    """The app's own run config, as Flower gives it."""
+    flat = flatten_dict(tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"])
+    assert set(changes) <= set(flat)
+    return {**flat, **changes}
+
+
+def test_the_apps_own_settings_are_sound() -> None:
+    config = read_config(app_config())
+    assert config.run.method == fl.SPDST(density=0.05)
+    assert config.run.train.checkpoint_every == 1
+    assert config.folder == Path("runs/flower-digits-spdst-seed0")
+    assert not config.resume
+
+
+def test_another_method_keeps_what_it_knows_of_the_settings() -> None:
+    assert read_config(app_config(**{"method.name": "dense"})).run.method == fl.Dense()
+    assert read_config(app_config(settings="method=jmwst r_int=3")).run.method == fl.JMWST(density=0.05, r_int=3)
+
+
+def test_a_configuration_file_takes_the_place_of_the_tables(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[task]\ndataset = "digits"\nclients = 7\n[train]\nrounds = 9\n[method]\nname = "nst"\n')
+    config = read_config(app_config(config=str(path), settings="rounds=11"))
+    assert (config.run.task.clients, config.run.train.rounds, config.run.method.name) == (7, 11, "nst")
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"settings": "rounds"}, "must have the form name=value"),
+        ({"settings": "rouns=3"}, "rounds"),
+        ({"flower.trim": 0.5}, "below 0.5"),
+        ({"flower.timeout": 0.0}, "above 0"),
+        ({"config": "nowhere.toml"}, "nowhere.toml"),
+    ],
+)
+def test_mistakes_are_named(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_config(app_config(**changes))
+    with pytest.raises(ConfigError, match="unknown setting of the app"):
+        read_config({"colour": "blue"})
+
+
+def context_of(number: int, **run: Any) -> Context:
+    config = {"partition-id": number, "num-partitions": 3}
+    return Context(1, 1, config, RecordDict(), app_config(**run))
+
+
+def test_nodes_of_one_process_share_the_data() -> None:
+    task = task_of(context_of(0))
+    assert task is task_of(context_of(1))
+    assert len(task.clients) == 3
+
+
+def test_the_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:
+    from flashfl.flower import client_app
+    from flashfl.flower.inprocess import InProcessGrid
+
+    run = {"folder": str(tmp_path / "run"), "train.rounds": 1, "settings": "warmup_clients=0 max_steps=2"}
+    grid = InProcessGrid({}, run_config=app_config(**run))
+    for number in range(3):
+        grid.join(50 + number, client_app(task_of), {"partition-id": number, "num-partitions": 3})
+    server_main(grid, context_of(0, **run))
+    assert (tmp_path / "run" / "results.jsonl").exists()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        server_main(grid, context_of(0, **run))
+
+
+@pytest.fixture
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A process for a worker to depend on, and a folder of its own for the socket."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "gettempdir", lambda: folder)
+        monkeypatch.setattr(os, "getppid", lambda: process.pid)
+        yield process
+        process.kill()
+        process.wait()
+        while worker._started:
+            worker._started.pop().wait(20)
+        end = time.monotonic() + 10
+        while list(Path(folder).glob("*/*.sock")) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not list(Path(folder).glob("*/*.sock")), "a worker ends with the process it depends on"
+
+
+def test_a_worker_answers_as_the_host_does(parent: subprocess.Popen[bytes]) -> None:
+    context, name = context_of(1), "flashfl.flower.app:task_of"
+    seat = Seat(dict(context.node_config), dict(context.run_config))
+    task = task_of(context)
+    host = find(task_of, seat, context)
+    assert worker.ask(name, "query", seat, b"", Held()) == host.serve("query", seat)
+    server = ServerSide(task.layout)
+    method = NST(density=0.1)
+    state = method.init(plan_of(TrainConfig(per_round=1), task, task.clients))
+    client = task.clients[1]
+    order = method.order(state, client)
+    data = server.encode(server.message(client, order)).data
+    there, here = worker.ask(name, "train", seat, data, Held()), host.serve("train", seat, data)
+    assert there is not None
+    assert (there.kind, there.data) == ("update", here.data)
+    assert there.held == here.held
+    assert here.held is not None
+    assert worker.ask(name, "train", seat, data, here.held) == host.serve("train", seat, data, here.held)
+    lost = worker.ask(name, "query", Seat({**seat.node, "partition-id": 9}, seat.run), b"", Held())
+    assert lost is not None
+    assert "partition 9" in lost.fields["why"]
+    with pytest.raises(RuntimeError, match=r"in the worker: .*colour"):
+        worker.ask(name, "query", Seat(seat.node, {"colour": "blue"}), b"", Held())
+    assert isinstance(order.local, Local)
+
+
+def test_a_folder_that_others_can_enter_is_not_used(
+    parent: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    assert worker.ask("flashfl.flower.app:task_of", "query", Seat({}, {}), b"", Held()) is None
+
+
+def test_the_quick_supernode_only_shortens_naps() -> None:
+    clock = Instead(time, sleep=short_sleep(0.01))
+    began = time.monotonic()
+    clock.sleep(3)
+    assert time.monotonic() - began < 1
+    assert clock.monotonic is time.monotonic
+
+
+def test_what_it_hooks_into_is_there() -> None:
+    """The modules of Flower that the quick SuperNode changes still have what it changes."""
+    from flwr.supercore.superexec.executor import subprocess_executor
+    from flwr.supernode import start_client_internal
+
+    assert start_client_internal.time is time
+    assert start_client_internal.subprocess is subprocess
+    assert subprocess_executor.subprocess is subprocess
+
+
+def test_a_client_process_needs_no_torch() -> None:
+    code = (
+        "import sys; from flashfl.flower import client_app; import flashfl.flower.worker; "
+        "client_app('flashfl.flower.app:task_of'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_damaged_memory_is_as_good_as_none() -> None:
+    """A context's state that somebody has tampered with: the server gives back what it knows."""
+    task = make_task("norm")
+    whole = train(small("nst"), task, federation(task))
+    grid = federation(task)
+
+    def damage(state: Any, line: Any) -> None:
+        for context in grid.contexts.values():
+            if "flashfl.rounds" in context.state:
+                context.state["flashfl.rounds"]["rounds"] = "[[1, 2"
+
+    assert train(small("nst"), task, grid, watch=damage).checksum == whole.checksum

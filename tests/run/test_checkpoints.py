@@ -1,0 +1,350 @@
+"""Checkpoints: whatever happens to a run or its disk, the last good state is kept and used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import resource
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashfl as fl
+from flashfl.core.errors import CheckpointError, ConfigError, RunStopped
+from flashfl.core.state import State
+from flashfl.engine.cpu import CPUEngine
+from flashfl.run import checkpoint, runner
+from flashfl.run.config import TrainConfig, plan_of
+from flashfl.run.results import read_run
+from tests.conftest import make_task
+
+SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "eval_every": 2, "workers": 1, "checkpoint_every": 1}
+SPDST = fl.SPDST(density=0.3, warmup_clients=2, warmup_epochs=2)
+NST = fl.NST(density=0.3)
+
+
+def go(folder: Path | None, rounds: int = 4, method: fl.Method = SPDST, **more: Any) -> fl.Run:
+    task = more.pop("task", None) or make_task("dropout")
+    return fl.simulate(method, task, rounds, folder=folder, **{**SETTINGS, **more})
+
+
+def found(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+class After:
+    """A watch that raises after some rounds."""
+
+    def __init__(self, rounds: int, what: BaseException) -> None:
+        self.left, self.what = rounds, what
+
+    def __call__(self, state: State, line: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise self.what
+
+
+class Gone(Exception):
+    """As sudden as a kill: nothing is written on the way out."""
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Path:
+    """A folder of a run of four rounds (and one of stage 1) that was killed after three."""
+    with pytest.raises(Gone):
+        go(tmp_path, watch=After(4, Gone()))
+    return tmp_path
+
+
+def test_two_are_kept_and_nothing_partial(cut: Path) -> None:
+    names = [f"checkpoint-0000000{i}" for i in (2, 3)]
+    assert found(cut) == sorted(f"{n}.{ext}" for n in names for ext in ("json", "safetensors"))
+
+
+def test_nothing_is_pickled(cut: Path) -> None:
+    for path in cut.rglob("*"):
+        assert path.is_dir() or path.suffix in (".json", ".jsonl", ".safetensors", ".mask", ".bits"), path
+        assert path.is_dir() or not path.read_bytes().startswith(b"\x80\x04"), path
+
+
+def test_a_resumed_run_ends_like_an_undisturbed_one(cut: Path) -> None:
+    resumed, whole = go(cut, resume=True), go(None)
+    assert resumed.checksum == whole.checksum
+    assert resumed.traffic == whole.traffic
+    assert [r["loss"] for r in read_run(cut)["rounds"]] == [r["loss"] for r in whole.history]
+
+
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "flip":
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "empty", "gone"])
+def test_damaged_tensors_are_warned_of_and_the_checkpoint_before_is_used(cut: Path, how: str) -> None:
+    damage(cut / "checkpoints" / "checkpoint-00000003.safetensors", how)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\.safetensors .*Going on from checkpoint-00000002"):
+        resumed = go(cut, resume=True)
+    assert resumed.checksum == go(None).checksum
+
+
+@pytest.mark.parametrize("how", ["cut", "empty"])
+def test_a_damaged_record_is_warned_of_and_the_checkpoint_before_is_used(cut: Path, how: str) -> None:
+    damage(cut / "checkpoints" / "checkpoint-00000003.json", how)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\.json cannot be read"):
+        resumed = go(cut, resume=True)
+    assert resumed.checksum == go(None).checksum
+
+
+def test_if_all_are_damaged_that_is_an_error_that_names_them(cut: Path) -> None:
+    for number in (2, 3):
+        damage(cut / "checkpoints" / f"checkpoint-0000000{number}.safetensors", "cut")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: checkpoint-00000003.*-00000002"):
+        go(cut, resume=True)
+
+
+def test_a_file_of_another_make_is_not_a_checkpoint(cut: Path) -> None:
+    for number in (2, 3):
+        (cut / "checkpoints" / f"checkpoint-0000000{number}.json").write_text('{"epoch": 3}')
+    with pytest.raises(CheckpointError, match="is not a flashfl checkpoint of format 1"):
+        go(cut, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"method": replace(SPDST, density=0.2)}, "its method is SPDST"),
+        ({"method": NST}, "its method is SPDST"),
+        ({"rounds": 5}, "its settings is"),
+        ({"seed": 1}, "its settings is"),
+        ({"threads": 2}, "its settings is"),
+        ({"task": make_task("norm")}, "its layout is"),
+        ({"task": make_task("dropout", samples=12)}, "its clients is"),
+    ],
+)
+def test_a_foreign_checkpoint_is_refused(cut: Path, change: dict[str, Any], named: str) -> None:
+    before = found(cut), (cut / "results.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=f"belongs to another run: .*{named}") as caught:
+        go(cut, resume=True, **change)
+    assert "Resume with the same settings" in str(caught.value) or "layout" in str(caught.value)
+    assert (found(cut), (cut / "results.jsonl").read_bytes()) == before, "and what is there is left alone"
+
+
+def test_what_does_not_decide_the_result_may_change(cut: Path) -> None:
+    assert go(cut, resume=True, workers=2, checkpoint_every=3).checksum == go(None).checksum
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*: start the run anew"):
+        go(tmp_path, resume=True)
+    with pytest.raises(ConfigError, match="resume needs the folder"):
+        go(None, resume=True)
+
+
+def test_a_new_run_in_an_old_folder_forgets_the_old_checkpoints(tmp_path: Path) -> None:
+    """The old ones count further: they must neither push out the new ones nor be resumed from."""
+    go(tmp_path, rounds=6)
+    with pytest.raises(Gone):
+        go(tmp_path, watch=After(3, Gone()))
+    assert [name for name in found(tmp_path) if name.endswith("json")] == [
+        "checkpoint-00000001.json",
+        "checkpoint-00000002.json",
+    ]
+    assert go(tmp_path, resume=True).checksum == go(None).checksum
+
+
+def test_a_run_that_cannot_begin_leaves_the_old_one_alone(cut: Path) -> None:
+    before = found(cut), (cut / "results.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="keeps none"):
+        go(cut, method=fl.PDST(density=1e-6))
+    assert (found(cut), (cut / "results.jsonl").read_bytes()) == before
+
+
+def test_a_lost_results_file_does_not_stop_a_resume(cut: Path) -> None:
+    (cut / "results.jsonl").unlink()
+    resumed = go(cut, resume=True)
+    assert resumed.checksum == go(None).checksum
+    assert [r["round"] for r in read_run(cut)["rounds"]] == [2, 3]
+    assert found(cut)[-2] == "checkpoint-00000005.json", "checkpoints count rounds, not lines"
+
+
+# -- a full disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["save", "masks"])
+def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatch: Any, where: str) -> None:
+    real_save, real_memory, calls = checkpoint.save, CPUEngine.memory, iter(range(99))
+
+    def full(real: Any) -> Any:
+        def fails(*given: Any, **named: Any) -> Any:
+            if next(calls) in (2, 3, 4, 5):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*given, **named)
+
+        return fails
+
+    if where == "save":
+        monkeypatch.setattr(runner.checkpoints, "save", full(real_save))
+    else:
+        monkeypatch.setattr(CPUEngine, "memory", full(real_memory))
+    with pytest.warns(RuntimeWarning, match=r"could not write a checkpoint .*No space left.*the last good one is kept"):
+        run = go(tmp_path)
+    assert run.checksum == go(None).checksum
+    assert "checkpoint-00000002.json" in found(tmp_path)
+    monkeypatch.undo()
+    assert go(tmp_path, resume=True).checksum == run.checksum
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow above a few kilobytes: what a full disk does, from the kernel itself."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_real_write_error_leaves_the_checkpoint_before_and_no_halves(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    task = make_task("dropout")
+    plan = plan_of(TrainConfig(rounds=2, per_round=2), task, task.clients)
+    point = checkpoint.Checkpoint(fl.Dense().init(plan), {}, {"rounds": 0})
+    checkpoint.save(tmp_path, 1, point, {})
+    request.getfixturevalue("small_files")
+    with pytest.raises(OSError, match="File too large"):
+        checkpoint.save(tmp_path, 2, point, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-00000001.json", "checkpoint-00000001.safetensors"]
+    assert torch.equal(checkpoint.load(tmp_path, plan, {}).state.weights.vector, point.state.weights.vector)
+
+
+# -- interruptions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [SPDST, NST, fl.JMWST(density=0.3, warmup_clients=2)], ids=lambda m: m.name)
+def test_ctrl_c_leaves_a_checkpoint(method: fl.Method, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, method=method, checkpoint_every=0, watch=After(2, KeyboardInterrupt()))
+    assert [name for name in found(tmp_path) if name.endswith("json")] == ["checkpoint-00000002.json"]
+    resumed, whole = go(tmp_path, method=method, resume=True), go(None, method=method)
+    assert resumed.checksum == whole.checksum
+    assert resumed.traffic == whole.traffic
+
+
+@pytest.mark.parametrize("moment", ["training", "accepting", "judging", "repeating"])
+@pytest.mark.parametrize("method", [NST, fl.JMWST(density=0.3, warmup_clients=2)], ids=lambda m: m.name)
+def test_ctrl_c_in_the_middle_of_a_round_loses_that_round_alone(
+    method: fl.Method, moment: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What clients were heard to hold in a round that never ended must not be in the checkpoint."""
+    from flashfl.engine import cpu
+    from flashfl.engine.train import Trainer
+
+    settings = {"dropout": 0.6, "min_replies": 3, "retries": 50} if moment == "repeating" else {}
+    whole = go(None, method=method, **settings)
+    real_add, real_evaluate, real_train, real_again = cpu.add, CPUEngine.evaluate, Trainer.train, State.again
+    calls = iter(range(10_000))
+
+    def interrupted(real: Any, at: int) -> Any:
+        def fails(*given: Any, **named: Any) -> Any:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return real(*given, **named)
+
+        return fails
+
+    stage1 = 0 if method is NST else 10  # stage 1 adds and trains too: of eight clients all
+    stage1 = min(stage1, 8)
+    if moment == "training":
+        monkeypatch.setattr(Trainer, "train", interrupted(real_train, stage1 + 6))
+    elif moment == "accepting":
+        monkeypatch.setattr(cpu, "add", interrupted(real_add, stage1 + 6))
+    elif moment == "judging":
+        monkeypatch.setattr(CPUEngine, "evaluate", interrupted(real_evaluate, 0))
+    else:
+        monkeypatch.setattr(State, "again", interrupted(real_again, 2))
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, method=method, checkpoint_every=0, **settings)
+    monkeypatch.undo()
+    resumed = go(tmp_path, method=method, resume=True, **settings)
+    assert resumed.checksum == whole.checksum
+    assert resumed.traffic == whole.traffic
+
+
+def test_a_finished_run_resumes_to_itself(tmp_path: Path) -> None:
+    whole = go(tmp_path)
+    again = go(tmp_path, resume=True)
+    assert again.checksum == whole.checksum
+    assert again.accuracy == whole.accuracy
+    assert [x["type"] for x in map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())].count("end") == 1
+
+
+def test_a_run_stopped_by_its_clients_keeps_its_last_good_state(tmp_path: Path) -> None:
+    """All clients diverge from the third round on."""
+    task = make_task("dropout")
+
+    def explode(state: State, line: Any) -> None:
+        if (state.stage, state.round) == (2, 2):
+            for source in task.train:
+                source.inputs[0].fill_(float("nan"))  # type: ignore[attr-defined]
+
+    with pytest.raises(RunStopped, match=r"round 2 of stage 2 failed 3 times.*not finite.*The state before it is kept"):
+        go(tmp_path, task=task, watch=explode, checkpoint_every=0)
+    config = TrainConfig(rounds=4, **SETTINGS)
+    identity = read_run(tmp_path)["header"]["identity"]
+    point = checkpoint.load(tmp_path / "checkpoints", plan_of(config, task, task.clients), identity)
+    assert (point.state.stage, point.state.round, point.state.attempt) == (2, 2, 0)
+    assert torch.isfinite(point.state.weights.vector).all()
+    assert go(tmp_path, resume=True).checksum == go(None).checksum, "with sound clients it goes on"
+
+
+def test_masks_that_nobody_needs_are_dropped_from_disk(tmp_path: Path) -> None:
+    run = go(tmp_path, rounds=8, method=NST)
+    names = {p.stem for p in (tmp_path / "masks").glob("*.mask")}
+    assert run.state is not None
+    needed = checkpoint.referenced(tmp_path / "checkpoints")
+    assert needed <= names
+    # Each of eight clients holds two rounds at most, of an order's mask and its own; checkpoints hold as much again.
+    assert len(names) <= 2 * 8 * 4
+
+
+def test_states_with_extras_come_back(tmp_path: Path) -> None:
+    task = make_task("norm")
+    plan = plan_of(TrainConfig(rounds=3, per_round=4), task, task.clients)
+    method = fl.HeteroSPDST(densities=(0.2, 0.4), shares=(0.5, 0.5), warmup_clients=0)
+    state = replace(method.init(plan), round=2, attempt=1)
+    state = replace(state, extra={**state.extra, "momentum": torch.arange(5.0)})
+    checkpoint.save(tmp_path, 7, checkpoint.Checkpoint(state, {"masks": ["ab"]}, {"rounds": 7}), {"a": 1})
+    back = checkpoint.load(tmp_path, plan, {"a": 1})
+    assert (back.state.tag, back.progress) == ((2, 2, 1), {"rounds": 7})
+    assert torch.equal(back.state.weights.vector, state.weights.vector)
+    assert back.state.mask.recipe == state.mask.recipe
+    for name, value in state.extra.items():
+        other = back.state.extra[name]
+        if isinstance(value, fl.Mask):
+            assert isinstance(other, fl.Mask)
+            assert value.equal(other)
+            assert value.recipe == other.recipe
+        else:
+            assert torch.equal(value, other)  # type: ignore[arg-type]
+    assert checkpoint.referenced(tmp_path) == {"ab"}
+
+
+def test_resuming_is_silent(cut: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        go(cut, resume=True)

@@ -1,0 +1,285 @@
+"""The command line, in process: what it prints, what it returns, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+import flashfl as fl
+from flashfl import cli
+from flashfl.run import compare as comparing
+from flashfl.run.config import RunConfig
+from flashfl.run.results import read_run
+
+TINY = [
+    "--rounds", "2", "--per-round", "2", "--clients", "4", "--limit", "80", "--max-steps", "1", "--eval-every", "1",
+    "--workers", "1", "--device", "cpu", "--warmup-clients", "2", "--warmup-epochs", "1",
+]  # fmt: skip
+PLAIN = TINY[: TINY.index("--warmup-clients")]  # for methods without a first stage
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 1) -> str:
+    """The one line a refused command says."""
+    assert cli.main([*words]) == code
+    said = capsys.readouterr()
+    assert not said.out
+    assert "Traceback" not in said.err
+    lines = said.err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("flashfl: ")
+    return lines[0]
+
+
+# -- words --------------------------------------------------------------------------------------------------------
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"flashfl {fl.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for command in (
+        "run",
+        "compare",
+        "reproduce",
+        "export",
+        "report",
+        "figure",
+        "watch",
+        "methods",
+        "settings",
+        "data",
+    ):
+        assert f"\n    {command}" in text
+        with pytest.raises(SystemExit) as caught:
+            cli.main([command, "--help"])
+        assert caught.value.code == 0
+        assert "usage: flashfl" in capsys.readouterr().out
+
+
+def test_nothing_is_answered_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "usage: flashfl" in capsys.readouterr().out
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train"])
+    assert caught.value.code == 2
+    assert "invalid choice: 'train'" in capsys.readouterr().err
+
+
+def test_methods_lists_every_method_with_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods"]) == 0
+    text = capsys.readouterr().out
+    for name, method in fl.METHODS.items():
+        assert f"\n{name}\n" in "\n" + text
+        assert (method.__doc__ or "").strip().splitlines()[0] in text
+    assert "--density" in text
+    assert "random|gradient|momentum" in text
+    assert "--r-int" in text
+
+
+def test_settings_lists_every_setting_and_each_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["settings"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    listed = {line[0][2:].replace("-", "_") for line in lines if line and line[0].startswith("--")}
+    record = RunConfig().to_json()
+    assert listed == set(record["train"]) | set(record["task"])
+
+
+# -- run ----------------------------------------------------------------------------------------------------------
+
+
+def test_run_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *TINY, "--out", "one"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("spdst: accuracy ")
+    assert "density 0.0200" in said.out, "the embedded task's default"
+    assert "results in one" in said.out
+    assert "round 2/2" in said.err
+    end = read_run(tmp_path / "one")["end"]
+    assert f"checksum {end['checksum']}" in said.out
+
+    assert cli.main(["export", "one"]) == 0
+    assert capsys.readouterr().out == "one/model.safetensors\n"
+    assert cli.main(["export", "one", "--to", "there/model.safetensors"]) == 0
+    with safe_open(tmp_path / "there" / "model.safetensors", "pt") as file:
+        masks = [file.get_tensor(name) for name in file.keys() if name.endswith(".mask")]  # noqa: SIM118
+        assert sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks) == pytest.approx(0.02, abs=1e-4)
+
+
+def test_quiet_shows_the_final_line_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *PLAIN, "--method", "dense", "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert not said.err
+    assert len(said.out.splitlines()) == 2
+    assert "results in runs/digits-dense-seed0" in said.out
+
+
+def test_a_file_and_settings_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.toml").write_text("[train]\nrounds = 9\n[method]\nname = 'jmwst'\ndensity = 0.5\n")
+    words = ["run", "c.toml", *TINY, "--out", "x", "--quiet", "--density=0.3", "--adapt.growth", "gradient", "--seed=4"]
+    assert cli.main(words) == 0
+    config = read_run(tmp_path / "x")["header"]["config"]
+    assert config["method"]["name"] == "jmwst"
+    assert config["method"]["density"] == 0.3
+    assert config["method"]["adapt"]["growth"] == "gradient"
+    assert (config["train"]["rounds"], config["train"]["seed"]) == (2, 4)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", *PLAIN, "--method", "pdst", "--out", "x", "--quiet"]
+    assert cli.main(words) == 0
+    before = (tmp_path / "x" / "results.jsonl").read_bytes()
+    (tmp_path / "x" / "notes.txt").write_text("mine")
+    capsys.readouterr()
+    said = refused(capsys, *words)
+    assert "x already holds a run" in said
+    assert "--resume" in said
+    assert "--overwrite" in said
+    assert (tmp_path / "x" / "results.jsonl").read_bytes() == before
+    assert cli.main([*words, "--overwrite", "--seed", "5"]) == 0
+    assert read_run(tmp_path / "x")["header"]["config"]["train"]["seed"] == 5
+    assert (tmp_path / "x" / "notes.txt").read_text() == "mine"
+
+
+def test_interrupted_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", *TINY, "--rounds", "4", "--method", "jmwst", "--quiet"]
+    assert cli.main([*words, "--out", "whole"]) == 0
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        calls = iter(range(99))
+
+        def interrupt(self: object, state: object, line: object) -> None:
+            if next(calls) == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr("flashfl.run.display.Display.__call__", interrupt)
+        assert cli.main([*words, "--out", "cut"]) == 130
+    said = capsys.readouterr()
+    assert said.err.strip() == "flashfl: interrupted; a run can be continued with --resume"
+    assert len(read_run(tmp_path / "cut")["rounds"]) == 3
+    assert cli.main([*words, "--out", "cut", "--resume"]) == 0
+    ends = [read_run(tmp_path / name)["end"] for name in ("whole", "cut")]
+    assert ends[0]["checksum"] == ends[1]["checksum"]
+    assert ends[0]["bytes"] == ends[1]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--denisty", "0.1"], "unknown option 'denisty': did you mean 'density'?"),
+        (["run", "--density", "2"], "density = 2.0: must be above 0 and at most 1"),
+        (["run", "--density", "0"], "density = 0.0: must be above 0"),
+        (["run", "--density"], "--density needs a value: --density VALUE"),
+        (["run", "--static-bn", "--rounds", "3"], "--static-bn needs a value"),
+        (["run", "--rounds", "ten"], "--rounds ten: expected int"),
+        (["run", "--method", "fedavg"], "unknown method 'fedavg'"),
+        (["run", "--per-round", "50"], "per_round = 50: must be between 1 and the number of clients, 20"),
+        (["run", "--dataset", "cifr10"], "cifr10"),
+        (["run", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
+        (["run", "--device", "tpu"], "device = 'tpu': expected auto, cpu, cuda or cuda:N"),
+        (["run", "--resume"], "there is no checkpoint in runs/digits-spdst-seed0/checkpoints"),
+        (["run", "--out", "/dev/null/x", *TINY], "/dev/null/x"),
+        (["compare", "--methods", "nst,jmwts"], "unknown method 'jmwts': did you mean 'jmwst'?"),
+        (["compare", "--methods", ","], "--methods names no method"),
+        (["compare", "--seeds", "0"], "--seeds 0: must be at least 1"),
+        (["compare", "--rounds", "-1"], "rounds = -1: must be at least 1"),
+        (["export", "nowhere"], "nowhere is not a run: results.jsonl cannot be read"),
+        (["reproduce", "tabel"], "unknown table 'tabel'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, *words)
+    assert not Path("runs/compare").exists(), "and nothing has been run"
+
+
+# -- compare ------------------------------------------------------------------------------------------------------
+
+
+def test_compare_prints_a_table_and_does_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["compare", *TINY, "--methods", "dense,nst,spdst", "--seeds", "2", "--out", "c", "--density", "0.1"]
+    assert cli.main(words) == 0
+    first = capsys.readouterr()
+    assert "[6/6] spdst seed 1" in first.err
+    for name in ("dense", "nst", "spdst"):
+        assert f"│ {name} " in first.out
+    assert "mask mismatch" in first.out
+    assert "paper" in first.out, "it says how the ordering stands against the paper's"
+    for name, density in (("dense", 1.0), ("spdst", 0.1)):
+        ends = [read_run(tmp_path / "c" / f"{name}-seed{seed}") for seed in (0, 1)]
+        assert ends[0]["end"]["checksum"] != ends[1]["end"]["checksum"]
+        assert ends[0]["rounds"][-1]["density"] == pytest.approx(density, abs=1e-3)
+
+    def never(*given: object, **named: object) -> object:
+        raise AssertionError("nothing is left to run")
+
+    monkeypatch.setattr(comparing, "simulate", never)
+    assert cli.main(words) == 0
+    again = capsys.readouterr()
+    assert not again.err
+    assert again.out == first.out
+
+
+def test_compare_runs_again_what_has_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", *PLAIN, "--methods", "pdst", "--seeds", "1", "--out", "c", "--quiet"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--rounds", "1"]) == 0
+    capsys.readouterr()
+    run = read_run(tmp_path / "c" / "pdst-seed0")
+    assert len(run["rounds"]) == 1
+    names = sorted(p.name for p in (tmp_path / "c" / "pdst-seed0" / "checkpoints").glob("*.json"))
+    assert names == ["checkpoint-00000001.json"]
+    assert cli.main(["export", "c/pdst-seed0"]) == 0
+
+
+def test_in_a_comparison_a_setting_reaches_the_methods_that_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = "dense,hetero-spdst,pdst"
+    assert cli.main(["compare", *TINY, "--methods", methods, "--seeds", "1", "--density", "0.3", "--quiet"]) == 0
+    capsys.readouterr()
+    densities = {
+        name: read_run(tmp_path / "runs" / "compare" / f"{name}-seed0")["header"]["config"]["method"]
+        for name in methods.split(",")
+    }
+    assert densities["pdst"]["density"] == 0.3
+    assert "density" not in densities["dense"]
+    assert densities["hetero-spdst"]["densities"] == [0.1, 0.15, 0.2]
+
+
+def test_quick_shrinks_any_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--quick", "--workers", "1", "--device", "cpu", "--out", "q", "--quiet"]) == 0
+    assert "results in q" in capsys.readouterr().out
+    assert len([r for r in read_run(tmp_path / "q")["rounds"] if r["stage"] == 2]) == 2
+
+
+def test_central_is_one_client_with_all_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--rounds", "2", "--limit", "80", "--max-steps", "2", "--workers", "1", "--device", "cpu"]
+    assert cli.main(["run", *words, "--central", "--method", "sparse", "--out", "x", "--quiet"]) == 0
+    capsys.readouterr()
+    assert [r["cohort"] for r in read_run(tmp_path / "x")["rounds"]] == [[0], [0]]
