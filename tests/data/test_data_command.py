@@ -165,3 +165,16 @@ def test_checking_data_of_writers(tmp_path: Path, capsys: Said) -> None:
     published.leaf(tmp_path)
     assert main(["data", "check", "femnist", "--data-root", str(tmp_path)]) == 0
     assert "5 writers" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_documentation(capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every `flashfl data` line of docs/data.md is understood; without files it ends in how to get them."""
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("FLASHFL_DATA", str(tmp_path))
+    lines = [line for line in (root / "docs" / "data.md").read_text().splitlines() if line.startswith("flashfl data")]
+    assert len(lines) >= 6
+    for line in lines:
+        code = main(line.partition("#")[0].split()[1:])
+        said = capsys.readouterr()
+        assert code == 0 or "is not complete under" in said.err, line

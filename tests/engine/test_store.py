@@ -139,8 +139,8 @@ def test_lost_masks_are_warned_of_and_nothing_is_believed_of_clients(tmp_path: P
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 100])
-def test_a_spool_gives_back_what_was_put_in_any_order(memory: int) -> None:
-    spool = Spool(memory)
+def test_a_spool_gives_back_what_was_put_in_any_order(memory: int, tmp_path: Path) -> None:
+    spool = Spool(memory, tmp_path / "new")
     blocks = {i: os.urandom(17 * i) for i in (5, 1, 9, 0, 3)}
     for number, data in blocks.items():
         spool.put(number, data)
@@ -149,6 +149,11 @@ def test_a_spool_gives_back_what_was_put_in_any_order(memory: int) -> None:
     spool.put(4, b"late")
     assert spool.get(4) == b"late"
     assert spool.get(9) == blocks[9]
+    assert 9 in spool
+    assert 77 not in spool
+    spool.put("own 9", b"by name")
+    assert spool.get("own 9") == b"by name"
+    assert not list((tmp_path / "new").iterdir()), "the file has no name, so it cannot be left behind"
     with pytest.raises(KeyError):
         spool.get(77)
     spool.close()

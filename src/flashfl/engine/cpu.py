@@ -52,7 +52,7 @@ class CPUEngine:
         self.pool: Pool | InProcess = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        with closing(Inbox(self.server)) as inbox:
+        with closing(Inbox(self.server, self.memories.store.folder)) as inbox:
             return self._round(s, orders, inbox)
 
     def _round(self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox) -> Outcome:

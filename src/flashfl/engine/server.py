@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -85,9 +86,9 @@ class Inbox:
     take no more memory than ten.
     """
 
-    def __init__(self, server: ServerSide) -> None:
+    def __init__(self, server: ServerSide, folder: Path | None = None) -> None:
         self.server = server
-        self.spool = Spool()
+        self.spool = Spool(folder=folder)
         self.norms: dict[int, float] = {}
         self.failures: dict[int, str] = {}
         self.traffic = Traffic()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 
 class Spool:
     """Byte strings by name or number, in a temporary file that stays in memory up to 64 MB."""
 
-    def __init__(self, memory: int = 64 << 20) -> None:
+    def __init__(self, memory: int = 64 << 20, folder: Path | None = None) -> None:
+        """`folder`: where the file would be; where temporary files are kept in memory, that is no place for it."""
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         # Closed with the object; a context manager would force its owner into one too.
-        self._file = tempfile.SpooledTemporaryFile(max_size=memory)  # noqa: SIM115
+        self._file = tempfile.SpooledTemporaryFile(max_size=memory, dir=folder)  # noqa: SIM115
         self._at: dict[int | str, tuple[int, int]] = {}
 
     def put(self, name: int | str, data: bytes) -> None:
