@@ -46,8 +46,3 @@ def test_commands_of_flashfl_parse(page: Path) -> None:
                 parser.parse_args(own)
         else:
             assert words[0] in commands or words[0].startswith("-"), line
-
-
-def test_no_page_speaks_of_where_it_was_made() -> None:
-    for page in [*PAGES, ROOT / "LOG.md", ROOT / "CHANGELOG.md", ROOT / "constraints.txt"]:
-        assert not re.search(r"/work/|/root/|pypi-more|\.device", page.read_text()), page
