@@ -285,6 +285,29 @@ def test_ctrl_c_in_the_middle_of_a_round_loses_that_round_alone(
     assert resumed.traffic == whole.traffic
 
 
+def test_the_lane_engine_forgets_an_unfinished_round_too(tmp_path: Path, monkeypatch: Any) -> None:
+    from flashfl.engine.cuda import LaneEngine
+    from flashfl.run.runner import drive
+
+    task, train = make_task("dropout"), TrainConfig(rounds=4, **{**SETTINGS, "checkpoint_every": 0}, device="cpu")
+
+    def lanes(folder: Path | None, resume: bool = False) -> fl.Run:
+        engine = LaneEngine(task, "cpu", folder=folder / "masks" if folder else None)
+        return drive(NST, task, train, engine, task.clients, folder, resume)
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        raise KeyboardInterrupt
+
+    whole = lanes(None)
+    monkeypatch.setattr(LaneEngine, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lanes(tmp_path)
+    monkeypatch.undo()
+    resumed = lanes(tmp_path, resume=True)
+    assert resumed.checksum == whole.checksum
+    assert resumed.traffic == whole.traffic
+
+
 def test_a_finished_run_resumes_to_itself(tmp_path: Path) -> None:
     whole = go(tmp_path)
     again = go(tmp_path, resume=True)

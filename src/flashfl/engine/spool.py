@@ -14,7 +14,7 @@ class Spool:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         # Closed with the object; a context manager would force its owner into one too.
-        self._file = tempfile.SpooledTemporaryFile(max_size=memory, dir=folder and str(folder))  # noqa: SIM115
+        self._file = tempfile.SpooledTemporaryFile(max_size=memory, dir=None if folder is None else str(folder))  # noqa: SIM115
         self._at: dict[int | str, tuple[int, int]] = {}
 
     def put(self, name: int | str, data: bytes) -> None:
