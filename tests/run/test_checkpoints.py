@@ -8,6 +8,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,26 +208,26 @@ def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatc
     assert go(tmp_path, resume=True).checksum == run.checksum
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file may grow above a few kilobytes: what a full disk does, from the kernel itself."""
+    """No file may grow above a few kilobytes: what a full disk does, from the kernel itself. Only around the call under
+    test: the limit holds for the whole process, and the tests' own output may be going to a long file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_real_write_error_leaves_the_checkpoint_before_and_no_halves(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_real_write_error_leaves_the_checkpoint_before_and_no_halves(tmp_path: Path) -> None:
     task = make_task("dropout")
     plan = plan_of(TrainConfig(rounds=2, per_round=2), task, task.clients)
     point = checkpoint.Checkpoint(fl.Dense().init(plan), {}, {"rounds": 0})
     checkpoint.save(tmp_path, 1, point, {})
-    request.getfixturevalue("small_files")
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large"), small_files():
         checkpoint.save(tmp_path, 2, point, {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-00000001.json", "checkpoint-00000001.safetensors"]
     assert torch.equal(checkpoint.load(tmp_path, plan, {}).state.weights.vector, point.state.weights.vector)
