@@ -46,7 +46,7 @@ def child(method: str, per_round: int, rounds: int, workers: int, folder: Path) 
         return nn.Sequential(*parts, nn.Linear(widths[-1], 2))
 
     x = torch.rand(2 * MOST, 16)
-    y = (x[:, 0] > 0.5).long()
+    y = torch.arange(2 * MOST) % 2  # one of each for every client: none learns so much more that it is not believed
     # Always as many clients, so that only the size of the cohort differs.
     task = fl.Task(model, [(x[2 * i : 2 * i + 2], y[2 * i : 2 * i + 2]) for i in range(MOST)], (x[:8], y[:8]))
     train = TrainConfig(
@@ -56,9 +56,9 @@ def child(method: str, per_round: int, rounds: int, workers: int, folder: Path) 
     print(f"ready {task.layout.prunable_size}", flush=True)
     sys.stdin.readline()
     run = drive(fl.METHODS[method](**METHODS[method]), task, train, engine, task.clients, folder)
-    left_out = sum(len(line["failures"]) for line in run.history)
+    why = [reason for line in run.history for reason in line["failures"].values()]
     engine.close()
-    print(f"done {left_out}", flush=True)
+    print("\n".join([f"done {len(why)}", *why[:3]]), flush=True)
 
 
 def tree(root: int) -> list[int]:
@@ -116,12 +116,14 @@ def measure(method: str, per_round: int, rounds: int, workers: int) -> dict[str,
                 for _ in range(20):
                     peak = max(peak, pss(processes))
                     time.sleep(0.1)
-            said = process.stdout.read().split()
+            said, *why = process.stdout.read().splitlines() or [""]
         if process.returncode or not said:
             raise SystemExit(f"{method} with {per_round} clients a round failed")
+        for reason in why:
+            print(f"left out: {reason}", file=sys.stderr)
     return {
         "method": method, "per_round": per_round, "weights": weights, "level": level, "above": peak - level,
-        "seconds": time.monotonic() - began, "left_out": int(said[1]),
+        "seconds": time.monotonic() - began, "left_out": int(said.split()[1]),
     }  # fmt: skip
 
 

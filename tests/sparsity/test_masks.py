@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flashfl.core import rng
 from flashfl.core.layout import Layout
 from flashfl.core.state import Mask
-from flashfl.sparsity import layer_mismatch, mismatch, pattern_budgets, random_mask, top_mask
+from flashfl.sparsity import layer_mismatch, mismatch, pattern_budgets, random_mask, select, top_mask
 from flashfl.sparsity.select import lowest, magnitude
 
 EIGHT = Layout.build({"prunable": [("w", (2, 4))], "dense": [("b", (1,))]})
@@ -42,6 +42,25 @@ def test_the_largest_possible_key_is_still_a_candidate() -> None:
     top = torch.iinfo(torch.int32).max
     keys = torch.tensor([top, top, 1, top], dtype=torch.int32)
     assert bits(lowest(keys, 2, torch.tensor([False, True, True, True]))) == "0110"
+
+
+@given(st.data())
+def test_long_rows_are_sampled_first_with_the_same_result(data: st.DataObject) -> None:
+    """Few distinct keys make ties, sorted ones an unlucky sample, few candidates a short one."""
+    n = data.draw(st.integers(1, 300))
+    spread = data.draw(st.sampled_from([1, 3, 50, 1 << 30]))
+    keys = rng.integers(data.draw(st.integers(0, 99)), n, 2 * spread).to(torch.int32) - spread
+    if data.draw(st.booleans()):
+        keys = keys.sort(descending=data.draw(st.booleans())).values
+    among = rng.uniform(7, n) < data.draw(st.sampled_from([0.0, 0.05, 0.5, 1.0]))
+    count = data.draw(st.integers(0, int(among.sum())))
+    ranked = sorted((int(keys[i]), i) for i in range(n) if among[i])
+    expected = {i for _, i in ranked[:count]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "_LONG", 1)
+        patch.setattr(select, "_SAMPLE", data.draw(st.sampled_from([1, 8, 64])))
+        found = lowest(torch.stack([keys, keys]), count, torch.stack([among, among]))
+    assert [set(row.nonzero().flatten().tolist()) for row in found] == [expected] * 2
 
 
 @pytest.mark.parametrize(

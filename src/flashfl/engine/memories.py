@@ -47,8 +47,8 @@ class Memories:
         ledger, marked = self._marked or (ledger, self.clients)
         clients = marked if clients is None else clients
         record, tensors = ledger.state()
-        masks = [Mask.unpack(self.store.layout, t.numpy()) for t in tensors.values()]
-        history = dict(zip(tensors, map(self.store.put, masks), strict=True))
+        # One mask at a time: all of them together, at a byte a weight, may not fit.
+        history = {name: self.store.put(Mask.unpack(self.store.layout, t.numpy())) for name, t in tensors.items()}
         return {
             "clients": {str(c): m for c, m in clients.items()},
             "ledger": record,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Literal
 
 from ..core.errors import ConfigError, unknown
@@ -15,7 +14,7 @@ def share_out(wishes: Sequence[float], caps: Sequence[int], total: int) -> tuple
 
     All wishes are scaled by one factor; whoever would pass its cap is filled and the rest is rescaled until nobody
     passes; fractions are settled by largest remainder, the earlier of equals first. Where wishes run out (all zero)
-    what is left goes in proportion to the room that is left. Exact rational arithmetic: no rounding surprises.
+    what is left goes in proportion to the room that is left. All in whole numbers: no rounding surprises.
     """
     if len(wishes) != len(caps):
         raise ValueError(f"{len(wishes)} wishes for {len(caps)} caps")
@@ -23,31 +22,30 @@ def share_out(wishes: Sequence[float], caps: Sequence[int], total: int) -> tuple
         raise ValueError(f"cannot place {total} units where {sum(caps)} fit")
     if any(w < 0 or w != w or w == float("inf") for w in wishes):
         raise ValueError("wishes must be finite and not negative")
-    want = [Fraction(w) for w in wishes]
-    given: list[Fraction] = [Fraction(0)] * len(caps)
-    open_: list[int] = [i for i, cap in enumerate(caps) if cap > 0]
-    left = Fraction(total)
+    want = _whole(wishes)
+    given, rest = [0] * len(caps), [0] * len(caps)  # whole units, and the remainders over one common divisor
+    open_, left = [i for i, cap in enumerate(caps) if cap > 0], total
     while left > 0 and open_:
-        if sum(want[i] for i in open_) == 0:
-            want = [Fraction(cap) for cap in caps]
-        scale = left / sum(want[i] for i in open_)
-        full = [i for i in open_ if want[i] * scale >= caps[i]]
+        if not any(want[i] for i in open_):
+            want = list(caps)
+        wanted = sum(want[i] for i in open_)
+        full = [i for i in open_ if want[i] * left >= caps[i] * wanted]
         for i in full or open_:
-            given[i] = Fraction(caps[i]) if full else want[i] * scale
+            given[i], rest[i] = (caps[i], 0) if full else divmod(want[i] * left, wanted)
         if not full:
             break
         left -= sum(caps[i] for i in full)
         open_ = [i for i in open_ if i not in full]
-    return _round_largest(given, total)
+    for i in sorted(range(len(caps)), key=lambda i: (-rest[i], i))[: total - sum(given)]:
+        given[i] += 1
+    return tuple(given)
 
 
-def _round_largest(given: Sequence[Fraction], total: int) -> tuple[int, ...]:
-    """Whole numbers near `given` that sum to `total`: the largest fractions are rounded up."""
-    floors = [int(g) for g in given]
-    order = sorted(range(len(given)), key=lambda i: (floors[i] - given[i], i))
-    for i in order[: total - sum(floors)]:
-        floors[i] += 1
-    return tuple(floors)
+def _whole(wishes: Sequence[float]) -> list[int]:
+    """Whole numbers in exactly the proportions of some floats, each of which is a whole number over a power of two."""
+    ratios = [w.as_integer_ratio() for w in wishes]
+    common = max((below for _, below in ratios), default=1)
+    return [above * (common // below) for above, below in ratios]
 
 
 def weight_budget(layout: Layout, density: float) -> int:

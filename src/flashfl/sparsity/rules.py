@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal
 
 import torch
@@ -79,10 +80,10 @@ class PruneRegrow:
             grown = self._within_groups(layout, rank, size, dropped, masks)
         else:
             grown_counts = self._shares(layout, heads, drops, kept, counts)
-            pool = ~masks
-            if _runs_out(layout, grown_counts, counts):
-                rank, pool = _dropped_last(rank, size, dropped), pool | dropped
-            grown = lowest_by_layer(layout, rank, grown_counts, pool, distinct=by_hash)
+            new, back = _new_and_back(layout, grown_counts, counts)
+            grown = lowest_by_layer(layout, rank, new, ~masks, distinct=by_hash)
+            if any(map(any, back)):
+                grown |= lowest_by_layer(layout, -size, back, dropped)
         heads.masked_fill_(dropped & ~grown, 0.0)
         masks &= ~dropped
         masks |= grown
@@ -124,13 +125,12 @@ class PruneRegrow:
         return shares
 
 
-def _runs_out(layout: Layout, grown: Sequence[Sequence[int]], counts: Sequence[Sequence[int]]) -> bool:
-    """Whether some layer is to grow more than it has inactive positions."""
-    return any(
-        g > k - c
-        for row, have in zip(grown, counts, strict=True)
-        for g, k, c in zip(row, layout.sizes, have, strict=True)
-    )
+def _new_and_back(
+    layout: Layout, grown: Sequence[Sequence[int]], counts: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Of what each layer grows: how much fits where it was inactive, and how much of what it dropped comes back."""
+    new = [[min(g, k - c) for g, k, c in zip(*row, strict=True)] for row in zip(grown, repeat(layout.sizes), counts)]
+    return new, [[g - n for g, n in zip(*row, strict=True)] for row in zip(grown, new, strict=True)]
 
 
 def _dropped_last(rank: Tensor, size: Tensor, dropped: Tensor) -> Tensor:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.layout import Layout
+
+_LONG, _SAMPLE = 1 << 18, 1 << 16  # keys in a row that is worth sampling, and in a sample
 
 Radix = Callable[[Layout, Tensor, Sequence[Sequence[int]], Tensor | None, bool], Tensor]
 
@@ -26,6 +30,10 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
     """
     if keys.shape[-1] == 0 or (isinstance(count, int) and count <= 0):
         return torch.zeros_like(keys, dtype=torch.bool)
+    if isinstance(count, int) and keys.device.type == "cpu" and keys.shape[-1] >= _LONG:
+        rows = keys.reshape(-1, keys.shape[-1])
+        among = [None] * len(rows) if candidates is None else candidates.expand(keys.shape).reshape(rows.shape)
+        return torch.stack([_lowest_of_many(*row, count) for row in zip(rows, among, strict=True)]).view(keys.shape)
     if candidates is not None:
         keys = keys.masked_fill(~candidates, torch.iinfo(keys.dtype).max)
     per_row = torch.as_tensor(count, device=keys.device)
@@ -72,6 +80,34 @@ def _radix() -> Radix | None:
     except ImportError:  # a GPU without Triton: sorting does it too
         return None
     return radix_lowest
+
+
+def _lowest_of_many(keys: Tensor, candidates: Tensor | None, count: int) -> Tensor:
+    """`lowest` for one long row on a CPU, in few passes: a sample bounds the keys among which it pays to select."""
+    stride = max(1, len(keys) // _SAMPLE)
+    sample = keys[::stride] if candidates is None else keys[::stride][candidates[::stride]]
+    expected = count // stride
+    likely = expected + 4 * math.isqrt(expected) + 8
+    bound = int(sample.kthvalue(likely).values) if likely < len(sample) else torch.iinfo(keys.dtype).max
+    pool = _upto(keys, bound, candidates)
+    if len(pool) < count:  # the sample was an unlucky one
+        pool = _upto(keys, torch.iinfo(keys.dtype).max, candidates)
+    if not len(pool):
+        return torch.zeros_like(keys, dtype=torch.bool)
+    threshold = pool.kthvalue(min(count, len(pool))).values
+    chosen = keys <= threshold
+    if candidates is not None:
+        chosen &= candidates
+    if (extra := int(np.count_nonzero(chosen.numpy())) - count) > 0:  # of those on the threshold the last are too many
+        chosen[((keys == threshold) & chosen).nonzero().squeeze(1)[-extra:]] = False
+    return chosen
+
+
+def _upto(keys: Tensor, bound: int, candidates: Tensor | None) -> Tensor:
+    """The keys of candidates that are at most `bound`."""
+    if candidates is None:
+        return keys[keys <= bound]
+    return keys[(keys <= bound).logical_and_(candidates)]
 
 
 def _kth(keys: Tensor, count: int) -> Tensor:

@@ -117,14 +117,14 @@ class ServerLedger:
         return other
 
     def state(self) -> Saved:
-        """All of it as JSON and tensors; masks by position, oldest acknowledgement first."""
+        """All of it as JSON and tensors, which are ours: not to be written to. Masks by position, oldest first."""
         place = {number: index for index, number in enumerate(self._history)}
         kept = list(self._history.values())
         clients = [
             [client, list(entry.tag), place.get(entry.order), None if entry.own is None else place.get(entry.own)]
             for client, entry in sorted(self._clients.items())
         ]
-        tensors = {f"mask.{index}": torch.from_numpy(each.bits().copy()) for index, each in enumerate(kept)}
+        tensors = {f"mask.{index}": torch.from_numpy(each.bits()) for index, each in enumerate(kept)}
         return {"clients": clients, "own": [each.own for each in kept]}, tensors
 
     def restore(self, saved: Saved, device: torch.device | str = "cpu") -> None:
