@@ -166,7 +166,7 @@ def timed(work: Callable[[], None], rounds: int) -> float:
 
 def measure(case: str, rounds: int, naive_rounds: int) -> dict[str, Any]:
     task, config, method = task_of(case)
-    engine = LaneEngine(task, "cuda", lanes=min(config.per_round, 16))
+    engine = LaneEngine(task, "cuda")
     plan = plan_of(config, task, task.clients, engine.device)
     clients = method.admit(task.clients, plan.key)
     box = [method.init(plan)]

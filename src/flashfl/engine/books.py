@@ -6,7 +6,8 @@ needs is read back once, when a round is closed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from .server import HISTORY_BYTES
 from .store import MaskStore
 
 _KNOWN = 1 + HASH  # bytes of a mask both sides know
+_COLUMNS = 1 << 22  # weights that are added up at a time: in double precision they need room
+_ROWS = 16  # masks that are stacked to be counted together
 
 
 @dataclass
@@ -47,29 +50,14 @@ class Books:
         self.memories = Memories(MaskStore(layout, folder))
         self.own: dict[int, tuple[Tag, Mask, Mask]] = {}  # client -> round, its order's mask, the mask it kept
         self._marked: dict[int, tuple[Tag, Mask, Mask]] | None = None
-        self._sizes: dict[tuple[int, int], tuple[Any, int | Tensor]] = {}
 
     def open(self, s: State) -> Round:
-        self._sizes = {}
-        return Round(self, s.plan.device)
+        return Round(self)
 
     def remembered(self, client: int, order: Order) -> Mask | None:
         """The mask a client kept, if the order starts from the round it kept it in."""
         kept = self.own.get(client)
         return kept[2] if kept and "mask" in order.local.keep and kept[0] == self.ledger.start(client) else None
-
-    def order_bytes(self, client: Client, order: Order) -> int | Tensor:
-        """What the mask of an order to this client takes; still on the device where it has to be counted."""
-        mask, bases = order.weights.mask, self.ledger.bases(client.id)
-        if any(base is mask for base in bases):
-            return _KNOWN
-        key = (id(mask), id(bases[0]) if bases else 0)
-        if key not in self._sizes:
-            found = mask_sizes(self.layout, mask.bits[None], [b.bits for b in bases]).bytes[0]
-            if mask.recipe is not None:
-                found = found.clamp(max=geometry(self.layout).recipe_size)
-            self._sizes[key] = ((mask, bases), found)  # what is counted is kept alive, so that its id stays its own
-        return self._sizes[key][1]
 
     def mark(self) -> None:
         """A round is over: `memory` speaks of this moment until the next mark."""
@@ -101,13 +89,12 @@ class Round:
     """The accounts of one round."""
 
     books: Books
-    device: Any
-    orders: list[tuple[Client, Order, int | Tensor]] = field(default_factory=list)
+    orders: list[tuple[Client, Order]] = field(default_factory=list)
     heard: list[_Heard] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
 
     def sent(self, client: Client, order: Order) -> None:
-        self.orders.append((client, order, self.books.order_bytes(client, order)))
+        self.orders.append((client, order))
 
     def failed(self, client: int, why: str) -> None:
         self.failures[client] = why
@@ -146,9 +133,11 @@ class Round:
             sums.holders = torch.zeros(layout.prunable_size, dtype=torch.int64, device=values.device)
         if seats[0].order.local.report == "statistics":
             values[:, : layout.trained_size] = 0
-        for seat, vector, mask in zip(seats, values, bits, strict=True):
-            sums.weights.add_(vector, alpha=seat.n)
-            sums.holders.add_(mask, alpha=seat.n)
+        n = torch.tensor([seat.n for seat in seats]).to(values.device, non_blocking=True)
+        for at in range(0, layout.size, _COLUMNS):
+            span = slice(at, at + _COLUMNS)
+            sums.weights[span] += n.double() @ values[:, span].double()
+            sums.holders[span] += (bits[:, span] * n[:, None]).sum(0)
 
     def _mask_bytes(self, seats: Sequence[Any], bits: Tensor) -> list[int | Tensor]:
         """What each update's mask takes: a hash where it is the order's, else counted against what both sides hold."""
@@ -162,20 +151,41 @@ class Round:
         found = mask_sizes(self.books.layout, bits, bases).bytes
         if known:
             rows = torch.stack([own[i].bits for i in known])  # type: ignore[union-attr]
-            place = torch.tensor(known, device=bits.device)
+            place = torch.tensor(known).to(bits.device, non_blocking=True)
             other = mask_sizes(self.books.layout, bits[place], [rows]).bytes
             found = found.index_copy(0, place, torch.minimum(found[place], other))
         return list(found)
 
+    def _order_bytes(self) -> list[int | Tensor]:
+        """What the mask of each order takes, given what its client holds; each pair of masks is looked at once."""
+        layout, ledger = self.books.layout, self.books.ledger
+        pairs = [(order.weights.mask, ledger.base(client.id)) for client, order in self.orders]
+        sizes: dict[tuple[int, int], int | Tensor] = {}
+        for mask in {id(mask): mask for mask, _ in pairs}.values():
+            bases = {id(base): base for other, base in pairs if other is mask}
+            for some in chunks([base for base in bases.values() if base is not None and base is not mask], _ROWS):
+                held = [torch.stack([base.bits for base in some])]
+                found = mask_sizes(layout, mask.bits[None], held).bytes
+                sizes |= {
+                    (id(mask), id(base)): size for base, size in zip(some, _with_recipe(mask, found), strict=True)
+                }
+            if id(None) in bases:
+                sizes[id(mask), id(None)] = _with_recipe(mask, mask_sizes(layout, mask.bits[None]).bytes)[0]
+            sizes[id(mask), id(mask)] = _KNOWN
+        return [sizes[id(mask), id(base)] for mask, base in pairs]
+
     def close(self, sums: Sums) -> Outcome:
-        """The round's one wait: read every number that is still on the device, then settle the accounts."""
-        counted = [b for _, _, b in self.orders if isinstance(b, Tensor)]
+        """The round's last wait: read every number that is still on the device, then settle the accounts."""
+        sent = self._order_bytes()
+        counted = [b for b in sent if isinstance(b, Tensor)]
         counted += [b for heard in self.heard for b in heard.bytes if isinstance(b, Tensor)]
         parts = [torch.stack(counted).double()] if counted else []
         for heard in self.heard:
             parts += [heard.good.double(), heard.losses.double(), heard.norms]
         numbers = iter(torch.cat(parts).tolist() if parts else [])
-        down = [(c, o, int(next(numbers)) if isinstance(b, Tensor) else b) for c, o, b in self.orders]
+        down = [
+            (*o, int(next(numbers)) if isinstance(b, Tensor) else b) for o, b in zip(self.orders, sent, strict=True)
+        ]
         up = [[int(next(numbers)) if isinstance(b, Tensor) else b for b in heard.bytes] for heard in self.heard]
         traffic = sum((self._down(*each) for each in down), Traffic())
         for heard, sizes in zip(self.heard, up, strict=True):
@@ -224,3 +234,15 @@ class Round:
             tail = torch.zeros(layout.size - layout.trained_size)
             message = Message(**{**message.__dict__, "values": tail})
         return size(message, (), self.books.values).traffic("update")
+
+
+def _with_recipe(mask: Mask, sizes: Tensor) -> Tensor:
+    """A mask that can be made again from a key need not take more than that."""
+    return sizes if mask.recipe is None else sizes.clamp(max=geometry(mask.layout).recipe_size)
+
+
+def chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Lists of at most `size` items, as they come."""
+    them = iter(items)
+    while chunk := list(itertools.islice(them, size)):
+        yield chunk

@@ -145,23 +145,21 @@ class WideCrew:
         self.wide.begin(Options(local))
 
     def _stage(self, seats: Sequence[Seat], epoch: int) -> None:
-        """Where clients share data that is not augmented, one gather serves them all."""
+        """Where clients have equal shares of data that is not augmented, one gather serves them all."""
         keys = [fold(seat.order.key, "shuffle", epoch) for seat in seats]
         orders = permutations(keys, [seat.n for seat in seats], self.device)
         data = [self.data[seat.client.id] for seat in seats]
-        base = data[0].source if isinstance(data[0], Subset) else None
+        base, n = data[0].source if isinstance(data[0], Subset) else None, seats[0].n
         plain = isinstance(base, Arrays) and base.augment is None
-        if plain and all(isinstance(d, Subset) and d.source is base for d in data):
-            index = torch.cat([d.index[order] for d, order in zip(data, orders, strict=True)])  # type: ignore[attr-defined]
-            inputs, target = base.fetch(index)  # type: ignore[union-attr]
-            cuts = [seat.n for seat in seats]
-            pieces = zip(*(x.split(cuts) for x in inputs), strict=True)
-            found = list(zip(pieces, target.split(cuts), strict=True))
-        else:
-            found = [
-                d.fetch(order, fold(seat.order.key, "augment", epoch), 0)
-                for d, seat, order in zip(data, seats, orders, strict=True)
-            ]
+        if plain and all(isinstance(d, Subset) and d.source is base and len(d) == n for d in data):
+            places = torch.stack([d.index for d in data])  # type: ignore[attr-defined]
+            inputs, target = base.fetch(places.gather(1, torch.stack(orders)).flatten())  # type: ignore[union-attr]
+            self.wide.stage_all(inputs, target, len(seats), self.capacity)
+            return
+        found = [
+            d.fetch(order, fold(seat.order.key, "augment", epoch), 0)
+            for d, seat, order in zip(data, seats, orders, strict=True)
+        ]
         self.wide.stage(found, self.capacity)
 
     def advance(self, local: Local, seats: Sequence[Seat], first: Sequence[int], last: Sequence[int]) -> None:

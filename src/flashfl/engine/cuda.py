@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.errors import ConfigError
 from ..core.rng import fold
@@ -20,11 +20,11 @@ from ..data.task import Task
 from ..sparsity import random_mask
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
-from .books import Books
+from .books import Books, chunks
 from .cpu import drops
 from .crew import LaneCrew, Seat, WideCrew, faster
+from .judge import Judge
 from .lanes import Stack
-from .train import Trainer
 from .wide import can_be_wide
 
 _SMALL = 4_000_000  # weights; above this a step is long enough that lanes are never bound by launches
@@ -55,15 +55,16 @@ class LaneEngine:
             torch.backends.cudnn.benchmark = not deterministic
             torch.backends.cudnn.deterministic = deterministic
         self.lanes_wanted, self.crew_wanted = lanes, crew
-        self.train_data, self.judges = on_device(task.train, self.device), on_device(task.judges, self.device)
+        self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.values = values
         self.books = Books(self.layout, values, folder)
         self.crew: Any = None
         self.stack: Stack | None = None
         self.lr = torch.zeros((), device=self.device)
-        self.judge = Trainer(task, self.device)
-        self.norm1d = any(isinstance(m, nn.BatchNorm1d) for m in self.judge.module.modules())
+        self.judge = Judge(task, self.device, self.precision)
+        self.trainer = self.judge.trainer
+        self.norm1d = any(isinstance(m, nn.BatchNorm1d) for m in self.trainer.module.modules())
         self.fused = _fused() if cuda else None
 
     # -- rounds ------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class LaneEngine:
             if local.report == "statistics":
                 self._gather(group, sums, round_)
                 continue
-            for chunk in _chunks(group, self._rows(s)):
+            for chunk in chunks(group, self._rows(s)):
                 self._chunk(local, chunk, sums, round_)
         return round_.close(sums)
 
@@ -92,7 +93,7 @@ class LaneEngine:
         """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
         if self.stack is not None:
             return len(self.stack.values)
-        small = self.layout.size < _SMALL and can_be_wide(self.judge.module)
+        small = self.layout.size < _SMALL and can_be_wide(self.trainer.module)
         wanted = self.lanes_wanted or min(64 if small and self.crew_wanted != "lanes" else 16, s.plan.per_round)
         if self.device.type == "cuda" and not self.lanes_wanted:
             free = torch.cuda.mem_get_info(self.device)[0]
@@ -110,7 +111,7 @@ class LaneEngine:
         if self.precision == "bf16":
             half = torch.zeros(len(stack.values), stack.head, dtype=torch.bfloat16, device=self.device)
         shared = (self.task, stack, half, self.lr, self.train_data, self.capacity)
-        wide = can_be_wide(self.judge.module) and self.crew_wanted != "lanes"
+        wide = can_be_wide(self.trainer.module) and self.crew_wanted != "lanes"
         if self.crew_wanted == "wide" and not wide:
             raise ConfigError("crew = 'wide': the model has BatchNorm or dropout layers, which need lanes")
         if self.crew_wanted == "wide":
@@ -207,29 +208,15 @@ class LaneEngine:
     def _gather(self, group: Iterable[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
         """BatchNorm statistics of every client, one after another."""
         for client, order in group:
-            update = self.judge.train(order, client.id, self.train_data[client.id])
+            update = self.trainer.train(order, client.id, self.train_data[client.id])
             seat = Seat(client, order, order.weights.mask, update.n, 1, order.weights.mask.counts)
             assert update.weights is not None
             loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
             round_.received([seat], update.weights.vector[None], loss, sums)
 
-    @torch.no_grad()
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
-        """Mean loss and metric over all judging samples, in large batches, read back once."""
-        self.judge.load(weights.vector)
-        module = self.judge.module
-        self.judge.judging(statistics)
-        total = torch.zeros(2, device=self.device, dtype=torch.float64)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            for data in self.judges:
-                for start in range(0, len(data), 1000):
-                    index = torch.arange(start, min(start + 1000, len(data)), device=self.device)
-                    inputs, target = data.fetch(index)
-                    output = module(*(_last(x, self.device) for x in inputs))
-                    found = [self.task.loss(output, target), self.task.metric(output, target)]
-                    total += torch.stack([torch.as_tensor(f, device=self.device).double() for f in found]) * len(index)
-        loss, metric = (total / sum(len(d) for d in self.judges)).tolist()
-        return {"loss": loss, "metric": metric}
+        """Mean loss and metric over all judging samples."""
+        return self.judge.evaluate(weights, statistics)
 
     def mark(self) -> None:
         self.books.mark()
@@ -245,17 +232,6 @@ class LaneEngine:
 
     def close(self) -> None:
         self.crew = self.stack = None
-
-
-def _last(x: Tensor, device: torch.device) -> Tensor:
-    """Images channels-last, as convolutions on a GPU like them."""
-    return x.contiguous(memory_format=torch.channels_last) if device.type == "cuda" and x.dim() == 4 else x
-
-
-def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    them = iter(items)
-    while chunk := list(itertools.islice(them, size)):
-        yield chunk
 
 
 def _fused() -> Any:

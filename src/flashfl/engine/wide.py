@@ -87,23 +87,34 @@ class Wide:
 
     def stage(self, samples: Sequence[tuple[tuple[Tensor, ...], Tensor]], capacity: int) -> None:
         """An epoch's samples of each row."""
+        target = self._room(*samples[0], capacity)
+        for row, (inputs, labels) in enumerate(samples):
+            for buffer, x in zip(self.inputs, inputs, strict=True):
+                buffer[row, : len(x)].copy_(x)
+            target[row, : len(labels)].copy_(labels)
+
+    def stage_all(self, inputs: tuple[Tensor, ...], labels: Tensor, rows: int, capacity: int) -> None:
+        """The same for rows that have equally many, given one after another: a copy or two for all of them."""
+        n = len(labels) // rows
+        target = self._room(inputs, labels, capacity)
+        for buffer, x in zip([*self.inputs, target], [*inputs, labels], strict=True):
+            buffer[:rows, :n].copy_(x.unflatten(0, (rows, n)))
+
+    def _room(self, inputs: tuple[Tensor, ...], target: Tensor, capacity: int) -> Tensor:
+        """Buffers that hold so many samples a row; where the labels go."""
         if self.target is None or self.capacity < capacity:
-            inputs, target = samples[0]
             self.inputs = [x.new_zeros((self.rows, capacity, *x.shape[1:])) for x in inputs]
             self.target = target.new_zeros((self.rows, capacity, *target.shape[1:]))
             self.capacity = capacity
             self.base = (torch.arange(self.rows, device=self.device) * capacity)[:, None]
             self.graphs.clear()
-        for row, (inputs, target) in enumerate(samples):
-            for buffer, x in zip(self.inputs, inputs, strict=True):
-                buffer[row, : len(x)].copy_(x)
-            self.target[row, : len(target)].copy_(target)
+        return self.target
 
     def span(self, first: Sequence[int], limit: Sequence[int]) -> None:
         """Which of the staged samples each row is to train on next; rows that are not named have none."""
         idle = self.rows - len(first)
-        self.at.copy_(torch.tensor([*first, *[0] * idle]))
-        self.limit.copy_(torch.tensor([*limit, *[0] * idle]))
+        self.at.copy_(torch.tensor([*first, *[0] * idle]), non_blocking=True)
+        self.limit.copy_(torch.tensor([*limit, *[0] * idle]), non_blocking=True)
 
     def _one(self, params: dict[str, Tensor], inputs: tuple[Tensor, ...], target: Tensor, valid: Tensor) -> Any:
         """One client's mean loss over the samples it has, and their sum."""

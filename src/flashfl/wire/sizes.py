@@ -1,13 +1,15 @@
 """Sizes of mask forms on any device, many clients at once, without writing a byte.
 
 The same closed forms as `rice` and `masks`, as tensor reductions: what an engine that keeps masks on a GPU counts is to
-the byte what an encoder would write. A device is waited for only where set bits are found and complements decided.
+the byte what an encoder would write. A GPU without Triton is waited for where set bits are found and complements
+decided; with it, never.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,11 +115,15 @@ def _best(gaps: Tensor, slots: Tensor, deepest: int, counts: Tensor) -> RiceBits
     shifted = torch.cat([gaps.new_zeros(1), (gaps[None] >> steps[:, None]).flatten()])
     running = shifted.cumsum(0, dtype=gaps.dtype)  # one long scan is faster than a row each
     ends = running[slots[None] + steps[:, None].long() * len(gaps)].long()
-    quotients, coded = ends[:, 1:] - ends[:, :-1], slots.diff()
+    quotients = (ends[:, 1:] - ends[:, :-1]).view(-1, *counts.shape)
+    return _settle(quotients, slots.diff().view(counts.shape), counts)
+
+
+def _settle(quotients: Tensor, coded: Tensor, counts: Tensor) -> RiceBits:
+    """Given the sums of gap >> k, [k, rows, layers], and how many each list codes."""
     best = (quotients[:-1] - quotients[1:] > coded).sum(0)
     chosen = quotients.gather(0, best[None])[0]
-    low, unary = (coded * best).view(counts.shape).sum(1), (coded + chosen).view(counts.shape).sum(1)
-    return RiceBits(low, unary, counts, best.view(counts.shape))
+    return RiceBits((coded * best).sum(1), (coded + chosen).sum(1), counts, best)
 
 
 def _bytes(bits: Tensor) -> Tensor:
@@ -151,7 +157,16 @@ def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> Ma
 
 
 def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[RiceBits]:
-    """The active of `bits`, then for each base the dropped and the grown: measured in one go, to start few kernels."""
+    """The active of `bits`, then for each base the dropped and the grown."""
+    if bits.is_cuda and (gap_sums := _kernel()) is not None:
+        found = [gap_sums(layout, bits, base, active=i == 0) for i, base in enumerate(bases)]
+        found = found or [gap_sums(layout, bits, None)]
+        return [
+            _settle(sums, torch.minimum(counts, room - counts), counts)
+            for each in found
+            for counts, room, sums in zip(each.counts, each.room, each.sums.movedim(1, 0), strict=True)
+        ]
+    # Measured in one go, to start few kernels.
     chosen, universes = [bits], [torch.ones_like(bits[:1])]
     for base in bases:
         chosen += [base & ~bits, bits & ~base]
@@ -164,3 +179,12 @@ def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[Ri
     both = rice_bits(layout, torch.cat(chosen), torch.cat(universes), torch.cat(which))
     parts = [torch.split(field, [len(part) for part in chosen]) for field in both]
     return [RiceBits(*each) for each in zip(*parts, strict=True)]
+
+
+@functools.cache
+def _kernel() -> Any:
+    try:
+        from ..kernels.rice import gap_sums
+    except ImportError:  # a GPU without Triton
+        return None
+    return gap_sums
