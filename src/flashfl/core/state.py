@@ -109,9 +109,9 @@ class Weights:
 
     @staticmethod
     def unpack(mask: Mask, values: Tensor) -> Weights:
-        """The model whose `packed()` is `values`."""
-        if mask.active == mask.layout.prunable_size:  # picking out everything one by one would be slow
-            return Weights(mask, values.clone())
+        """The model whose `packed()` is `values`, which a dense model shares."""
+        if mask.active == mask.layout.prunable_size:
+            return Weights(mask, values)
         vector = torch.zeros(mask.layout.size, dtype=values.dtype, device=values.device)
         head = vector[: mask.layout.prunable_size]
         head[mask.bits] = values[: mask.active]
@@ -119,10 +119,10 @@ class Weights:
         return Weights(mask, vector)
 
     def packed(self) -> Tensor:
-        """What has to travel: the active weights in order, then everything unprunable."""
+        """What has to travel: the active weights in order, then everything unprunable. Of a dense model the vector."""
         k = self.layout.prunable_size
         if self.mask.active == k:
-            return self.vector.clone()
+            return self.vector
         return torch.cat([self.vector[:k][self.mask.bits], self.vector[k:]])
 
     def restrict(self, mask: Mask) -> Weights:

@@ -42,4 +42,5 @@ def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
         config.deterministic,
         folder,
         config.crew,
+        config.compile,
     )

@@ -14,7 +14,7 @@ from ..core.rng import fold, permutation, permutations
 from ..core.state import Client, Local, Mask, Order
 from ..data.examples import Arrays, Source, Subset
 from ..data.task import Task
-from .lanes import Lane, Options, Stack
+from .lanes import Lane, Options, Stack, plain_forward
 from .wide import Wide
 
 
@@ -64,11 +64,13 @@ class LaneCrew:
     """One replica, stream and captured step for each client."""
 
     def __init__(self, task: Task, stack: Stack, half: Tensor | None, lr: Tensor, data: Sequence[Source],
-                 capacity: int, fused: Callable[..., None] | None) -> None:  # fmt: skip
+                 capacity: int, fused: Callable[..., None] | None, compiled: bool = False) -> None:  # fmt: skip
         self.stack, self.lr, self.data, self.capacity, self.fused = stack, lr, data, capacity, fused
         self.device = stack.values.device
         capture = self.device.type == "cuda"
-        self.lanes = [Lane(task, stack, row, half, lr, capture) for row in range(len(stack.values))]
+        # Compiled once: replicas of one model differ in nothing a compiled function depends on.
+        forward = torch.compile(plain_forward, dynamic=False) if compiled else plain_forward
+        self.lanes = [Lane(task, stack, row, half, lr, capture, forward) for row in range(len(stack.values))]
 
     def prepare(self, local: Local, seats: Sequence[Seat]) -> None:
         options = Options(local)

@@ -44,6 +44,7 @@ class LaneEngine:
         deterministic: bool = False,
         folder: Path | None = None,
         crew: str = "auto",
+        compiled: bool = False,
     ) -> None:
         self.task, self.layout, self.device, self.dropout = task, task.layout, torch.device(device), dropout
         if self.device.type == "cuda" and self.device.index is None:
@@ -54,7 +55,7 @@ class LaneEngine:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
             torch.backends.cudnn.benchmark = not deterministic
             torch.backends.cudnn.deterministic = deterministic
-        self.lanes_wanted, self.crew_wanted = lanes, crew
+        self.lanes_wanted, self.crew_wanted, self.compiled = lanes, crew, compiled
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.values = values
@@ -117,9 +118,9 @@ class LaneEngine:
         if self.crew_wanted == "wide":
             self.crew = WideCrew(*shared)
         elif wide and self.device.type == "cuda" and self.layout.size < _SMALL:
-            self.crew = faster([WideCrew(*shared), LaneCrew(*shared, self.fused)], local, seats)
+            self.crew = faster([WideCrew(*shared), LaneCrew(*shared, self.fused, self.compiled)], local, seats)
         else:
-            self.crew = LaneCrew(*shared, self.fused)
+            self.crew = LaneCrew(*shared, self.fused, self.compiled)
         return self.crew
 
     def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Any) -> None:

@@ -12,6 +12,7 @@ from ..core.state import Weights
 from ..data.examples import Source, on_device
 from ..data.task import Task
 from .train import Trainer
+from .wide import captured
 
 _BATCH = 1000
 
@@ -71,17 +72,9 @@ class Judge:
         return x.contiguous(memory_format=torch.channels_last) if image else x
 
     def _capture(self, which: int, count: int, statistics: bool) -> None:
-        data = self.data[which]
         try:
             self.at.zero_()
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(side):
-                self._batch(data, count)
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._batch(data, count)
+            graph = captured(lambda: self._batch(self.data[which], count), self.device)
         except Exception as error:  # a model, a loss or a metric that waits for the device
             self.capture = False
             self.graphs.clear()

@@ -43,6 +43,19 @@ class Stack:
         self.size = max(self.trained, ends["statistic"])
         self.values = torch.zeros(rows, self.size, device=device)
         self.masks = torch.zeros(rows, self.head, dtype=torch.bool, device=device)
+        self._logical, padding, self._stacked = (each.to(device) for each in self._maps())
+        self._padding = {self.size: padding, self.head: padding[padding < self.head]}
+
+    def _maps(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The logical place of each position, which positions are padding, and the position of each logical place."""
+        logical = torch.full((self.size,), -1, dtype=torch.int32)
+        for layer in self.layout.travelling:
+            places = torch.arange(layer.start, layer.stop, dtype=torch.int32).view(layer.shape)
+            logical[self.span(layer)] = (places.permute(0, 2, 3, 1) if self.turned(layer) else places).reshape(-1)
+        filled, padding = (logical >= 0).nonzero().squeeze(1), (logical < 0).nonzero().squeeze(1)
+        stacked = torch.empty(self.layout.size, dtype=torch.int32)
+        stacked[logical[filled].long()] = filled.int()
+        return logical.clamp(min=0), padding, stacked
 
     def turned(self, layer: Layer) -> bool:
         return self.channels_last and len(layer.shape) == 4
@@ -69,35 +82,23 @@ class Stack:
                 out.append(flat.new_zeros(pad))
         return out
 
-    def _copy(self, logical: Tensor, stacked: Tensor, inward: bool) -> None:
-        whole = logical.shape[-1] == self.layout.size
-        for layer in self.layout.travelling if whole else self.layout.prunable:
-            outer, inner = logical[:, layer.start : layer.stop], stacked[:, self.span(layer)]
-            if self.turned(layer):
-                o, i, h, w = layer.shape
-                outer = outer.unflatten(1, (o, i, h, w)).permute(0, 1, 3, 4, 2)
-                inner = inner.unflatten(1, (o, h, w, i))
-            if inward:
-                inner.copy_(outer)
-            else:
-                outer.copy_(inner)
-
     def load(self, values: Tensor, masks: Tensor) -> None:
         """Take rows in logical order."""
-        self._copy(values, self.values[: len(values)], True)
-        self._copy(masks, self.masks[: len(masks)], True)
+        self._fill(self.values[: len(values)], values)
+        self._fill(self.masks[: len(masks)], masks)
+
+    def _fill(self, rows: Tensor, logical: Tensor) -> None:
+        width = rows.shape[1]
+        torch.index_select(logical, 1, self._logical[:width], out=rows)
+        rows.index_fill_(1, self._padding[width], 0)
 
     def read(self, rows: int) -> Tensor:
         """The first rows, in logical order."""
-        out = torch.empty(rows, self.layout.size, device=self.values.device)
-        self._copy(out, self.values[:rows], False)
-        return out
+        return self.values[:rows].index_select(1, self._stacked)
 
     def logical(self, heads: Tensor) -> Tensor:
         """Rows over the prunable weights, in logical order."""
-        out = heads.new_empty(len(heads), self.layout.prunable_size)
-        self._copy(out, heads, False)
-        return out
+        return heads.index_select(1, self._stacked[: self.layout.prunable_size])
 
 
 class Options:
@@ -113,11 +114,25 @@ class Options:
         return (self.momentum, self.weight_decay, self.prox, self.ema)
 
 
+def plain_forward(module: nn.Module, *inputs: Tensor) -> Any:
+    return module(*inputs)
+
+
 class Lane:
     """One replica on one stream. `stage` gives it an epoch's samples, `run` steps through them."""
 
-    def __init__(self, task: Task, stack: Stack, row: int, half: Tensor | None, lr: Tensor, capture: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        stack: Stack,
+        row: int,
+        half: Tensor | None,
+        lr: Tensor,
+        capture: bool,
+        forward: Callable[..., Any],
+    ) -> None:
         self.task, self.layout, self.stack, self.row, self.lr, self.capture = task, task.layout, stack, row, lr, capture
+        self.forward = forward  # the module and its inputs -> its output
         device = stack.values.device
         self.device = device
         self.master, self.mask = stack.values[row], stack.masks[row]
@@ -211,7 +226,7 @@ class Lane:
         target = self.target.index_select(0, index)
         enabled = self.half is not None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False):
-            loss = self.task.loss(self.module(*inputs), target)
+            loss = self.task.loss(self.forward(self.module, *inputs), target)
         found = torch.autograd.grad(loss, self.params, allow_unused=True)
         with torch.no_grad():
             grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, found, strict=True)]

@@ -170,6 +170,7 @@ def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence
             connection.send(result)
         except (BrokenPipeError, OSError):
             return
+        del job, result  # while we wait, nobody needs what may be a whole model each
 
 
 def _portable(error: Exception) -> Exception:

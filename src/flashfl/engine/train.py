@@ -15,6 +15,7 @@ from ..core.state import Local, Mask, Order, Update, Weights
 from ..data.examples import Source
 from ..data.task import Task
 from ..sparsity import random_mask
+from ..wire.trust import all_finite
 
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
@@ -71,7 +72,7 @@ class Trainer:
                 mask, loss = self._epochs(order, data, mask, start)
         if not local.statistics and local.report != "statistics":
             self.vector[self.layout.trained_size :] = start[self.layout.trained_size :]
-        if not math.isfinite(loss) or not bool(torch.isfinite(self.vector).all()):
+        if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed("its weights or its loss are not finite after training")
         weights = None if local.report == "counts" else Weights(mask, self.vector.clone())
         return Update(client, len(data), weights, mask.counts, {"loss": loss})

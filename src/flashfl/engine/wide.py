@@ -184,7 +184,7 @@ def captured(work: Callable[[], None], device: torch.device) -> Any:
             work()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         work()
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph

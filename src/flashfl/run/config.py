@@ -51,6 +51,7 @@ class TrainConfig:
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     lanes: int = 0  # clients side by side on a GPU; 0: as many as a round has and memory allows, up to 16
     crew: Literal["auto", "lanes", "wide"] = "auto"  # on a GPU: replicas side by side, or one wide computation
+    compile: bool = False  # on a GPU: lanes run code torch.compile made, which takes a minute to make
     deterministic: bool = False  # on a GPU: the same bits every time, at some cost
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads inside each; changing it may change results in the last bits

@@ -160,12 +160,7 @@ def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[Ri
     """The active of `bits`, then for each base the dropped and the grown."""
     if bits.is_cuda and (gap_sums := _kernel()) is not None:
         found = [gap_sums(layout, bits, base, active=i == 0) for i, base in enumerate(bases)]
-        found = found or [gap_sums(layout, bits, None)]
-        return [
-            _settle(sums, torch.minimum(counts, room - counts), counts)
-            for each in found
-            for counts, room, sums in zip(each.counts, each.room, each.sums.movedim(1, 0), strict=True)
-        ]
+        return [each for gaps in found or [gap_sums(layout, bits, None)] for each in _of_lists(gaps)]
     # Measured in one go, to start few kernels.
     chosen, universes = [bits], [torch.ones_like(bits[:1])]
     for base in bases:
@@ -179,6 +174,14 @@ def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[Ri
     both = rice_bits(layout, torch.cat(chosen), torch.cat(universes), torch.cat(which))
     parts = [torch.split(field, [len(part) for part in chosen]) for field in both]
     return [RiceBits(*each) for each in zip(*parts, strict=True)]
+
+
+def _of_lists(gaps: Any) -> list[RiceBits]:
+    """What a kernel found, list by list."""
+    return [
+        _settle(sums, torch.minimum(counts, room - counts), counts)
+        for counts, room, sums in zip(gaps.counts, gaps.room, gaps.sums.movedim(1, 0), strict=True)
+    ]
 
 
 @functools.cache

@@ -19,6 +19,8 @@ from .errors import ChangeTooLarge, NegativeVariance, NonFinite, WrongContent, W
 from .geometry import count_layers, same
 from .message import Message
 
+_PART = 1 << 20  # values that are looked at in double precision at a time
+
 
 @dataclass(frozen=True)
 class Trust:
@@ -63,11 +65,16 @@ def _check_statistics(update: Message) -> None:
     """Finite, and no variance below zero."""
     if update.values is None:
         raise WrongContent(f"client {update.client} sent no values")
-    if not bool(torch.isfinite(update.values).all()):
+    if not all_finite(update.values):
         raise NonFinite(f"the values of client {update.client} hold an infinity or a not-a-number")
     for name, part in _statistics(update).items():
         if name.rsplit(".", 1)[-1] == "running_var" and part.numel() and float(part.min()) < 0:
             raise NegativeVariance(f"client {update.client}: {name} is {float(part.min())}")
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether there is neither an infinity nor a not-a-number, found without a copy of the values."""
+    return not values.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(values))
 
 
 def _statistics(update: Message) -> dict[str, Tensor]:
@@ -85,7 +92,8 @@ def change_norm(update: Message, order: Message) -> float:
         raise ValueError("both messages must carry weights")
     new, old = _trained(update, update.layout), _trained(order, order.layout)
     if same(update.mask, order.mask):
-        return float(torch.linalg.vector_norm((new - old).double()))
+        parts = zip(new.split(_PART), old.split(_PART), strict=True)
+        return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in parts))
     a, b = sum(count_layers(update.mask)), sum(count_layers(order.mask))
     mine, theirs = update.mask.bits, order.mask.bits
     change = new.double()

@@ -173,8 +173,9 @@ def values_piece(
     return Piece(values_size(layout, sum(counts), carries, form), write)
 
 
-def _raw(tensor: Tensor, dtype: str) -> bytes:
-    return tensor.contiguous().numpy().astype(dtype, copy=False).tobytes()
+def _raw(tensor: Tensor, dtype: str) -> Chunk:
+    """A tensor's bytes, where they lie."""
+    return tensor.contiguous().numpy().astype(dtype, copy=False).view(np.uint8).data
 
 
 def _finite(array: Array) -> None:

@@ -1,0 +1,101 @@
+"""Every Triton kernel against its plain twin: on a GPU, or with TRITON_INTERPRET=1 wherever Triton is installed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashfl.core import rng
+from flashfl.core.layout import Layout
+from flashfl.sparsity.select import lowest_by_layer, magnitude
+from flashfl.wire import sizes
+
+pytest.importorskip("triton", reason="needs Triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    DEVICE = torch.device("cpu")
+elif torch.cuda.is_available():
+    DEVICE = torch.device("cuda", 0)
+else:
+    pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from flashfl.kernels.hash import hash_rows
+from flashfl.kernels.rice import gap_sums
+from flashfl.kernels.select import radix_lowest
+from flashfl.kernels.step import masked_step
+
+LAYOUT = Layout.build(
+    {"prunable": [("a", (9000,)), ("b", (1,)), ("c", (64, 64)), ("d", (4097,))], "dense": [("x", (3,))]}
+)
+K = LAYOUT.prunable_size
+
+
+def on(device: torch.device, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.to(device) for t in tensors]
+
+
+def flags(key: int, rows: int, share: float) -> Tensor:
+    return torch.stack([rng.uniform(rng.fold(key, row), K) < share for row in range(rows)])
+
+
+def test_hash() -> None:
+    keys = [rng.fold(1, i) for i in range(3)]
+    words = [[rng._signed(key & 0xFFFFFFFF), rng._signed(key >> 32)] for key in keys]
+    for start, stop in ((0, 1), (5, 7000), (1 << 30, (1 << 30) + 2048)):
+        assert torch.equal(hash_rows(words, start, stop, DEVICE).cpu(), rng.hash_rows(keys, start, stop))
+
+
+@pytest.mark.parametrize("share", [None, 0.0, 0.05, 0.9])
+@pytest.mark.parametrize("spread", [1, 40, 1 << 31])
+def test_selection(spread: int, share: float | None) -> None:
+    """With many ties, few and none; with all, none, few and most positions as candidates."""
+    keys = torch.stack([rng.integers(row, K, 2 * spread) - spread for row in range(2)]).to(torch.int32)
+    among = None if share is None else flags(3, 2, share)
+    counts = []
+    for row in range(2):
+        most = [x.size if among is None else int(among[row, x.start : x.stop].sum()) for x in LAYOUT.prunable]
+        counts.append([n if i == 1 else int(n * (0.3, 0.8)[row]) for i, n in enumerate(most)])
+    expected = lowest_by_layer(LAYOUT, keys, counts, among)
+    theirs, candidates = on(DEVICE, keys, among)
+    assert torch.equal(radix_lowest(LAYOUT, theirs, counts, candidates, False).cpu(), expected)
+
+
+def test_selection_of_distinct_keys_and_of_magnitudes() -> None:
+    counts = [[900, 1, 4096, 0], [1, 0, 5, 4097]]
+    hashes = rng.hash_rows([1, 2], 0, K)
+    weights = torch.stack([rng.uniform(row, K) - 0.5 for row in range(2)])
+    weights[:, ::3] = 0
+    for keys, distinct in ((hashes, True), (magnitude(weights), False), (-magnitude(weights), False)):
+        expected = lowest_by_layer(LAYOUT, keys, counts)
+        assert torch.equal(radix_lowest(LAYOUT, keys.to(DEVICE), counts, None, distinct).cpu(), expected)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.6, 1.0])
+@pytest.mark.parametrize("moved", [0.0, 0.01, 0.7])
+def test_sizes_of_lists(density: float, moved: float) -> None:
+    """Sparse lists, lists that are coded as complements, empty and full ones."""
+    bits = flags(1, 2, density)
+    base = bits ^ flags(2, 2, moved)
+    for mine, bases in ((bits, []), (bits, [base[:1]]), (bits[:1], [base]), (bits, [base[:1], base])):
+        expected = sizes._all_lists(LAYOUT, mine, bases)
+        theirs, *others = on(DEVICE, mine, *bases)
+        found = [gap_sums(LAYOUT, theirs, other, i == 0) for i, other in enumerate(others)]
+        got = [each for gaps in found or [gap_sums(LAYOUT, theirs, None)] for each in sizes._of_lists(gaps)]
+        for plain, kernel in zip(expected, got, strict=True):
+            for one, other in zip(plain, kernel, strict=True):
+                assert torch.equal(one, other[: len(one)].cpu())
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_step(half: bool) -> None:
+    weights, grad, mask = rng.uniform(1, 5000), rng.uniform(2, 5000), rng.uniform(3, 5000) < 0.3
+    weights *= mask
+    w, g, m, lr = (t.clone().to(DEVICE) for t in (weights, grad, mask, torch.tensor(0.1)))
+    copy = w.to(torch.bfloat16) if half else None
+    masked_step(w, copy, g.to(torch.bfloat16) if half else g, m, lr)
+    expected = weights - 0.1 * (grad.to(torch.bfloat16).float() if half else grad) * mask
+    torch.testing.assert_close(w.cpu(), expected)
+    if copy is not None:
+        torch.testing.assert_close(copy.float(), w, rtol=2**-7, atol=0)  # Triton's interpreter cuts where a GPU rounds
