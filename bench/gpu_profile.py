@@ -1,13 +1,17 @@
 """Where a round's time goes on one GPU: wall time of each part, waiting for the device around it.
 
 python bench/gpu_profile.py [--case b]
+python bench/gpu_profile.py --waits      # instead: where a round waits for the device, and how often
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +43,24 @@ def watch(owner: Any, name: str, label: str) -> None:
     setattr(owner, name, timed)
 
 
+def waits(work: Callable[[], Any]) -> None:
+    """Every place at which `work` waits for the device, found by torch itself."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        work()
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in found if "synchroniz" in str(each.message))
+    print(f"{sum(places.values())} waits in one round")
+    for place, count in places.most_common():
+        print(f"  {count:4}  {place}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", default="b")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--waits", action="store_true")
     args = parser.parse_args()
     task, config, method = task_of(args.case)
     engine = cuda.LaneEngine(task, "cuda")
@@ -55,6 +73,9 @@ def main() -> None:
 
     for _ in range(2):
         state = one(state)
+    if args.waits:
+        waits(lambda: one(state))
+        return
     parts = [
         (crew.LaneCrew, "advance", "advance (training steps)"), (crew.LaneCrew, "begin", "begin"),
         (crew.WideCrew, "advance", "advance (training steps)"), (crew.WideCrew, "_stage", "  stage"),

@@ -1,6 +1,6 @@
 """Seconds a round on one GPU: this engine beside the naive way, in one run.
 
-    python bench/gpu_round.py [--cases a,b,c,d] [--rounds 5] [--naive-rounds 2] [--json FILE]
+    python bench/gpu_round.py [--cases a,b,c,d] [--rounds 5] [--naive-rounds 2] [--compile] [--deterministic]
 
 (a) ResNet18, 10 clients x 500 images of 32x32, batch 32, frozen masks; (b) the same with masks that move every round;
 (c) a CNN of two convolutions, 50 clients x 50 images of 28x28, batch 10; (d) MNISTNet, 10 clients x 600 images, batch
@@ -164,9 +164,9 @@ def timed(work: Callable[[], None], rounds: int) -> float:
     return (time.perf_counter() - began) / rounds
 
 
-def measure(case: str, rounds: int, naive_rounds: int) -> dict[str, Any]:
+def measure(case: str, rounds: int, naive_rounds: int, **options: Any) -> dict[str, Any]:
     task, config, method = task_of(case)
-    engine = LaneEngine(task, "cuda")
+    engine = LaneEngine(task, "cuda", **options)
     plan = plan_of(config, task, task.clients, engine.device)
     clients = method.admit(task.clients, plan.key)
     box = [method.init(plan)]
@@ -187,7 +187,8 @@ def measure(case: str, rounds: int, naive_rounds: int) -> dict[str, Any]:
     theirs()
     plain = timed(theirs, naive_rounds)
     floor = floor_seconds(task, config)
-    return {"case": case, "naive": plain, "ours": mine, "ratio": plain / mine, "floor": floor, "of_floor": floor / mine}
+    ratios = {"ratio": plain / mine, "floor": floor, "of_floor": floor / mine}
+    return {"case": case, "naive": plain, "ours": mine, **ratios, **options}
 
 
 def main() -> None:
@@ -195,13 +196,16 @@ def main() -> None:
     parser.add_argument("--cases", default="a,b,c,d")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--naive-rounds", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="lanes run code made by torch.compile")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits every time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    options = {"compiled": args.compile, "deterministic": args.deterministic}
     rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("case  naive s/round  ours s/round  ratio  floor s/round  share of floor")
     for case in args.cases.split(","):
-        row = measure(case, args.rounds, args.naive_rounds)
+        row = measure(case, args.rounds, args.naive_rounds, **options)
         rows.append(row)
         print(
             f"  {case}   {row['naive']:10.4f}   {row['ours']:10.4f}   {row['ratio']:5.1f}   {row['floor']:10.4f}"

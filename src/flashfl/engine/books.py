@@ -114,6 +114,9 @@ class Round:
         if reports != "counts":
             self._add(seats, torch.where(good[:, None], values, 0.0), bits & good[:, None], sums)
         self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), good, norms, losses))
+        if "mask" not in seats[0].order.local.keep:
+            for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
+                seat.mask = seat.order.weights.mask
 
     def _believed(self, norms: Tensor, good: Tensor) -> Tensor:
         """Whose change is not far above the median of these clients."""
@@ -227,7 +230,7 @@ class Round:
         if keeps:
             self.books.own[seat.client.id] = (order.tag, order.weights.mask, seat.mask)
         if local.report == "weights":
-            return size_with(message, seat.mask.active, mask_bytes, self.books.values).traffic("update")
+            return size_with(message, sum(seat.counts), mask_bytes, self.books.values).traffic("update")
         from ..wire import size
 
         if local.report == "statistics":
