@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.method import sample
 from ..core.rng import fold
 from ..core.state import Client, Mask, Plan, State, Weights
 from ..sparsity import random_mask, top_mask
@@ -29,6 +30,27 @@ def share_densities(
     ends = [round(sum(shares[: i + 1]) / sum(shares) * len(order)) for i in range(len(shares))]
     given = {c.id: densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
     return tuple(replace(c, density=given.get(c.id, c.density)) for c in clients)
+
+
+def sample_each_density(s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
+    """A round's cohort with the same share of the clients of every density, at least one of each."""
+    groups: dict[float, list[Client]] = {}
+    for c in clients:
+        groups.setdefault(c.density or 0.0, []).append(c)
+    share = s.plan.per_round / s.plan.clients
+    picked = [
+        c for d, group in groups.items() for c in sample(s, group, max(1, round(share * len(group))), f"cohort {d}")
+    ]
+    return tuple(sorted(picked, key=lambda c: c.id))
+
+
+def inner_mask(s: State, full: Weights, budgets: tuple[int, ...], nm: int) -> Mask:
+    """A mask of these budgets inside the mask of `full`: from the ranking that made it, by key or by magnitude."""
+    if budgets == full.mask.counts:
+        return full.mask
+    if recipe := full.mask.recipe:
+        return random_mask(s.layout, budgets, recipe.key, s.plan.device, nm)
+    return top_mask(s.layout, full.vector, budgets, nm)
 
 
 def initial(plan: Plan, stage: int = 1) -> Tensor:

@@ -10,8 +10,8 @@ from ..aggregate import Aggregator
 from ..core.errors import ConfigError
 from ..core.method import sample
 from ..core.state import Client, Mask, Order, State, Sums, Weights
-from ..sparsity import nested, pattern_budgets, random_mask, top_mask
-from .common import check_density, share_densities
+from ..sparsity import nested, pattern_budgets, top_mask
+from .common import check_density, inner_mask, sample_each_density, share_densities
 from .jmwst import JMWST
 from .spdst import SPDST
 
@@ -42,14 +42,9 @@ class _Hetero(SPDST):
         return share_densities(clients, self.densities, self.shares, key)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        groups = {d: [c for c in clients if c.density == d] for d in self.densities}
         if s.stage == 1:
-            return sample(s, groups[self.density] or clients, self.warmup_clients)
-        share = s.plan.per_round / s.plan.clients
-        picked = [
-            c for d, group in groups.items() for c in sample(s, group, max(1, round(share * len(group))), f"cohort {d}")
-        ]
-        return tuple(sorted(picked, key=lambda c: c.id))
+            return sample(s, [c for c in clients if c.density == self.density] or clients, self.warmup_clients)
+        return sample_each_density(s, clients)
 
     def order(self, s: State, client: Client) -> Order:
         order = super().order(s, client)
@@ -65,18 +60,11 @@ class _Hetero(SPDST):
         return replace(start, extra=self.masks(s, densities, start.weights))
 
     def masks(self, s: State, densities: Sequence[float], full: Weights) -> dict[str, Mask]:
-        """One mask per density, each inside the next: all from the ranking that made the full one."""
-        made = {}
-        for density, budgets in nested(s.layout, densities, self.densities).items():
-            budgets = pattern_budgets(s.layout, budgets, self.nm)
-            if density == self.density:
-                mask = full.mask
-            elif recipe := full.mask.recipe:
-                mask = random_mask(s.layout, budgets, recipe.key, s.plan.device, self.nm)
-            else:
-                mask = top_mask(s.layout, full.vector, budgets, self.nm)
-            made[f"mask {density}"] = mask
-        return made
+        """One mask per density, each inside the next."""
+        budgets = nested(s.layout, densities, self.densities)
+        return {
+            f"mask {d}": inner_mask(s, full, pattern_budgets(s.layout, b, self.nm), self.nm) for d, b in budgets.items()
+        }
 
     def views(self, s: State) -> Mapping[str, Weights]:
         shown = dict(super().views(s))
