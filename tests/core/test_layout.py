@@ -1,10 +1,12 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from flashfl.core import rng
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask, Weights
+from flashfl.core.state import Mask, Weights, pack_bits
 
 
 def net() -> nn.Module:
@@ -68,3 +70,9 @@ def test_packing_keeps_active_zeros_and_everything_unprunable(eight: Layout) -> 
     assert torch.equal(Weights.unpack(weights.mask, weights.packed()).vector, weights.vector)
     assert weights.mask.counts == (3,)
     assert Mask.unpack(eight, weights.mask.packed).hash == weights.mask.hash
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1003])
+def test_bits_are_packed_as_numpy_packs_them(count: int) -> None:
+    bits = rng.uniform(1, count) < 0.4
+    assert pack_bits(bits).tolist() == np.packbits(bits.numpy(), bitorder="little").tolist()

@@ -10,7 +10,9 @@ import torch
 import flashfl as fl
 from flashfl.core.layout import Layout
 from flashfl.core.state import Mask, Weights
+from flashfl.engine import wide
 from flashfl.engine.cuda import LaneEngine
+from flashfl.engine.lanes import Options, Stack
 from flashfl.run.config import TrainConfig
 from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask, top_mask
@@ -85,6 +87,44 @@ def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any]
     both = torch.ones(task.layout.size, dtype=torch.bool)
     both[: task.layout.prunable_size] = a.mask.bits & b.mask.bits
     assert float((a.vector[both] - b.vector[both]).norm() / b.vector[both].norm()) < 1e-4
+
+
+@devices
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 1, 0), ((3, 2), (2, 1), (1, 0)), (5, 2, 2), (1, 3, "valid")]
+)
+def test_a_convolution_as_a_product_is_the_same(kernel: Any, stride: Any, padding: Any, device: str) -> None:
+    conv = torch.nn.Conv2d(3, 4, kernel, stride, padding).to(device)
+    x = torch.rand(2, 3, 8, 9, device=device)
+    torch.testing.assert_close(wide._as_product(conv, x), conv(x), rtol=1e-4, atol=1e-4)
+
+
+@devices
+def test_mapped_products_step_like_mapped_convolutions(device: str) -> None:
+    task = fl.Task(Plain, [blobs(8, (1, 5, 5), 100 + i) for i in range(3)], blobs(30, (1, 5, 5), 7))
+    found = []
+    for products in (False, True):
+        stack = Stack(task.layout, 3, torch.device(device), False)
+        stack.values.fill_(0.1)
+        stack.masks.fill_(True)
+        model = wide.Wide(task, stack, None, torch.tensor(0.1, device=device), products)
+        model.stage([data.to(device).fetch(torch.arange(8, device=device)) for data in task.train], 8)
+        model.begin(Options(fl.Local()))
+        model.span([0] * 3, [8, 8, 5])
+        model.step(4, Options(fl.Local()))
+        found.append(stack.values.clone())
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found[0], torch.full_like(found[0], 0.1))
+
+
+@devices
+@pytest.mark.slow
+def test_compiled_lanes_agree_too(device: str) -> None:
+    task = make_task("norm")
+    plain, compiled = (run_lanes(small("jmwst"), task, device, compiled=each) for each in (False, True))
+    assert int((plain.weights.mask.bits != compiled.weights.mask.bits).sum()) == 0
+    x, y = plain.weights.vector, compiled.weights.vector
+    assert float((x - y).norm() / y.norm()) < 1e-4
 
 
 @devices

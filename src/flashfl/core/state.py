@@ -73,7 +73,9 @@ class Mask:
     @cached_property
     def packed(self) -> np.ndarray[Any, Any]:
         """One bit a weight, little-endian within each byte."""
-        return np.packbits(self.bits.cpu().numpy(), bitorder="little")
+        if self.bits.is_cuda:  # packed there, an eighth has to come over
+            return pack_bits(self.bits).cpu().numpy()
+        return np.packbits(self.bits.numpy(), bitorder="little")
 
     @cached_property
     def hash(self) -> str:
@@ -87,6 +89,12 @@ class Mask:
         if self.bits.device == torch.device(device):
             return self
         return Mask(self.layout, self.bits.to(device), self.counts, self.recipe)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Eight flags a byte, little-endian, zeros at the end: numpy's packbits on any device."""
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)

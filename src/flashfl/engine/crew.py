@@ -131,8 +131,8 @@ class WideCrew:
     """All clients in one captured computation."""
 
     def __init__(self, task: Task, stack: Stack, half: Tensor | None, lr: Tensor, data: Sequence[Source],
-                 capacity: int) -> None:  # fmt: skip
-        self.wide, self.lr, self.data, self.capacity = Wide(task, stack, half, lr), lr, data, capacity
+                 capacity: int, products: bool = False) -> None:  # fmt: skip
+        self.wide, self.lr, self.data, self.capacity = Wide(task, stack, half, lr, products), lr, data, capacity
         self.device = stack.values.device
 
     def prepare(self, local: Local, seats: Sequence[Seat]) -> None:

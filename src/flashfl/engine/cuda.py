@@ -25,7 +25,7 @@ from .cpu import drops
 from .crew import LaneCrew, Seat, WideCrew, faster
 from .judge import Judge
 from .lanes import Stack
-from .wide import can_be_wide
+from .wide import can_be_wide, has_convolutions
 
 _SMALL = 4_000_000  # weights; above this a step is long enough that lanes are never bound by launches
 
@@ -115,12 +115,14 @@ class LaneEngine:
         wide = can_be_wide(self.trainer.module) and self.crew_wanted != "lanes"
         if self.crew_wanted == "wide" and not wide:
             raise ConfigError("crew = 'wide': the model has BatchNorm or dropout layers, which need lanes")
-        if self.crew_wanted == "wide":
-            self.crew = WideCrew(*shared)
-        elif wide and self.device.type == "cuda" and self.layout.size < _SMALL:
-            self.crew = faster([WideCrew(*shared), LaneCrew(*shared, self.fused, self.compiled)], local, seats)
-        else:
-            self.crew = LaneCrew(*shared, self.fused, self.compiled)
+        crews: list[Any] = []
+        if wide and (self.crew_wanted == "wide" or (self.device.type == "cuda" and self.layout.size < _SMALL)):
+            crews.append(WideCrew(*shared))
+            if self.device.type == "cuda" and has_convolutions(self.trainer.module):
+                crews.append(WideCrew(*shared, products=True))
+        if self.crew_wanted != "wide":
+            crews.append(LaneCrew(*shared, self.fused, self.compiled))
+        self.crew = crews[0] if len(crews) == 1 else faster(crews, local, seats)
         return self.crew
 
     def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Any) -> None:

@@ -7,6 +7,7 @@ Models whose layers look at the whole batch (BatchNorm) or draw random numbers (
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,14 +27,44 @@ def can_be_wide(module: nn.Module) -> bool:
     return not any(isinstance(m, _BATCHED) for m in module.modules())
 
 
+def _products(module: nn.Module) -> list[nn.Conv2d]:
+    """The convolutions in a model that `_as_product` can do."""
+    found = [m for m in module.modules() if isinstance(m, nn.Conv2d)]
+    return [m for m in found if (m.groups, m.dilation, m.padding_mode) == (1, (1, 1), "zeros") and m.padding != "same"]
+
+
+def has_convolutions(module: nn.Module) -> bool:
+    return bool(_products(module))
+
+
+def _as_product(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """A convolution as one matrix product over the patches of all samples.
+
+    Mapped over clients it is a batched product, which a GPU does at full speed; a mapped convolution is a grouped one,
+    for which it has few good kernels.
+    """
+    (kh, kw), (sh, sw) = conv.kernel_size, conv.stride
+    top, left = (0, 0) if isinstance(conv.padding, str) else conv.padding
+    x = nn.functional.pad(x, (left, left, top, top))
+    h, w = (x.shape[2] - kh) // sh + 1, (x.shape[3] - kw) // sw + 1
+    down, across = (h - 1) * sh + 1, (w - 1) * sw + 1  # places from the first patch's corner to the last one's
+    patches = torch.stack([x[:, :, i : i + down : sh, j : j + across : sw] for i in range(kh) for j in range(kw)], -1)
+    rows = patches.permute(0, 2, 3, 1, 4).reshape(len(x) * h * w, -1)
+    out = nn.functional.linear(rows, conv.weight.flatten(1), conv.bias)
+    return out.view(len(x), h, w, -1).permute(0, 3, 1, 2)
+
+
 class Wide:
     """The rows of a stack as one mapped model. `stage` gives it samples, `run` steps all rows."""
 
-    def __init__(self, task: Task, stack: Stack, half: Tensor | None, lr: Tensor) -> None:
+    def __init__(self, task: Task, stack: Stack, half: Tensor | None, lr: Tensor, products: bool = False) -> None:
         self.task, self.layout, self.stack, self.half, self.lr = task, task.layout, stack, half, lr
         self.device = stack.values.device
         self.rows = len(stack.values)
         self.module = task.build().to(self.device).train()
+        if products:
+            for m in _products(self.module):
+                m.forward = functools.partial(_as_product, m)  # type: ignore[method-assign]
         self.params: dict[str, Tensor] = {}
         for layer in self.layout.of_kind("prunable", "dense"):
             flat = half if half is not None and layer.kind == "prunable" else stack.values
