@@ -119,6 +119,7 @@ def test_mapped_products_step_like_mapped_convolutions(device: str) -> None:
 
 @devices
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch's own, from its compiler
 def test_compiled_lanes_agree_too(device: str) -> None:
     task = make_task("norm")
     plain, compiled = (run_lanes(small("jmwst"), task, device, compiled=each) for each in (False, True))
