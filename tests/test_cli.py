@@ -179,7 +179,7 @@ def test_interrupted_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[
         patch.setattr("flashfl.run.display.Display.__call__", interrupt)
         assert cli.main([*words, "--out", "cut"]) == 130
     said = capsys.readouterr()
-    assert said.err.strip() == "flashfl: interrupted; a run can be continued with --resume"
+    assert said.err.strip() == "flashfl: interrupted; what was begun is continued with --resume"
     assert len(read_run(tmp_path / "cut")["rounds"]) == 3
     assert cli.main([*words, "--out", "cut", "--resume"]) == 0
     ends = [read_run(tmp_path / name)["end"] for name in ("whole", "cut")]
@@ -245,10 +245,35 @@ def test_compare_prints_a_table_and_does_nothing_twice(
     assert again.out == first.out
 
 
-def test_compare_runs_again_what_has_other_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_goes_on_where_it_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", *PLAIN, "--rounds", "4", "--methods", "dense,pdst", "--seeds", "1", "--quiet"]
+    assert cli.main([*words, "--out", "whole"]) == 0
+    rounds = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def count(self: object, state: object, line: object) -> None:
+            rounds.append(line)
+            if len(rounds) == 6:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr("flashfl.run.display.Display.__call__", count)
+        assert cli.main([*words, "--out", "cut"]) == 130
+        assert capsys.readouterr().err.strip().endswith("what was begun is continued by the same command")
+        assert cli.main([*words, "--out", "cut"]) == 0
+    assert len(rounds) == 8, "no round is done twice"
+    for name in ("dense-seed0", "pdst-seed0"):
+        ends = [read_run(tmp_path / each / name)["end"] for each in ("whole", "cut")]
+        assert ends[0]["checksum"] == ends[1]["checksum"]
+
+
+def test_compare_replaces_runs_of_other_settings_only_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["compare", *PLAIN, "--methods", "pdst", "--seeds", "1", "--out", "c", "--quiet"]
     assert cli.main(words) == 0
-    assert cli.main([*words, "--rounds", "1"]) == 0
+    assert cli.main([*words, "--rounds", "1"]) == 1
+    assert "c/pdst-seed0 holds a run with other settings" in capsys.readouterr().err
+    assert cli.main([*words, "--rounds", "1", "--overwrite"]) == 0
     capsys.readouterr()
     run = read_run(tmp_path / "c" / "pdst-seed0")
     assert len(run["rounds"]) == 1

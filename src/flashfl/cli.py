@@ -1,4 +1,4 @@
-"""The command line: `flashfl run | compare | data | report | figure | watch | export | methods | settings`."""
+"""The command line: `flashfl run | compare | reproduce | data | report | figure | watch | export | ...`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nflashfl: interrupted; a run can be continued with --resume", file=sys.stderr)
+        again = "with --resume" if words[:1] == ["run"] else "by the same command"
+        print(f"\nflashfl: interrupted; what was begun is continued {again}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
@@ -86,7 +87,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         made[name] = sub
         return sub
 
-    run = add("run", _run, "train one method, from a TOML configuration or on the embedded digits", settings=True)
+    said = "train one method, from a TOML configuration or on the embedded digits (there at density 0.02 unless given)"
+    run = add("run", _run, said, settings=True)
     run.add_argument("config", nargs="?", type=Path, help="a TOML file with tables task, train, method")
     run.add_argument("--out", type=Path, help="folder for results and checkpoints (default: runs/TASK-METHOD-SEED)")
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint in that folder")
@@ -100,6 +102,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
+    comparison.add_argument("--overwrite", action="store_true", help="replace runs of other settings in that folder")
     comparison.add_argument("--quick", action="store_true", help="shrink everything to a smoke run")
     comparison.add_argument("--data-root", dest="root", help="where data sets lie")
     comparison.add_argument("--quiet", action="store_true", help="show the table only")
@@ -112,6 +115,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default): only show")
     again.add_argument("--results", type=Path, default=Path("results"), help="where results lie (default: results)")
     again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="where cells are run")
+    again.add_argument("--data-root", dest="root", default="", help="where data sets lie (default: FLASHFL_DATA)")
     again.add_argument("--device", default="auto", help="auto, cpu or cuda")
     again.add_argument("--out", type=Path, help="also write the table there: .md or .html by its name")
 
@@ -136,8 +140,12 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
     if args.root:
         overrides = {**overrides, "data_root": args.root}
     if args.central:
-        overrides = {**overrides, "clients": "1", "per_round": "1", "partition": "iid"}
-    if args.config is None and "density" not in overrides:
+        alone = {"clients": "1", "per_round": "1", "partition": "iid"}
+        if taken := sorted({name.rpartition(".")[2] for name in overrides} & alone.keys()):
+            raise ConfigError(f"--central leaves no choice of {', '.join(taken)}: one client holds all data")
+        overrides = {**overrides, **alone}
+    names = {name.rpartition(".")[2]: value for name, value in overrides.items()}
+    if args.config is None and "density" not in names and names.get("dataset", "digits") == "digits":
         # The embedded task is small: at 2 % the methods differ visibly, at 5 % hardly (see LOG.md).
         data = {**data, "method": {"density": 0.02}}
     return quick(data, overrides) if args.quick else make_config(data, overrides)
@@ -191,12 +199,16 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         raise ConfigError("--methods names no method: `flashfl methods` lists them")
     if args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
+    for name, instead in (("seed", "--seeds N takes the seeds 0 to N-1"), ("method", "--methods names the methods")):
+        if name in overrides or f"train.{name}" in overrides:
+            raise ConfigError(f"--{name} does not go with a comparison: {instead}")
+    _known_to_some(names, overrides)
 
     def base(name: str, seed: int) -> Any:
         return replace_seed(_config(args, {**_only_known(name, overrides), "method": name}), seed)
 
     first = [base(name, 0) for name in names]  # every name and setting is checked before anything runs
-    runs = compare(base, names, range(args.seeds), args.out, args.quiet)
+    runs = compare(base, names, range(args.seeds), args.out, args.quiet, args.overwrite)
     train, task = first[0].train, first[0].task
     density = {getattr(c.method, "density", 1.0) for c in first} - {1.0}
     table = Table(
@@ -221,31 +233,51 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _only_known(method: str, overrides: dict[str, str]) -> dict[str, str]:
     """In a comparison a setting reaches the methods that have it; dense FedAvg has no density."""
     from .methods import METHODS
-    from .run.config import options_of
 
     if method not in METHODS:
         return overrides
-    every = {name for cls in METHODS.values() for name in options_of(cls)}
-    own = set(options_of(METHODS[method]))
+    every, own = _options(list(METHODS)), _options([method])
     return {k: v for k, v in overrides.items() if k in own or k not in every}
+
+
+def _known_to_some(methods: Sequence[str], overrides: dict[str, str]) -> None:
+    """A method's setting that none of the methods compared has is a mistake."""
+    from .methods import METHODS
+
+    here = [name for name in methods if name in METHODS]
+    for name in overrides:
+        if here and name in _options(list(METHODS)) - _options(here):
+            raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(here)} has such a setting")
+
+
+def _options(methods: Sequence[str]) -> set[str]:
+    """What settings of these methods may be called on the command line: by short and by full name."""
+    from .methods import METHODS
+    from .run.config import options_of
+
+    short = {name for method in methods for name in options_of(METHODS[method])}
+    return short | {f"method.{name}" for name in short}
 
 
 def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.cells import chosen, load_table
     from .run.reproduce import markdown, page, reproduce
 
+    if args.seeds < 1:
+        raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
     _, _, cells = load_table(args.table)
     cells = chosen(cells, args.dataset, args.alpha, args.density, args.method)
+    failed = 0
     if args.budget_minutes > 0:
-        settings = {"device": args.device}
-        reproduce(cells, args.seeds, args.results, args.runs, args.budget_minutes, settings)
+        settings = {"device": args.device, "data_root": args.root}
+        _, failed = reproduce(cells, args.seeds, args.results, args.runs, args.budget_minutes, settings)
     text = markdown(args.table, cells, args.seeds, args.results)
     print(text)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         html = args.out.suffix == ".html"
         args.out.write_text(page(args.table, cells, args.seeds, args.results) if html else text)
-    return 0
+    return 1 if failed else 0
 
 
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:

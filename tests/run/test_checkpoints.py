@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flashfl as fl
-from flashfl.core.errors import CheckpointError, ConfigError, RunStopped
+from flashfl.core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from flashfl.core.state import State
 from flashfl.engine.cpu import CPUEngine
 from flashfl.run import checkpoint, runner
@@ -128,9 +128,9 @@ def test_a_file_of_another_make_is_not_a_checkpoint(cut: Path) -> None:
     [
         ({"method": replace(SPDST, density=0.2)}, "its method is SPDST"),
         ({"method": NST}, "its method is SPDST"),
-        ({"rounds": 5}, "its settings is"),
-        ({"seed": 1}, "its settings is"),
-        ({"threads": 2}, "its settings is"),
+        ({"rounds": 5}, "its rounds is 4, this run's is 5"),
+        ({"seed": 1}, "its seed is 0, this run's is 1"),
+        ({"threads": 2, "batch": 5}, "its batch is .*; its threads is 1, this run's is 2"),
         ({"task": make_task("norm")}, "its layout is"),
         ({"task": make_task("dropout", samples=12)}, "its clients is"),
     ],
@@ -175,10 +175,23 @@ def test_a_run_that_cannot_begin_leaves_the_old_one_alone(cut: Path) -> None:
 
 def test_a_lost_results_file_does_not_stop_a_resume(cut: Path) -> None:
     (cut / "results.jsonl").unlink()
-    resumed = go(cut, resume=True)
+    with pytest.warns(RuntimeWarning, match="the record of the rounds so far is gone"):
+        resumed = go(cut, resume=True)
     assert resumed.checksum == go(None).checksum
     assert [r["round"] for r in read_run(cut)["rounds"]] == [2, 3]
     assert found(cut)[-2] == "checkpoint-00000005.json", "checkpoints count rounds, not lines"
+
+
+def test_a_results_file_damaged_in_the_middle_is_not_cut(cut: Path) -> None:
+    """What comes after the damage was earned."""
+    lines = (cut / "results.jsonl").read_text().splitlines()
+    damaged = "\n".join([lines[0], lines[1][:20], *lines[2:]]) + "\n"
+    (cut / "results.jsonl").write_text(damaged)
+    with pytest.raises(FlashError, match=r"results.jsonl is damaged in line 2, and more lines follow"):
+        go(cut, resume=True)
+    assert (cut / "results.jsonl").read_text() == damaged
+    (cut / "results.jsonl").write_text("\n".join(lines) + "\n")
+    assert go(cut, resume=True).checksum == go(None).checksum
 
 
 # -- a full disk --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError
+from flashfl.engine.train import Trainer
 from flashfl.run import cells as cells_module
 from flashfl.run.cells import Cell, chosen, command_of, load_table, pending, result_of, stale, tables
 from flashfl.run.config import make_config
@@ -89,8 +90,8 @@ def test_the_commands_in_results_give_their_configurations() -> None:
 def test_cells_are_run_once_and_say_where_they_came_from(tmp_path: Path) -> None:
     cell = small_cell()
     results, runs = tmp_path / "results", tmp_path / "runs"
-    assert reproduce([cell, cell], 2, results, runs, 5, {}) == 2
-    assert reproduce([cell, cell], 2, results, runs, 5, {}) == 0, "nothing is run twice"
+    assert reproduce([cell, cell], 2, results, runs, 5, {}) == (2, 0)
+    assert reproduce([cell, cell], 2, results, runs, 5, {}) == (0, 0), "nothing is run twice"
     record = result_of(cell, 1, results)
     assert record is not None
     assert record["seed"] == 1
@@ -110,26 +111,37 @@ def test_a_change_of_recipe_makes_cells_stale(tmp_path: Path, monkeypatch: Any) 
     assert record is not None
     assert stale(record)
     assert list(pending([cell], 1, tmp_path / "results")) == [(cell, 0)]
+    with pytest.MonkeyPatch.context() as patch:
+        trained = []
+        real = Trainer.train
+        patch.setattr(Trainer, "train", lambda *given: trained.append(1) or real(*given))
+        assert reproduce([cell], 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (1, 0)
+    assert trained, "the old recipe's run is not passed off as the new one's"
+    fresh = result_of(cell, 0, tmp_path / "results")
+    assert fresh is not None
+    assert not stale(fresh)
 
 
 def test_a_damaged_result_is_run_again(tmp_path: Path) -> None:
     cell = small_cell()
     path = tmp_path / f"{cell.place(0)}.json"
     path.parent.mkdir(parents=True)
-    path.write_text('{"accuracy": 0.')
-    assert list(pending([cell], 1, tmp_path)) == [(cell, 0)]
+    for text in ('{"accuracy": 0.', "5", '{"accuracy": 0.5}'):
+        path.write_text(text)
+        with pytest.warns(RuntimeWarning, match="counts as not run: it lacks"):
+            assert list(pending([cell], 1, tmp_path)) == [(cell, 0)]
 
 
 def test_a_cell_that_cannot_be_run_does_not_stop_the_others(tmp_path: Path, capsys: Any) -> None:
     missing = Cell(
         {"dataset": "cifar100", "alpha": 1.0, "data_root": str(tmp_path)}, {"name": "dense"}, "dense", None, {}
     )
-    assert reproduce([missing, small_cell()], 1, tmp_path / "results", tmp_path / "runs", 5, {}) == 1
+    assert reproduce([missing, small_cell()], 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (1, 1)
     assert "could not be run" in capsys.readouterr().err
 
 
 def test_no_budget_no_run(tmp_path: Path) -> None:
-    assert reproduce([small_cell()], 1, tmp_path / "results", tmp_path / "runs", 0, {}) == 0
+    assert reproduce([small_cell()], 1, tmp_path / "results", tmp_path / "runs", 0, {}) == (0, 0)
 
 
 def test_tables_show_what_is_missing_and_what_differs(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ class Task:
     model: a module, whose weights are kept as a pretrained start, or a function (or class) without arguments that
         makes one, drawn anew for each seed.
     clients: each client's samples: a tuple (inputs, targets) of tensors, a torch Dataset, or a source.
-    test: the server's test samples; without it each client holds back `holdout` of its own and judges on that.
+    test: the server's test samples; without it each client holds back `holdout` of its own and judges on that
+    (0: nobody does, for clients of a server that has test samples).
     loss, metric: functions of (output, targets) giving the mean over a batch.
     prunable, fixed: which parameters may be sparse and which are never trained (see `Layout.of`).
     densities: each client's density budget, for heterogeneous methods.
@@ -99,8 +100,10 @@ class Task:
 
 def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[Source]]:
     """Each client's samples in two: to train on and to judge on; a client with one sample only trains."""
+    if share == 0:
+        return sources, []
     if not 0 < share < 1:
-        raise ConfigError(f"holdout = {share}: must lie between 0 and 1")
+        raise ConfigError(f"holdout = {share}: must be at least 0 and below 1")
     train: list[Source] = []
     held: list[Source] = []
     for i, s in enumerate(sources):

@@ -31,6 +31,8 @@ class _Hetero(SPDST):
     def __post_init__(self) -> None:
         if len(self.densities) != len(self.shares) or not self.densities:
             raise ConfigError(f"{len(self.densities)} densities but {len(self.shares)} shares of clients")
+        if min(self.shares) < 0 or sum(self.shares) <= 0:
+            raise ConfigError(f"shares = {self.shares}: none may be negative, and not all 0")
         if self.density not in (0.0, max(self.densities)):
             raise ConfigError("a heterogeneous method takes `densities`, not `density`")
         for density in self.densities:

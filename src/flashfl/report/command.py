@@ -42,11 +42,13 @@ def _report(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     if form not in FORMATS:
         raise ConfigError(f"--out {args.out}: the format {form!r} is not one of {', '.join(FORMATS)}")
     found = _load(args.runs)
+    if not found.runs:
+        raise ConfigError("there is no run to report on")
     if form in ("csv", "md") and args.out is None:
         sys.stdout.write(_text(form, found))
     else:
         print(write(found, args.out or Path(f"report.{form}"), form))
-    return 0 if found.runs else 1
+    return 0
 
 
 def write(found: Found, path: Path, form: str = "html") -> Path:

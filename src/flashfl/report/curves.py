@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..run.results import reported
 from .load import RunData
 
 MOST_POINTS = 240
@@ -21,8 +22,9 @@ def over_rounds(run: RunData, value: Callable[[dict[str, Any]], Any]) -> Series:
     return {r: float(v) for r, v in found.items() if v is not None and math.isfinite(v)}
 
 
-def accuracy(run: RunData, view: str = "after") -> Series:
-    return over_rounds(run, lambda line: line["metrics"].get(view, {}).get("metric"))
+def accuracy(run: RunData, view: str = "") -> Series:
+    """Of one of a method's views; of the one reported unless it is named."""
+    return over_rounds(run, lambda line: (line["metrics"].get(view, {}) if view else reported(line)).get("metric"))
 
 
 def mismatch(run: RunData) -> Series:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..run.display import amount
+from ..run.results import reported
 from . import paper
 from .gather import groups_of, summary
 from .load import Found, RunData
@@ -65,7 +66,7 @@ def rounds_csv(found: Found) -> str:
 
 
 def _round(line: Mapping[str, Any]) -> dict[str, Any]:
-    judged, counted = line["metrics"].get("after", {}), line.get("paper_bytes", {})
+    judged, counted = reported(line), line.get("paper_bytes", {})
     return {
         "stage": line["stage"],
         "round": line["round"] + 1,

@@ -90,6 +90,8 @@ def serve(folder: Path, port: int = 8327, ready: Callable[[str], None] = print) 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: give the one that runs are written to, such as runs")
     handler = type("Handler", (_Handler,), {"feed": Feed(folder)})
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"--port {port}: must lie between 0 and 65535")
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     except OSError as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.resources import files
@@ -21,7 +23,7 @@ import torch
 from ..core.errors import ConfigError, unknown
 from ..methods import METHODS
 from .config import RunConfig, make_config
-from .results import versions
+from .results import reported, versions
 
 # Raised whenever the code changes in a way that changes results: older cells are then marked stale.
 RECIPE = 1
@@ -32,10 +34,13 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "cifar100": {"task": {"clients": 100}, "train": {"rounds": 800, "per_round": 10, "batch": 32}},
     "tinyimagenet": {"task": {"clients": 100}, "train": {"rounds": 600, "per_round": 10, "batch": 32}},
     "femnist": {
-        "task": {"clients": 0, "partition": "natural"},
+        "task": {"clients": 3400, "partition": "natural"},
         "train": {"rounds": 1000, "per_round": 34, "batch": 16},
     },
 }
+
+
+_NEEDED = ("recipe", "accuracy", "bytes", "rounds", "clients_per_round", "values", "seconds")
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,14 @@ class Cell:
     def density(self) -> float:
         return float(self.method.get("density", 1.0))
 
-    def config(self, seed: int, **more: Any) -> RunConfig:
+    def config(self, seed: int, data_root: str = "", **more: Any) -> RunConfig:
         """What has to be run: the paper's settings for the data set, this cell's changes, a seed."""
         base = SETTINGS[self.task["dataset"]]
         stage1 = "warmup_clients" in {f.name for f in fields(METHODS[self.method["name"]])}
         method = {**({"warmup_clients": base["train"]["per_round"]} if stage1 else {}), **self.method}
         train = {**base["train"], "eval_every": 10, "seed": seed, **self.train, **more}
-        return make_config({"task": {**base["task"], **self.task}, "train": train, "method": method}, {})
+        task = {**base["task"], **self.task, **({"data_root": data_root} if data_root else {})}
+        return make_config({"task": task, "train": train, "method": method}, {})
 
     def place(self, seed: int) -> str:
         """Where the result of this cell and seed lies: the same for every table that has such a cell."""
@@ -111,18 +117,25 @@ def chosen(cells: Sequence[Cell], dataset: str, alpha: str, density: str, method
         and (keeps(density, c.density) or "density" not in c.method)
         and (keeps(method, c.column) or keeps(method, c.method["name"]))
     ]
-    if not found:
+    if not found or (density and not any(keeps(density, c.density) for c in found)):
         raise ConfigError("no cell of the table fits these filters")
     return found
 
 
 def result_of(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
     """The stored result of a cell, if there is one that can be read."""
+    path = folder / f"{cell.place(seed)}.json"
     try:
-        found: dict[str, Any] = json.loads((folder / f"{cell.place(seed)}.json").read_text())
-        return found if "accuracy" in found else None
-    except (OSError, ValueError):
+        found: dict[str, Any] = json.loads(path.read_text())
+        missing = [name for name in _NEEDED if name not in found] if isinstance(found, dict) else ["everything"]
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        found, missing = {}, [f"a JSON object ({error})"]
+    if missing:
+        warnings.warn(f"{path} is no result and counts as not run: it lacks {', '.join(missing)}", RuntimeWarning)
+        return None
+    return found
 
 
 def stale(result: Mapping[str, Any]) -> bool:
@@ -144,10 +157,9 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
         "accuracy": end["accuracy"],
         "best": end["best"],
         "views": {name: values["metric"] for name, values in judged[-1]["metrics"].items()},
-        "density": judged[-1]["metrics"]["after"]["density"],
+        "density": reported(judged[-1])["density"],
         "curve": [
-            [r["round"] + 1, round(r["metrics"]["after"]["metric"], 5), r["total"]["up"], r["total"]["down"]]
-            for r in judged
+            [r["round"] + 1, round(reported(r)["metric"], 5), r["total"]["up"], r["total"]["down"]] for r in judged
         ],
         "mismatch": [round(r.get("mismatch", 0.0), 4) for r in rounds if r["stage"] == 2][:: max(1, len(rounds) // 60)],
         "layer_densities": rounds[-1]["layer_densities"],
@@ -175,7 +187,8 @@ def command_of(config: Mapping[str, Any]) -> str:
     plain = make_config({"method": {"name": config["method"]["name"]}}, {}).to_json()["method"]
     for table, base in (("method", plain), ("task", default["task"]), ("train", default["train"])):
         for name, value in config[table].items():
-            if name in ("name", "device", "workers", "data_root") or value == base.get(name):
+            always = name == "density"  # its default depends on the data set
+            if name in ("name", "device", "workers", "data_root") or (value == base.get(name) and not always):
                 continue
             if isinstance(value, dict):
                 words += [f"--{name}.{k} {v}" for k, v in value.items() if v != base[name][k]]
@@ -185,8 +198,10 @@ def command_of(config: Mapping[str, Any]) -> str:
 
 
 def commit() -> str:
-    """The commit of the code, if it is a checkout; with the content's digest where it has changed since."""
+    """The commit of the code, if it is a checkout; else what FLASHFL_COMMIT says, else a digest of the content."""
     here = Path(__file__).parent
+    if said := os.environ.get("FLASHFL_COMMIT"):  # a copy without its history, on a machine of its own
+        return said
     try:
         out = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=10, check=True

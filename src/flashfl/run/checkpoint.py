@@ -129,12 +129,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    if different := list(_differences(found, wanted)):
+        raise CheckpointError(
+            f"{path} belongs to another run: its {'; its '.join(different)}. "
+            "Resume with the same settings, or use another folder."
+        )
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """What of one run is not as in another, name by name."""
     for name in sorted({*found, *wanted}):
-        if found.get(name) != wanted.get(name):
-            raise CheckpointError(
-                f"{path} belongs to another run: its {name} is {str(found.get(name))[:200]}, "
-                f"this run's is {str(wanted.get(name))[:200]}. Resume with the same settings, or use another folder."
-            )
+        theirs, ours = found.get(name), wanted.get(name)
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            yield from _differences(theirs, ours)
+        elif theirs != ours:
+            yield f"{name} is {str(theirs)[:200]}, this run's is {str(ours)[:200]}"
 
 
 def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import FlashError
+from ..core.errors import CheckpointError, ConfigError, FlashError
 from ..core.rng import fold
 from ..data.tasks import build_task
 from .config import RunConfig
@@ -34,13 +35,24 @@ def run_config(
     return {"folder": str(folder), "header": lines[0], "rounds": run.results.rounds, "end": lines[-1], "run": run}
 
 
-def finished(folder: Path, config: RunConfig) -> dict[str, Any] | None:
-    """The run in this folder, if it is this very configuration and has come to its end."""
+def held(folder: Path) -> dict[str, Any] | None:
+    """The run in this folder, if there is one that can be read."""
     try:
-        run = read_run(folder)
+        return read_run(folder)
     except FlashError:
         return None
-    return run if run["end"] and run["header"].get("config") == config.to_json() else None
+
+
+def run_or_continue(config: RunConfig, folder: Path, label: str, quiet: bool = False) -> dict[str, Any]:
+    """Carry out a configuration, from the checkpoint on if this very one had begun in the folder."""
+    before = held(folder)
+    begun = before is not None and before["header"].get("config") == config.to_json()
+    if begun and any((folder / "checkpoints").glob("checkpoint-*.json")):
+        try:
+            return run_config(config, folder, resume=True, quiet=quiet, label=label)
+        except CheckpointError as error:
+            print(f"{label}: cannot go on ({error}); starting anew", file=sys.stderr)
+    return run_config(config, folder, quiet=quiet, label=label)
 
 
 def compare(
@@ -49,17 +61,25 @@ def compare(
     seeds: Sequence[int],
     folder: Path,
     quiet: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every method with every seed; runs that are already in the folder are taken as they are."""
+    """Every method with every seed. Runs that have ended are taken as they are, one that was interrupted goes on; those
+    of other settings are in the way unless they may be overwritten."""
+    wanted = {(name, seed): base(name, seed) for name in methods for seed in seeds}
+    places = {(name, seed): folder / f"{name}-seed{seed}" for name, seed in wanted}
+    before = {which: held(place) for which, place in places.items()}
+    for which, run in before.items():
+        if run is not None and run["header"].get("config") != wanted[which].to_json() and not overwrite:
+            raise ConfigError(
+                f"{places[which]} holds a run with other settings: choose another folder with --out, "
+                "or replace it with --overwrite"
+            )
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
-    total, at = len(methods) * len(seeds), 0
-    for name in methods:
-        for seed in seeds:
-            at += 1
-            config = base(name, seed)
-            place = folder / f"{name}-seed{seed}"
-            label = f"[{at}/{total}] {name} seed {seed}"
-            runs[name].append(finished(place, config) or run_config(config, place, quiet=quiet, label=label))
+    for at, (which, config) in enumerate(wanted.items(), 1):
+        found, (name, seed) = before[which], which
+        done = found is not None and found["end"] and found["header"].get("config") == config.to_json()
+        label = f"[{at}/{len(wanted)}] {name} seed {seed}"
+        runs[name].append(found if done and found else run_or_continue(config, places[which], label, quiet))
     return runs
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ..core.state import State
+from .results import reported
 
 
 def amount(count: float) -> str:
@@ -42,7 +43,7 @@ class Display:
             return
         self.done += line["stage"] == 2
         if line["metrics"]:
-            self.metric = line["metrics"]["after"]["metric"]
+            self.metric = reported(line)["metric"]
         for client, why in line["failures"].items():
             self._say(f"{self.label}: client {client} was left out of round {line['round']}: {why}")
         text = self._text(state, line)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, FlashError
 from ..core.rng import fold
 from ..core.state import Weights
 
@@ -24,8 +25,11 @@ def export_weights(weights: Weights, path: Path, about: Mapping[str, str]) -> Pa
     for layer in weights.layout.prunable:
         tensors[f"{layer.name}.mask"] = bits[layer.start : layer.stop].view(layer.shape).clone().to(torch.bool)
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, {"flashfl": json.dumps({"density": weights.mask.density, **about})})
-    partial.replace(path)
+    try:
+        save_file(tensors, partial, {"flashfl": json.dumps({"density": weights.mask.density, **about})})
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise FlashError(f"{path} cannot be written: {error}") from None
     return path
 
 

@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import FlashError
+from . import cells as cells_module
 from .cells import Cell, load_table, pending, result_of, stale, write_result
-from .compare import run_config
+from .compare import run_or_continue
 from .display import amount
 
 
 def reproduce(
     cells: Sequence[Cell], seeds: int, results: Path, runs: Path, budget_minutes: float, overrides: Mapping[str, Any]
-) -> int:
-    """Run what is missing until the budget is spent; how many cells were finished.
+) -> tuple[int, int]:
+    """Run what is missing until the budget is spent; how many cells were finished, and how many could not be run.
 
-    A cell that was interrupted goes on from its last checkpoint; one that fails is named and the others go on.
+    A cell that was interrupted goes on from its last checkpoint, unless that is of another recipe; one that fails is
+    named and the others go on.
     """
-    began, finished = time.monotonic(), 0
+    began, finished, failed = time.monotonic(), 0, 0
     todo = list(pending(cells, seeds, results))
     spent: list[float] = []
     for at, (cell, seed) in enumerate(todo, 1):
@@ -36,25 +38,17 @@ def reproduce(
         cell_began = time.monotonic()
         try:
             config = cell.config(seed, **overrides)
-            run = _run(config, runs / cell.place(seed), f"[{at}/{len(todo)}] {cell.place(seed)}")
+            folder = runs / f"recipe{cells_module.RECIPE}" / cell.place(seed)
+            run = run_or_continue(config, folder, f"[{at}/{len(todo)}] {cell.place(seed)}")
         except FlashError as error:
             print(f"{cell.place(seed)} could not be run: {error}", file=sys.stderr)
+            failed += 1
             continue
         path = write_result(cell, seed, run, results)
         spent.append(time.monotonic() - cell_began)
         finished += 1
         print(f"{path}: {100 * run['end']['accuracy']:.2f} % in {run['end']['seconds']:.0f} s", file=sys.stderr)
-    return finished
-
-
-def _run(config: Any, folder: Path, label: str) -> dict[str, Any]:
-    """A cell's run, continued if it had begun."""
-    if any((folder / "checkpoints").glob("checkpoint-*.json")):
-        try:
-            return run_config(config, folder, resume=True, label=label)
-        except FlashError as error:
-            print(f"{label}: cannot go on ({error}); starting anew", file=sys.stderr)
-    return run_config(config, folder, label=label)
+    return finished, failed
 
 
 def figures(cell: Cell, seeds: int, results: Path) -> dict[str, Any] | None:
@@ -95,7 +89,8 @@ def table_rows(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> l
             continue
         difference = f"{ours['mean'] - theirs['mean']:+.2f}" if theirs else ""
         said = _said(ours["mean"], ours["std"]) + (" (stale)" if ours["stale"] else "")
-        savings = [f"{amount(ours[way])} ({ours['dense'] / ours[way]:.1f}x)" for way in ("up", "down")]
+        saved = {way: f", paper {theirs[way]:g}x" if theirs and way in theirs else "" for way in ("up", "down")}
+        savings = [f"{amount(ours[way])} ({ours['dense'] / ours[way]:.1f}x{saved[way]})" for way in saved]
         out.append((*row, said, paper, difference, str(ours["seeds"]), *savings, f"{ours['seconds']:.0f}"))
     return out
 

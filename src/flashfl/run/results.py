@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ def versions() -> dict[str, str]:
     }
 
 
+def reported(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a judged round says of the model that counts: the first of a method's views, whatever it is called."""
+    found: dict[str, Any] = next(iter(line["metrics"].values()), {})
+    return found
+
+
 class Results:
     """An append-only file of JSON lines: one `run`, one `round` for each round, one `end`."""
 
@@ -44,7 +51,10 @@ class Results:
 
     def resume(self, rounds: int) -> None:
         """Keep what was known after `rounds` rounds; anything later was lost with the state it came from."""
-        if self.path is None or not self.path.exists():
+        if self.path is None:
+            return
+        if not self.path.exists() or not self.path.stat().st_size:
+            warnings.warn(f"{self.path} is lost or empty: the record of the rounds so far is gone", RuntimeWarning)
             return
         kept, seen = [], 0
         for line in read_lines(self.path):
@@ -80,13 +90,20 @@ class Results:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a results file; a last line cut short by a crash is passed over."""
-    with path.open() as file:
-        for text in file:
+    """The lines of a results file; a last one cut short by a crash is passed over, damage elsewhere is an error."""
+    with path.open(errors="replace") as file:
+        bad = 0
+        for number, text in enumerate(file, 1):
+            if bad:
+                raise FlashError(
+                    f"{path} is damaged in line {bad}, and more lines follow: mend or remove that line, "
+                    "or move the file away (checkpoints do not need it)"
+                )
             try:
                 line = json.loads(text)
             except ValueError:
-                return
+                bad = number
+                continue
             if isinstance(line, dict):
                 yield line
 

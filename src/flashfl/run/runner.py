@@ -22,7 +22,7 @@ from ..engine import make_engine
 from . import checkpoint as checkpoints
 from .config import TrainConfig, plan_of
 from .record import Recorder
-from .results import Results
+from .results import Results, reported
 from .track import Tracking
 
 Watch = Callable[[State, dict[str, Any]], None]
@@ -54,7 +54,7 @@ class Run:
         return max(self._metric(), default=float("nan"))
 
     def _metric(self) -> list[float]:
-        return [r["metrics"]["after"]["metric"] for r in self.results.rounds if r["metrics"]]
+        return [reported(r)["metric"] for r in self.results.rounds if r["metrics"]]
 
     @property
     def seconds(self) -> float:
@@ -119,12 +119,15 @@ def simulate(
     """Train `task` with `method` and give the run back.
 
     settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...). folder: where results and
-    checkpoints go; with resume=True the run continues from its last checkpoint there, to the very result an
-    undisturbed run would have had. watch is called with the state and the record after every round.
+    checkpoints go, in place of those of a run that was there; with resume=True that run continues from its last
+    checkpoint, to the very result an undisturbed run would have had. watch is called with the state and the record
+    after every round.
     """
     if rounds is not None:
         settings["rounds"] = rounds
     config = _train_config(train, task, settings)
+    if not task.judges:
+        raise ConfigError("nothing to judge the model on: give the task `test`, or a `holdout` above 0")
     place = Path(folder) if folder else None
     engine = make_engine(task, config, place / "masks" if place else None)
     try:
