@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import flashfl as fl
+from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
 from flashfl.core.state import Mask, Weights
 from flashfl.engine import wide
+from flashfl.engine.crew import faster
 from flashfl.engine.cuda import LaneEngine
 from flashfl.engine.lanes import Options, Stack
 from flashfl.run.config import TrainConfig
@@ -226,3 +228,131 @@ def test_resume_is_bit_identical_when_deterministic(name: str, tmp_path: Any) ->
     again = fl.simulate(small(name), task, 3, folder=tmp_path, resume=True, **settings)
     assert again.checksum == whole.checksum
     assert again.traffic == whole.traffic
+
+
+# -- what one client must not do to the others --------------------------------------------------------------------
+
+
+def plain_task(**more: Any) -> fl.Task:
+    return fl.Task(Plain, [blobs(5 + 3 * i, (1, 5, 5), 100 + i) for i in range(6)], blobs(30, (1, 5, 5), 7), **more)
+
+
+def differing(ours: fl.Run, theirs: fl.Run) -> int:
+    return int((ours.weights.to("cpu").mask.bits != theirs.weights.mask.bits).sum())
+
+
+@devices
+@pytest.mark.parametrize("growth", ["random", "gradient", "momentum"])
+@pytest.mark.parametrize("crew", ["wide", "lanes"])
+def test_clients_of_unequal_length_grow_by_their_own_last_gradient(growth: Any, crew: str, device: str) -> None:
+    task, method = plain_task(), fl.JMWST(0.3, warmup_clients=0, adapt=PruneRegrow(0.5, growth))
+    config = TrainConfig(device="cpu", rounds=2, per_round=6, batch=4, workers=1)
+    ours = run_lanes(method, task, device, config, lanes=6, crew=crew)
+    assert differing(ours, fl.simulate(method, task, train=config)) <= 1
+
+
+@devices
+def test_a_loss_that_is_no_mean_of_samples_needs_lanes(device: str) -> None:
+    weight = torch.tensor([0.1, 1.0, 5.0], device=device)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output, target, weight.to(output.device))
+
+    task, config = plain_task(loss=loss), TrainConfig(device="cpu", rounds=2, per_round=6, batch=4, workers=1)
+    with pytest.raises(ConfigError, match="the loss of a batch is not the mean of its samples' losses"):
+        run_lanes(small("pdst"), task, device, config, crew="wide")
+    a = run_lanes(small("pdst"), task, device, config, crew="auto").weights.to("cpu").vector
+    b = fl.simulate(small("pdst"), task, train=config).weights.vector
+    assert float((a - b).norm() / b.norm()) < 1e-4
+
+
+@devices
+@pytest.mark.parametrize("crew", ["wide", "lanes"])
+def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, device: str) -> None:
+    data = [blobs(9, (1, 5, 5), 100 + i) for i in range(4)]
+    data[0] = (torch.full_like(data[0][0], float("nan")), data[0][1])
+    data[1] = (data[1][0][:3], data[1][1][:3])  # fewer: what is staged behind them is the first one's
+    task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
+    done = run_lanes(small("pdst"), task, device, config, lanes=1, crew=crew)
+    assert [list(line["failures"]) for line in done.history] == [["0"], ["0"]]
+
+
+@devices
+def test_a_client_with_one_sample_is_left_out_where_batch_norm_cannot_take_it(device: str) -> None:
+    def net() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3))
+
+    task = fl.Task(net, [blobs(n, (6,), i) for i, n in enumerate((9, 1, 8, 7))], blobs(20, (6,), 9))
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
+    ours, theirs = run_lanes(small("pdst"), task, device, config), fl.simulate(small("pdst"), task, train=config)
+    assert [line["failures"] for line in ours.history] == [line["failures"] for line in theirs.history]
+    assert ours.traffic == theirs.traffic
+
+
+@devices
+def test_a_client_that_cannot_gather_statistics_does_not_end_the_run(device: str) -> None:
+    task = make_task("norm")
+    x, y = task.train[2].inputs[0].clone(), task.train[2].target  # type: ignore[attr-defined]
+    x[:] = float("nan")
+    task.train[2] = fl.data.examples.Arrays((x,), y)  # type: ignore[attr-defined]
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True)
+    assert torch.isfinite(run_lanes(small("pdst"), task, device, config).weights.vector).all()
+
+
+@devices
+@pytest.mark.parametrize("name", ["nst", "jmwst"])
+def test_static_batch_norm_of_moving_masks_agrees(name: str, device: str) -> None:
+    """Statistics are gathered under the server's model, whatever mask a client keeps; what is no longer one is not
+    judged."""
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
+    ours, theirs = run_lanes(small(name), task, device, config), fl.simulate(small(name), task, train=config)
+    assert abs(ours.history[-1]["metrics"]["after"]["loss"] - theirs.history[-1]["metrics"]["after"]["loss"]) < 1e-3
+    assert set(theirs.history[-1]["metrics"]) == {"after"}
+
+
+@devices
+def test_bytes_of_an_update_that_is_not_believed_count(device: str) -> None:
+    data = [blobs(12, (1, 5, 5), 100 + i) for i in range(8)]
+    data[2] = (data[2][0] * 50, data[2][1])
+    task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
+    config = TrainConfig(device="cpu", rounds=1, per_round=8, batch=12, workers=1, lr=0.01)
+    ours = run_lanes(fl.PDST(0.5), task, device, config, lanes=8)
+    theirs = fl.simulate(fl.PDST(0.5), task, train=config)
+    assert list(ours.history[0]["failures"]) == list(theirs.history[0]["failures"]) == ["2"]
+    assert ours.traffic == theirs.traffic
+
+
+def test_a_mask_that_is_kept_does_not_keep_its_neighbours_alive() -> None:
+    task = make_task("norm")
+    engine = LaneEngine(task, "cpu", "fp32", 4)
+    drive(small("nst"), task, CONFIG, engine, task.clients)
+    for _, _, own in engine.books.own.values():
+        assert own.bits.untyped_storage().nbytes() == task.layout.prunable_size
+
+
+def test_a_crew_that_fails_is_passed_over() -> None:
+    class Failing:
+        device = torch.device("cpu")
+
+        def prepare(self, *_: Any) -> None:
+            raise RuntimeError("cannot be mapped")
+
+    class Working:
+        device = torch.device("cpu")
+        prepare = begin = advance = lambda *_: None
+
+    works = Working()
+    with pytest.warns(RuntimeWarning, match="Failing cannot run this model"):
+        assert faster([Failing(), works], fl.Local(), []) is works
+    with pytest.raises(RuntimeError):
+        faster([Failing()], fl.Local(), [])
+
+
+def test_a_subclass_of_a_convolution_is_left_to_itself() -> None:
+    class Standardised(torch.nn.Conv2d):
+        pass
+
+    assert wide.has_convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
+    assert not wide.has_convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))

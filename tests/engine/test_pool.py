@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,26 @@ def make() -> Callable[[Any], Any]:
         return value
 
     return work
+
+
+def test_a_worker_killed_while_it_sends_is_one_that_died() -> None:
+    def make() -> Callable[[Any], Any]:
+        def work(job: int) -> Any:
+            if job == 1:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            return b"x" * (50 << 20) if job == 1 else job
+
+        return work
+
+    def jobs() -> Iterator[int]:
+        yield from range(3)
+        time.sleep(1)  # the parent is busy elsewhere while an answer is half sent
+
+    made = Pool(make, 2, 1)
+    first, second, third = made.run(jobs())
+    made.close()
+    assert (first, third) == (0, 2)
+    assert isinstance(second, Died)
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from flashfl.core.state import Client, Local, Mask, Order, Recipe, State, Sums, 
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide, Reply, update_message
 from flashfl.engine.cpu import CPUEngine
+from flashfl.engine.cuda import LaneEngine
 from flashfl.engine.server import Inbox, ServerSide
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
-from flashfl.run.config import TrainConfig
+from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.runner import drive
 from flashfl.wire import Message, encode, seal
 from tests.conftest import make_task
@@ -286,3 +287,31 @@ def _plan(task: Task) -> Any:
 
 def test_errors_are_of_one_family() -> None:
     assert issubclass(ClientFailed, FlashError)
+
+
+# -- rounds that do not count -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda task: CPUEngine(task, 1), lambda task: LaneEngine(task, "cpu", "fp32", 3)])
+def test_a_round_that_is_repeated_leaves_no_trace_in_anybodys_memory(make: Any) -> None:
+    task = make_task("norm")
+    engine, method = make(task), fl.NST(density=0.3)
+    state = method.init(plan_of(TrainConfig(rounds=3, per_round=8, batch=4), task, task.clients))
+
+    def work(s: State) -> None:
+        engine.train(s, ((c, method.order(s, c)) for c in task.clients))
+
+    def held() -> Any:
+        engine.mark()
+        return engine.memory()
+
+    nothing = held()
+    work(state)
+    engine.undo()
+    assert held() == nothing
+    work(state.again())
+    first = held()
+    assert first != nothing
+    work(state.again().next(state.weights))
+    engine.undo()
+    assert held() == first

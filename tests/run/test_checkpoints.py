@@ -51,7 +51,7 @@ class After:
             raise self.what
 
 
-class Gone(Exception):
+class Gone(BaseException):
     """As sudden as a kill: nothing is written on the way out."""
 
 
@@ -385,3 +385,61 @@ def test_resuming_is_silent(cut: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         go(cut, resume=True)
+
+
+def test_two_kills_long_after_a_checkpoint_change_nothing(tmp_path: Path) -> None:
+    """After a resume, too, the masks that a checkpoint names must outlive the rounds that follow it."""
+    whole = go(None, rounds=24, method=NST)
+    for checkpoint_every, rounds in ((5, 6), (100, 14)):
+        with pytest.raises(Gone):
+            go(
+                tmp_path, rounds=24, method=NST, checkpoint_every=checkpoint_every, resume=rounds > 6,
+                watch=After(rounds, Gone()),
+            )  # fmt: skip
+    resumed = go(tmp_path, rounds=24, method=NST, resume=True)
+    assert (resumed.checksum, resumed.traffic) == (whole.checksum, whole.traffic)
+
+
+def test_ctrl_c_while_a_round_is_written_down_loses_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    real, calls = runner.Recorder.complete, iter(range(99))
+
+    def complete(self: Any, *given: Any) -> Any:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    whole = go(None, eval_every=1)
+    monkeypatch.setattr(runner.Recorder, "complete", complete)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, eval_every=1, checkpoint_every=0)
+    resumed = go(tmp_path, eval_every=1, resume=True)
+    assert [r["round"] for r in resumed.history] == [r["round"] for r in whole.history]
+    assert (resumed.checksum, resumed.accuracy) == (whole.checksum, whole.accuracy)
+
+
+def test_any_error_leaves_a_checkpoint_of_the_rounds_before_it(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        go(tmp_path, checkpoint_every=0, watch=After(3, ZeroDivisionError()))
+    assert [name for name in found(tmp_path) if name.endswith("json")] == ["checkpoint-00000003.json"]
+    assert go(tmp_path, resume=True).checksum == go(None).checksum
+
+
+def test_results_that_cannot_be_written_are_made_up_for(tmp_path: Path, monkeypatch: Any) -> None:
+    real, calls = Path.open, iter(range(99))
+
+    def full(self: Path, mode: str = "r", *given: Any, **named: Any) -> Any:
+        if self.name == "results.jsonl" and mode == "a" and next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, mode, *given, **named)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.warns(RuntimeWarning, match="could not write results"):
+        done = go(tmp_path)
+    assert [r["round"] for r in read_run(tmp_path)["rounds"]] == [r["round"] for r in done.history]
+
+
+@pytest.mark.parametrize("density", [0.3, 0.6])
+def test_resuming_a_finished_run_gives_the_same_bits(density: float, tmp_path: Path) -> None:
+    """Dropped weights are plain zeros, as they are once they have been read back."""
+    method = fl.JMWST(density=density, warmup_clients=0)
+    assert go(tmp_path, method=method).checksum == go(tmp_path, method=method, resume=True).checksum

@@ -170,7 +170,7 @@ def test_killed_in_the_middle_of_a_cell_nothing_finished_is_lost(tmp_path: Path)
     )
     first, second = small_cell(LONG), small_cell(LONG, nm=4)
     process = subprocess.Popen([sys.executable, str(script)])
-    running = tmp_path / "runs" / second.place(0) / "results.jsonl"
+    running = tmp_path / "runs" / f"recipe{cells_module.RECIPE}" / second.place(0) / "results.jsonl"
     until = time.monotonic() + 240
     while time.monotonic() < until and not (running.exists() and running.read_text().count('"round"') > 12):
         time.sleep(0.02)

@@ -124,6 +124,9 @@ def test_a_round_without_a_cohort_is_no_round() -> None:
         def train(self, s: Any, orders: Any) -> Outcome:
             return Outcome(Sums(s.layout), Traffic(), {})
 
+        def undo(self) -> None:
+            pass
+
         def evaluate(self, weights: Any, statistics: bool = True) -> dict[str, float]:
             return {}
 

@@ -163,3 +163,11 @@ def test_when_masks_move_and_at_what_rate(epochs: int, batches: int, expected: d
 def test_a_rate_outside_its_range_is_refused(rate: float) -> None:
     with pytest.raises(ConfigError, match="prune rate"):
         PruneRegrow(rate=rate)
+
+
+def test_shares_to_drop_are_exact() -> None:
+    """In floating point 0.25 * (1 - 7/10) * 40 is a little more than 3, and would drop 4."""
+    for epochs in range(2, 21):
+        for at, rate in PruneRegrow(rate=0.25).moments(epochs, 1).items():
+            for count in range(1, 200):
+                assert math.ceil(rate * count) == -(-(epochs - at) * count // (4 * epochs))

@@ -19,6 +19,10 @@ class Engine(Protocol):
         """Have the orders carried out; they are made as they are needed, in ascending client id."""
         ...
 
+    def undo(self) -> None:
+        """The round just carried out will be repeated: whoever took part remembers what it did before it."""
+        ...
+
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]: ...
 
 
@@ -58,6 +62,7 @@ def run_rounds(
         cohort = method.cohort(state, clients)
         outcome = engine.train(state, _orders(method, state, cohort))
         if outcome.sums.clients < max(1, min(min_replies, len(cohort))):
+            engine.undo()
             _raise_if_hopeless(state, outcome, retries)
             state, lost = state.again(), lost + outcome.traffic
             continue
@@ -120,7 +125,8 @@ def gather_statistics(state: State, clients: Sequence[Client], engine: Engine) -
     """Static BatchNorm's last act: every client reports the statistics of its data under the final weights."""
     local = replace(state.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
     outcome = engine.train(state, ((c, state.order(c, local)) for c in clients))
-    return replace(state, weights=_with_statistics(state.weights, outcome.sums)), outcome.traffic
+    # The average before subsampling has no statistics of its own, so it is no longer one to judge.
+    return replace(state, weights=_with_statistics(state.weights, outcome.sums), before=None), outcome.traffic
 
 
 def _with_statistics(weights: Weights, sums: Sums) -> Weights:

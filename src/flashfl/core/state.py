@@ -112,7 +112,7 @@ class Weights:
     def masked(mask: Mask, vector: Tensor) -> Weights:
         """`vector` cut down to `mask`."""
         out = vector.clone()
-        out[: mask.layout.prunable_size] *= mask.bits
+        out[: mask.layout.prunable_size].masked_fill_(~mask.bits, 0.0)  # a product would leave zeros of both signs
         return Weights(mask, out)
 
     @staticmethod

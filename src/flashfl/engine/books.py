@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.state import Client, Mask, Order, Outcome, State, Sums, Tag, Traffic
-from ..wire import Message, ServerLedger, mask_sizes, size_with
+from ..wire import Message, ServerLedger, mask_sizes, size, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.trust import Trust
 from ..wire.values import Form
@@ -36,8 +36,8 @@ class _Heard:
 
     seats: list[Any]
     bytes: list[int | Tensor]  # of each mask
-    good: Tensor
-    norms: Tensor
+    finite: Tensor
+    good: Tensor  # finite, and not too large a change
     losses: Tensor
 
 
@@ -50,9 +50,15 @@ class Books:
         self.memories = Memories(MaskStore(layout, folder))
         self.own: dict[int, tuple[Tag, Mask, Mask]] = {}  # client -> round, its order's mask, the mask it kept
         self._marked: dict[int, tuple[Tag, Mask, Mask]] | None = None
+        self._before: dict[int, tuple[Tag, Mask, Mask]] = {}
 
     def open(self, s: State) -> Round:
+        self.memories.begin(self.ledger)
+        self._before = dict(self.own)
         return Round(self)
+
+    def undo(self) -> None:
+        self.ledger, self.own = self.memories.undo(), dict(self._before)
 
     def remembered(self, client: int, order: Order) -> Mask | None:
         """The mask a client kept, if the order starts from the round it kept it in."""
@@ -107,13 +113,12 @@ class Round:
         change = values[:, : layout.trained_size] - before[:, : layout.trained_size]
         change[:, :k] *= bits
         norms = torch.linalg.vector_norm(change, dim=1, dtype=torch.float64)
-        good = values.isfinite().all(1) & losses.isfinite()
+        finite = values.isfinite().all(1) & losses.isfinite()
         reports = seats[0].order.local.report
-        if reports == "weights":
-            good &= self._believed(norms, good)
+        good = finite & self._believed(norms, finite) if reports == "weights" else finite
         if reports != "counts":
             self._add(seats, torch.where(good[:, None], values, 0.0), bits & good[:, None], sums)
-        self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), good, norms, losses))
+        self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), finite, good, losses))
         if "mask" not in seats[0].order.local.keep:
             for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
                 seat.mask = seat.order.weights.mask
@@ -124,9 +129,9 @@ class Round:
         if trust.factor <= 0 or len(norms) < trust.least:
             return torch.ones_like(good)
         ordered = norms.masked_fill(~good, float("inf")).sort().values
-        finite = good.sum()
-        middle = ordered[((finite - 1) // 2).clamp(min=0)] + ordered[(finite // 2).clamp(max=len(norms) - 1)]
-        median = middle / 2
+        count = good.sum()
+        middle = torch.stack([((count - 1) // 2).clamp(min=0), (count // 2).clamp(max=len(norms) - 1)])
+        median = ordered.index_select(0, middle).mean()  # indexing by a number on the device would wait for it
         return ~((norms > trust.factor * median) & (median > 0))
 
     def _add(self, seats: Sequence[Any], values: Tensor, bits: Tensor, sums: Sums) -> None:
@@ -184,7 +189,7 @@ class Round:
         counted += [b for heard in self.heard for b in heard.bytes if isinstance(b, Tensor)]
         parts = [torch.stack(counted).double()] if counted else []
         for heard in self.heard:
-            parts += [heard.good.double(), heard.losses.double(), heard.norms]
+            parts += [heard.finite.double(), heard.good.double(), heard.losses.double()]
         numbers = iter(torch.cat(parts).tolist() if parts else [])
         down = [
             (*o, int(next(numbers)) if isinstance(b, Tensor) else b) for o, b in zip(self.orders, sent, strict=True)
@@ -193,9 +198,9 @@ class Round:
         traffic = sum((self._down(*each) for each in down), Traffic())
         for heard, sizes in zip(self.heard, up, strict=True):
             rows = len(heard.seats)
-            good, losses, _norms = ([next(numbers) for _ in range(rows)] for _ in range(3))
-            for seat, size, fine, loss in zip(heard.seats, sizes, good, losses, strict=True):
-                traffic += self._settle(seat, size, bool(fine), loss, sums)
+            finite, good, losses = ([next(numbers) for _ in range(rows)] for _ in range(3))
+            for seat, taken, sends, fine, loss in zip(heard.seats, sizes, finite, good, losses, strict=True):
+                traffic += self._settle(seat, taken, bool(sends), bool(fine), loss, sums)
         return Outcome(sums, traffic, dict(sorted(self.failures.items())))
 
     def _down(self, client: Client, order: Order, mask_bytes: int) -> Traffic:
@@ -207,36 +212,44 @@ class Round:
         )  # fmt: skip
         return size_with(message, order.weights.mask.active, mask_bytes, self.books.values).traffic("order")
 
-    def _settle(self, seat: Any, mask_bytes: int, good: bool, loss: float, sums: Sums) -> Traffic:
+    def _settle(self, seat: Any, mask_bytes: int, sends: bool, good: bool, loss: float, sums: Sums) -> Traffic:
+        """Count a client in, or say why not; what its update took, which is also sent if it is not believed."""
         order: Order = seat.order
-        local, layout = order.local, self.books.layout
+        local = order.local
         steps = min(seat.batches * local.batch, seat.n) * local.epochs
         mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
-        if not good:
-            self.failed(seat.client.id, "its weights or its loss are not finite after training, or changed too much")
+        if not sends:
+            self.failed(seat.client.id, "its weights or its loss are not finite after training")
             return Traffic()
+        if not good:
+            factor = self.books.trust.factor
+            self.failed(seat.client.id, f"it moved its weights by more than {factor:g} times the median of its chunk")
+            return self._up(seat, mask_bytes, mean)
         sums.n += seat.n
         sums.clients += 1
         sums.counts = [a + b for a, b in zip(sums.counts, seat.counts, strict=True)]
         sums.loss += seat.n * mean
-        carries: Any = "all" if local.statistics else "weights"
-        message = Message(
-            "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": mean},
-            carries="statistics" if local.report == "statistics" else carries,
-            counts=seat.counts if local.report == "counts" else None,
-        )  # fmt: skip
         keeps = "mask" in local.keep and local.report == "weights"
+        taken = self._up(seat, mask_bytes, mean)
         self.books.ledger.accept(seat.client.id, order.tag, order.weights.mask, own=seat.mask if keeps else None)
         if keeps:
             self.books.own[seat.client.id] = (order.tag, order.weights.mask, seat.mask)
-        if local.report == "weights":
-            return size_with(message, sum(seat.counts), mask_bytes, self.books.values).traffic("update")
-        from ..wire import size
+        return taken
 
+    def _up(self, seat: Any, mask_bytes: int, loss: float) -> Traffic:
+        order: Order = seat.order
+        local, layout, values = order.local, self.books.layout, self.books.values
+        carries: Any = "all" if local.statistics else "weights"
+        message = Message(
+            "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
+            carries="statistics" if local.report == "statistics" else carries,
+            counts=seat.counts if local.report == "counts" else None,
+        )  # fmt: skip
+        if local.report == "weights":
+            return size_with(message, sum(seat.counts), mask_bytes, values).traffic("update")
         if local.report == "statistics":
-            tail = torch.zeros(layout.size - layout.trained_size)
-            message = Message(**{**message.__dict__, "values": tail})
-        return size(message, (), self.books.values).traffic("update")
+            message = replace(message, values=torch.zeros(layout.size - layout.trained_size))
+        return size(message, (), values).traffic("update")
 
 
 def _with_recipe(mask: Mask, sizes: Tensor) -> Tensor:

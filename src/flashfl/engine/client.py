@@ -50,7 +50,8 @@ class ClientSide:
         assert message.local is not None
         assert message.coding is not None
         order = Order(message.weights(), message.local, message.key, message.tag, extra)
-        update = self.trainer.train(order, client, data, ledger.own(message.start))
+        own = ledger.own(message.start) if "mask" in order.local.keep else None
+        update = self.trainer.train(order, client, data, own)
         form = self.values or message.coding.values
         encoded = encode(update_message(update, order, self.layout), ledger.bases(message), form)
         keeps = "mask" in order.local.keep and update.weights is not None

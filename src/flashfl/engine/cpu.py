@@ -52,6 +52,7 @@ class CPUEngine:
         self.pool: Pool | InProcess = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
+        self.memories.begin(self.server.ledger)
         with closing(Inbox(self.server, self.memories.store.folder)) as inbox:
             return self._round(s, orders, inbox)
 
@@ -111,6 +112,9 @@ class CPUEngine:
         else:
             raise result
 
+    def undo(self) -> None:
+        self.server.ledger = self.memories.undo()
+
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
         """Mean loss and metric over all judging samples."""
         self._board.copy_(weights.vector)
@@ -119,8 +123,12 @@ class CPUEngine:
             for which, data in enumerate(self.task.judges)
             for start in range(0, len(data), _EVAL_BATCH)
         ]
+        results = list(self.pool.run(jobs))
+        for i, result in enumerate(results):
+            if isinstance(result, Died):  # the machine may have had its reasons to end that process: once more
+                [results[i]] = self.pool.run([jobs[i]])
         loss = metric = 0.0
-        for result in self.pool.run(jobs):
+        for result in results:
             if isinstance(result, Exception):
                 raise FlashError(f"evaluation failed: {result}") if isinstance(result, Died) else result
             loss, metric = loss + result[0], metric + result[1]

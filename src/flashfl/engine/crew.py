@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -192,14 +193,25 @@ class WideCrew:
 
 def faster(crews: Sequence[Any], local: Local, seats: Sequence[Seat]) -> Any:
     """The crew that takes less time for an epoch of these clients; the stack holds garbage afterwards."""
-    times = []
+    times: dict[float, Any] = {}
     for crew in crews:
-        crew.prepare(local, seats)
-        for _ in range(2):
-            torch.cuda.synchronize(crew.device)
-            began = time.perf_counter()
-            crew.begin(local, seats)
-            crew.advance(local, seats, [0] * len(seats), [seat.batches for seat in seats])
-            torch.cuda.synchronize(crew.device)
-        times.append(time.perf_counter() - began)
-    return crews[times.index(min(times))]
+        try:
+            crew.prepare(local, seats)
+            for _ in range(2):
+                _settled(crew.device)
+                began = time.perf_counter()
+                crew.begin(local, seats)
+                crew.advance(local, seats, [0] * len(seats), [seat.batches for seat in seats])
+                _settled(crew.device)
+        except Exception as error:  # what cannot be mapped over (an `if` on a tensor, say) can still run in lanes
+            if crew is crews[-1] and not times:
+                raise
+            warnings.warn(f"{type(crew).__name__} cannot run this model ({str(error).splitlines()[0]})", RuntimeWarning)
+            continue
+        times[time.perf_counter() - began] = crew
+    return times[min(times)]
+
+
+def _settled(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

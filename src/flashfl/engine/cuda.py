@@ -25,7 +25,8 @@ from .cpu import drops
 from .crew import LaneCrew, Seat, WideCrew, faster
 from .judge import Judge
 from .lanes import Stack
-from .wide import can_be_wide, has_convolutions
+from .train import ClientFailed
+from .wide import can_be_wide, has_convolutions, is_mean_of_samples
 
 _SMALL = 4_000_000  # weights; above this a step is long enough that lanes are never bound by launches
 
@@ -50,11 +51,14 @@ class LaneEngine:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.device)  # kernels are launched on the current one
         self.precision = ("bf16" if cuda else "fp32") if precision == "auto" else precision
         if cuda:
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.precision != "fp32"
             torch.backends.cudnn.benchmark = not deterministic
             torch.backends.cudnn.deterministic = deterministic
+        self.deterministic = deterministic
         self.lanes_wanted, self.crew_wanted, self.compiled = lanes, crew, compiled
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
@@ -87,8 +91,10 @@ class LaneEngine:
             round_.sent(client, order)
             if self.dropout and drops(s, client.id, self.dropout):
                 round_.failed(client.id, "dropped out (simulated)")
-                continue
-            yield client, order
+            elif not self._batches(client, order.local):
+                round_.failed(client.id, "it has one sample, which BatchNorm1d cannot train on")
+            else:
+                yield client, order
 
     def _rows(self, s: State) -> int:
         """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
@@ -96,9 +102,11 @@ class LaneEngine:
             return len(self.stack.values)
         small = self.layout.size < _SMALL and can_be_wide(self.trainer.module)
         wanted = self.lanes_wanted or min(64 if small and self.crew_wanted != "lanes" else 16, s.plan.per_round)
-        if self.device.type == "cuda" and not self.lanes_wanted:
+        if self.device.type == "cuda" and not self.lanes_wanted and not self.deterministic:
             free = torch.cuda.mem_get_info(self.device)[0]
-            wanted = max(1, min(wanted, int(free * 0.5 / (40 * self.layout.size + (1 << 28)))))
+            sample = sum(x[0].nbytes for x in self.train_data[0].fetch(torch.zeros(1, dtype=torch.int64))[0])
+            each = 40 * self.layout.size + self.capacity * sample + (1 << 28)
+            wanted = max(1, min(wanted, int(free * 0.5 / each)))
         self.stack = Stack(self.layout, wanted, self.device, self.device.type == "cuda")
         return wanted
 
@@ -112,9 +120,10 @@ class LaneEngine:
         if self.precision == "bf16":
             half = torch.zeros(len(stack.values), stack.head, dtype=torch.bfloat16, device=self.device)
         shared = (self.task, stack, half, self.lr, self.train_data, self.capacity)
-        wide = can_be_wide(self.trainer.module) and self.crew_wanted != "lanes"
-        if self.crew_wanted == "wide" and not wide:
-            raise ConfigError("crew = 'wide': the model has BatchNorm or dropout layers, which need lanes")
+        why_not = self._why_not_wide() if self.crew_wanted != "lanes" else "lanes were asked for"
+        if self.crew_wanted == "wide" and why_not:
+            raise ConfigError(f"crew = 'wide': {why_not}, which needs lanes")
+        wide = not why_not and not (self.deterministic and self.crew_wanted == "auto")  # a clock is not deterministic
         crews: list[Any] = []
         if wide and (self.crew_wanted == "wide" or (self.device.type == "cuda" and self.layout.size < _SMALL)):
             crews.append(WideCrew(*shared))
@@ -124,6 +133,19 @@ class LaneEngine:
             crews.append(LaneCrew(*shared, self.fused, self.compiled))
         self.crew = crews[0] if len(crews) == 1 else faster(crews, local, seats)
         return self.crew
+
+    def _why_not_wide(self) -> str:
+        """What keeps clients from being trained in one computation; empty if nothing does."""
+        if not can_be_wide(self.trainer.module):
+            return "the model has BatchNorm or dropout layers"
+        if max(len(data) for data in self.train_data) > self.capacity:
+            return f"a client has more than {self.capacity} samples"
+        some = [data.fetch(torch.arange(min(4, len(data)), device=self.device)) for data in self.train_data[:8]]
+        inputs = [torch.cat(each) for each in zip(*(x for x, _ in some), strict=True)]
+        target = torch.cat([y for _, y in some])
+        if not is_mean_of_samples(self.task.loss, self.trainer.module, inputs, target):
+            return "the loss of a batch is not the mean of its samples' losses"
+        return ""
 
     def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
         seats = [self._seat(client, self._received_order(client, order)) for client, order in chunk]
@@ -142,7 +164,8 @@ class LaneEngine:
         if local.adapt is not None:
             bits = self.stack.logical(self.stack.masks[:rows])
             for row, seat in enumerate(seats):
-                seat.mask = Mask(self.layout, bits[row], seat.counts)
+                mine = bits[row].clone() if "mask" in local.keep else bits[row]  # a view would keep them all alive
+                seat.mask = Mask(self.layout, mine, seat.counts)
         if self.values != "fp32" and local.report == "weights":
             for row, seat in enumerate(seats):
                 key = value_key(seat.order.key, "update", seat.order.tag, seat.client.id)
@@ -165,17 +188,19 @@ class LaneEngine:
         return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
 
     def _seat(self, client: Client, order: Order) -> Seat:
-        local, n = order.local, len(self.train_data[client.id])
-        batches = -(-n // local.batch)
-        if n % local.batch == 1 and self.norm1d:
-            batches = max(1, batches - 1)
-        batches = min(batches, local.max_steps) if local.max_steps else batches
+        local, n, batches = order.local, len(self.train_data[client.id]), self._batches(client, order.local)
         mask = self.books.remembered(client.id, order)
         if mask is None and local.start is not None:
             recipe = local.start
             mask = random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
         mask = mask if mask is not None else order.weights.mask
         return Seat(client, order, mask, n, batches, mask.counts)
+
+    def _batches(self, client: Client, local: Local) -> int:
+        """Batches an epoch; a last one of a single sample is left out where BatchNorm1d could not take it."""
+        n = len(self.train_data[client.id])
+        batches = -(-n // local.batch) - (n % local.batch == 1 and self.norm1d)
+        return min(batches, local.max_steps) if local.max_steps else batches
 
     def _work(self, local: Local, seats: Sequence[Seat], crew: Any) -> None:
         """All clients' steps, with a stop wherever masks move."""
@@ -211,7 +236,11 @@ class LaneEngine:
     def _gather(self, group: Iterable[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
         """BatchNorm statistics of every client, one after another."""
         for client, order in group:
-            update = self.trainer.train(order, client.id, self.train_data[client.id])
+            try:
+                update = self.trainer.train(order, client.id, self.train_data[client.id])
+            except ClientFailed as error:
+                round_.failed(client.id, str(error))
+                continue
             seat = Seat(client, order, order.weights.mask, update.n, 1, order.weights.mask.counts)
             assert update.weights is not None
             loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
@@ -220,6 +249,9 @@ class LaneEngine:
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
         """Mean loss and metric over all judging samples."""
         return self.judge.evaluate(weights, statistics)
+
+    def undo(self) -> None:
+        self.books.undo()
 
     def mark(self) -> None:
         self.books.mark()

@@ -15,6 +15,7 @@ from .train import Trainer
 from .wide import captured
 
 _BATCH = 1000
+_MOST = 16  # graphs; with more (every client's own samples, say) they would cost more than they save
 
 
 class Judge:
@@ -38,8 +39,9 @@ class Judge:
             for which, data in enumerate(self.data)
             for start in range(0, len(data), _BATCH)
         ]
-        if self.capture:
-            for which, count in {(which, count) for which, _, count in batches}:
+        kinds = {(which, count) for which, _, count in batches}
+        if self.capture and len(kinds) <= _MOST:
+            for which, count in kinds:
                 if self.capture and (which, count, statistics) not in self.graphs:
                     self._capture(which, count, statistics)
             self._set(weights, statistics)  # trying out what is captured may have touched statistics

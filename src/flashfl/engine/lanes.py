@@ -205,8 +205,9 @@ class Lane:
         """Take samples into buffers whose addresses never change; images are kept with their channels last."""
         pieces = [x.permute(0, 2, 3, 1) if self._image(x) else x for x in inputs]
         if self.target is None or len(self.target) < capacity:
-            self.inputs = [x.new_empty((capacity, *x.shape[1:])) for x in pieces]
-            self.target = target.new_empty((capacity, *target.shape[1:]))
+            # Zeros: what is captured is tried out, perhaps on more samples than the first client has.
+            self.inputs = [x.new_zeros((capacity, *x.shape[1:])) for x in pieces]
+            self.target = target.new_zeros((capacity, *target.shape[1:]))
             self.graphs.clear()
             self._turned = [self._image(x) for x in inputs]
         for buffer, piece in zip(self.inputs, pieces, strict=True):

@@ -22,6 +22,7 @@ class Memories:
         self.store = store
         self.clients: dict[int, Memory] = {}
         self._marked: tuple[ServerLedger, dict[int, Memory]] | None = None
+        self._before: tuple[ServerLedger, dict[int, Memory]] | None = None
         self._pinned: set[str] = set()
         self._rounds = 0
 
@@ -39,6 +40,17 @@ class Memories:
         """
         self._marked = (ledger.snapshot(), dict(self.clients))
 
+    def begin(self, ledger: ServerLedger) -> None:
+        """A round begins that may have to be undone."""
+        self._before = (ledger.snapshot(), dict(self.clients))
+
+    def undo(self) -> ServerLedger:
+        """As if the last round had never been; the ledger to go on with."""
+        assert self._before is not None
+        ledger, clients = self._before
+        self.clients = dict(clients)
+        return ledger.snapshot()
+
     def held(self) -> set[str]:
         return _hashes(self.clients) | _hashes(self._marked[1] if self._marked else {})
 
@@ -49,11 +61,13 @@ class Memories:
         record, tensors = ledger.state()
         # One mask at a time: all of them together, at a byte a weight, may not fit.
         history = {name: self.store.put(Mask.unpack(self.store.layout, t.numpy())) for name, t in tensors.items()}
+        masks = sorted({*history.values(), *_hashes(clients)})
+        self.store.flush(masks)
         return {
             "clients": {str(c): m for c, m in clients.items()},
             "ledger": record,
             "history": history,
-            "masks": sorted({*history.values(), *_hashes(clients)}),
+            "masks": masks,
         }
 
     def restore(self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu") -> None:

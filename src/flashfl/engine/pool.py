@@ -121,7 +121,7 @@ class Pool:
             worker = owners[connection]  # type: ignore[index]
             try:
                 out.append((worker, connection.recv()))  # type: ignore[union-attr,call-arg]
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # it ended, perhaps in the middle of its answer
                 process = self._workers[worker][0]
                 process.join(1)
                 self._replace(worker)

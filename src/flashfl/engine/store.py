@@ -6,6 +6,7 @@ under the hash of their content, so a reader notices damage and a checkpoint nee
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import weakref
@@ -31,6 +32,7 @@ class MaskStore(Mapping[str, Mask]):
             folder = Path(temporary.name)
         self.folder = folder
         self._cache: OrderedDict[str, Mask] = OrderedDict()
+        self._safe: set[str] = set()  # what has certainly reached the disk
         self._room = max(2, cache_bytes // max(1, layout.prunable_size))
 
     def put(self, mask: Mask) -> str:
@@ -69,6 +71,13 @@ class MaskStore(Mapping[str, Mask]):
     def __contains__(self, digest: object) -> bool:
         return digest in self._cache or (isinstance(digest, str) and self._path(digest).exists())
 
+    def flush(self, digests: Iterable[str]) -> None:
+        """See to it that these masks survive a loss of power: a checkpoint is about to name them."""
+        for digest in set(digests) - self._safe:
+            with contextlib.suppress(FileNotFoundError), self._path(digest).open("rb") as file:
+                os.fsync(file.fileno())
+                self._safe.add(digest)
+
     def keep_only(self, digests: Iterable[str]) -> None:
         """Forget every mask that is not named."""
         wanted = set(digests)
@@ -76,6 +85,7 @@ class MaskStore(Mapping[str, Mask]):
             if digest not in wanted:
                 self._path(digest).unlink(missing_ok=True)
                 self._cache.pop(digest, None)
+                self._safe.discard(digest)
 
     def _path(self, digest: str) -> Path:
         return self.folder / f"{digest}.mask"

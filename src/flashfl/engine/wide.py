@@ -27,9 +27,29 @@ def can_be_wide(module: nn.Module) -> bool:
     return not any(isinstance(m, _BATCHED) for m in module.modules())
 
 
+@torch.no_grad()
+def is_mean_of_samples(loss: Any, module: nn.Module, inputs: Sequence[Tensor], target: Tensor) -> bool:
+    """Whether a batch's loss is the mean of its samples' (class weights or ignored labels make it something else)."""
+    output = module(*inputs)
+    try:
+        fine = output.flatten(1).isfinite().all(1)  # what is not finite to begin with says nothing of the loss
+        output, target = output[fine], target[fine]
+        if not len(target):
+            return True
+        single = torch.stack([loss(output[i : i + 1], target[i : i + 1]) for i in range(len(target))]).mean()
+        return bool(torch.isclose(single.float(), loss(output, target).float(), rtol=1e-3, atol=1e-6))
+    except (
+        AttributeError,
+        TypeError,
+        IndexError,
+        RuntimeError,
+    ):  # an output that is no tensor of samples, to begin with
+        return False
+
+
 def _products(module: nn.Module) -> list[nn.Conv2d]:
     """The convolutions in a model that `_as_product` can do."""
-    found = [m for m in module.modules() if isinstance(m, nn.Conv2d)]
+    found = [m for m in module.modules() if type(m) is nn.Conv2d]  # a subclass may compute something else
     return [m for m in found if (m.groups, m.dilation, m.padding_mode) == (1, (1, 1), "zeros") and m.padding != "same"]
 
 
@@ -157,7 +177,8 @@ class Wide:
         assert self.target is not None
         index = self.at[:, None] + torch.arange(batch, device=self.device)
         valid = (index < self.limit[:, None]).float()
-        flat = (self.base + index.clamp(max=self.capacity - 1)).flatten()
+        # Where a row has no more samples it sees its own last one again, with weight 0: another client's may be NaN.
+        flat = (self.base + torch.minimum(index, (self.limit[:, None] - 1).clamp(min=0))).flatten()
         inputs = tuple(x.flatten(0, 1).index_select(0, flat).unflatten(0, (self.rows, batch)) for x in self.inputs)
         target = self.target.flatten(0, 1).index_select(0, flat).unflatten(0, (self.rows, batch))
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half is not None, cache_enabled=False):
@@ -173,7 +194,7 @@ class Wide:
         grad = torch.zeros_like(trained)
         for layer in self.layout.of_kind("prunable", "dense"):
             self._rows(grad, layer).copy_(grads[layer.name])
-        self.grad.copy_(grad[:, :head])
+        self.grad.copy_(torch.where(busy, grad[:, :head], self.grad))
         if self.ema is not None and options.ema:
             self.ema.copy_(torch.where(busy, self.ema * 0.9 + grad[:, :head], self.ema))
         if options.weight_decay:

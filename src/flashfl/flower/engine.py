@@ -55,6 +55,7 @@ class FlowerEngine:
 
     def open(self) -> Round:
         """A round to be."""
+        self.memories.begin(self.server.ledger)
         nodes = {client.id: self.roster.node(client.id) for client in self.roster}
         return Round(self.server, nodes, self.options.timeout, self.options.trim)
 
@@ -71,6 +72,9 @@ class FlowerEngine:
         outcome = self.finish(this)
         seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
         return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
+
+    def undo(self) -> None:
+        self.server.ledger = self.memories.undo()
 
     def finish(self, this: Round) -> Outcome:
         """What a round came to; the next look at the roster is a fresh one."""

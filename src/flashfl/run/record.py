@@ -168,5 +168,8 @@ class _Tapped:
         self._recorder.worked(seen, outcome)
         return outcome
 
+    def undo(self) -> None:
+        self._engine.undo()
+
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
         return self._engine.evaluate(weights, statistics)

@@ -43,6 +43,7 @@ class Results:
     def __init__(self, folder: Path | None) -> None:
         self.path = folder / RESULTS if folder else None
         self.lines: list[dict[str, Any]] = []
+        self._behind = False  # the file lacks lines that could not be written
 
     def begin(self, header: Mapping[str, Any]) -> None:
         self.lines = []
@@ -68,10 +69,20 @@ class Results:
         self._rewrite()
 
     def append(self, line: Mapping[str, Any]) -> None:
+        """Write a line; where that fails (a full disk, say) warn, go on, and make up for it with the next one."""
         self.lines.append(dict(line))
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+        if self.path is None:
+            return
+        try:
+            if self._behind:
+                self._rewrite()
+            else:
+                with self.path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            self._behind = False
+        except OSError as error:
+            self._behind = True
+            warnings.warn(f"could not write results ({error}); tried again after the next round", RuntimeWarning)
 
     def _rewrite(self) -> None:
         if self.path is None:

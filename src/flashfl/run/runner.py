@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.errors import ConfigError, RunStopped
+from ..core.errors import ConfigError
 from ..core.loop import Record, run_rounds
 from ..core.method import Method
 from ..core.state import Client, Plan, State, Traffic, Weights
@@ -188,10 +188,11 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
         run.over_budget,
     )  # fmt: skip
     for state, record in () if run.over_budget(Traffic()) else rounds:
-        run.state, run.traffic = state, run.traffic + record.traffic
-        keeper.rounds += 1
+        traffic = run.traffic + record.traffic
+        line = recorder.complete(_line(record, traffic), state)
+        # From here on the round counts, in all its parts.
+        run.state, run.traffic, keeper.rounds = state, traffic, keeper.rounds + 1
         keeper.mark()
-        line = recorder.complete(_line(record, run.traffic), state)
         run.results.append(line)
         tracking.log(state.round, line)
         if watch is not None:
@@ -296,8 +297,11 @@ class _Keeper:
     def on_the_way_out(self) -> Iterator[None]:
         try:
             yield
-        except (KeyboardInterrupt, RunStopped):
-            self.keep()
+        except (Exception, KeyboardInterrupt):  # whatever ends the run, its finished rounds are kept
+            try:
+                self.keep()
+            except Exception as error:  # of a device that is lost, say: what ended the run is what must be told
+                warnings.warn(f"could not write a checkpoint ({error}); the last good one is kept", RuntimeWarning)
             raise
 
 
@@ -306,6 +310,7 @@ def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State:
         raise ConfigError("resume needs the folder of the run to continue")
     point = checkpoints.load(keeper.folder, plan, keeper.identity)
     keeper.engine.restore(point.engine)
+    keeper.engine.forget_masks(checkpoints.referenced(keeper.folder))  # from now on, too, what checkpoints name is kept
     keeper.rounds = point.progress["rounds"]
     run.results.resume(point.progress["rounds"])
     run.traffic = Traffic(**point.progress["traffic"])

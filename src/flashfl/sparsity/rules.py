@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import repeat
 from typing import Literal
 
@@ -42,15 +43,16 @@ class PruneRegrow:
         """Whether choosing what to grow needs the gradient of inactive weights."""
         return self.growth != "random"
 
-    def moments(self, epochs: int, batches: int) -> dict[int, float]:
+    def moments(self, epochs: int, batches: int) -> dict[int, Fraction]:
         """After which steps the mask moves, and at what rate.
 
         With several epochs: after each but the last, decaying linearly. With one: once, half-way through it, so that
         the second half trains what was regrown.
         """
+        rate = Fraction(str(self.rate))  # exact, so that no layer drops one weight too many
         if epochs == 1:
-            return {math.ceil(batches / 2): self.rate / 2}
-        return {e * batches: self.rate * (1 - e / epochs) for e in range(1, epochs)}
+            return {math.ceil(batches / 2): rate / 2}
+        return {e * batches: rate * (epochs - e) / epochs for e in range(1, epochs)}
 
     def move(
         self,
@@ -58,7 +60,7 @@ class PruneRegrow:
         vectors: Tensor,
         masks: Tensor,
         scores: Tensor | None,
-        rate: float,
+        rate: Fraction,
         keys: Sequence[int],
         counts: Sequence[Sequence[int]],
     ) -> list[tuple[int, ...]]:
