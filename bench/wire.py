@@ -8,6 +8,7 @@ Needs scipy, for the comparison only. Takes about a minute on one core.
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import sys
@@ -307,6 +308,7 @@ def savings() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     print(f"ResNet18: {K:,} prunable, {DENSE:,} dense, {STATISTICS:,} statistics")
     print(f"torch {torch.__version__}, numpy {np.__version__}, scipy {scipy.__version__}")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashfl.cli import _parser, _settings_apart
+from tests.conftest import make_task
+from tests.test_every_method import check_density, run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,6 +27,22 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 3
+
+
+def test_the_method_of_the_guide_keeps_what_all_methods_promise() -> None:
+    """As the page says, once it is registered."""
+    page = (ROOT / "docs" / "adding-a-method.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    space: dict[str, Any] = {"__name__": "guide"}
+    with pytest.MonkeyPatch.context() as patch:
+        module = types.ModuleType("guide")
+        patch.setitem(sys.modules, "guide", module)
+        exec(compile(code, "adding-a-method.md", "exec"), space)
+        method = space["PruneOnce"](density=0.3)
+        task = make_task("norm")
+        one, states = run(method, task)
+        check_density(method, states)
+        assert one.checksum == run(method, task, workers=2)[0].checksum
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

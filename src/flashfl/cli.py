@@ -290,11 +290,20 @@ def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _methods(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     import inspect
 
+    from .core.method import Method
     from .methods import METHODS
+    from .sparsity import PruneRegrow
 
     for name, cls in METHODS.items():
-        print(f"{name}\n" + "\n".join(f"  {line}" for line in (inspect.getdoc(cls) or "").splitlines()))
+        said = [cls.__doc__ or ""]
+        # What a method takes over from another is explained there, below the first paragraph.
+        parents = [base for base in cls.__mro__[1:] if issubclass(base, Method) and base is not Method]
+        said += [(base.__dict__.get("__doc__") or "").partition("\n\n")[2] for base in parents]
+        text = "\n\n".join(inspect.cleandoc(each).strip() for each in said if each.strip())
+        print(f"{name}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines()))
         _print_options(cls)
+    rule = (PruneRegrow.__doc__ or "").partition("\n\n")[2]
+    print("--adapt.NAME\n" + "\n".join(f"  {line}".rstrip() for line in inspect.cleandoc(rule).splitlines()))
     return 0
 
 

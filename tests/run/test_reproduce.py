@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flashfl.cli import main
+from flashfl.cli import _config, _parser, _settings_apart, main
 from flashfl.core.errors import ConfigError
 from flashfl.engine.train import Trainer
 from flashfl.run import cells as cells_module
@@ -181,3 +181,16 @@ def test_killed_in_the_middle_of_a_cell_nothing_finished_is_lost(tmp_path: Path)
     assert (tmp_path / "results" / f"{first.place(0)}.json").read_text() == done, "a finished cell is not run again"
     record = json.loads((tmp_path / "results" / f"{second.place(0)}.json").read_text())
     assert record["rounds"] == 40
+
+
+def test_commands_of_committed_results_give_their_settings() -> None:
+    found = sorted((Path(__file__).parents[2] / "results").rglob("*.json"))
+    assert found
+    for path in found:
+        record = json.loads(path.read_text())
+        parser, commands = _parser()
+        words, overrides = _settings_apart(record["command"].split()[1:], commands["run"])
+        config = _config(parser.parse_args(words), overrides).to_json()
+        for table, settings in record["config"].items():
+            told = {k: v for k, v in settings.items() if k not in ("device", "data_root", "workers")}
+            assert {k: config[table][k] for k in told} == told, path

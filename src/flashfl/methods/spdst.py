@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -61,4 +62,8 @@ class SPDST(Method):
     def begin(self, s: State, densities: Sequence[float]) -> State:
         """Stage 2: new weights under a mask whose layer densities follow what stage 1 learned."""
         budgets = pattern_budgets(s.layout, calibrate(s.layout, densities, self.density), self.nm)
+        if (found := sum(budgets) / s.layout.prunable_size) > 1.5 * self.density:
+            warnings.warn(
+                f"density {found:.3f}, not {self.density}: a pattern keeps at least 1 of {self.nm}", RuntimeWarning
+            )
         return s.enter(2, fresh(s, budgets, self.mask_init, self.nm))

@@ -48,7 +48,7 @@ class TrainConfig:
     max_bytes: int = 0  # end the run once this many bytes have travelled, up and down; 0: no limit
     values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights travel
     device: str = "auto"
-    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU computes in fp32
     lanes: int = 0  # clients side by side on a GPU; 0: as many as a round has and memory allows, up to 16
     crew: Literal["auto", "lanes", "wide"] = "auto"  # on a GPU: replicas side by side, or one wide computation
     compile: bool = False  # on a GPU: lanes run code torch.compile made, which takes a minute to make
