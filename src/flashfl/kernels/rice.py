@@ -110,7 +110,7 @@ def gap_sums(layout: Layout, bits: Tensor, base: Tensor | None, active: bool = T
     shape = (lists, rows, len(work))
     survey = torch.empty(4, *shape, dtype=torch.int32, device=device)
     with_base = base is not None
-    _survey[grid](bits, other, survey, *work.spans, *steps, first, with_base, BLOCK)
+    _survey[grid](bits, other, survey, *work.spans, *steps, first, with_base, BLOCK, num_warps=8)
     places, held, last, last_free = survey.long()
     layer = work.layer.long()
     room, counts = (torch.zeros(lists, rows, n, dtype=torch.int64, device=device) for _ in range(2))
@@ -127,6 +127,20 @@ def gap_sums(layout: Layout, bits: Tensor, base: Tensor | None, active: bool = T
     sums = torch.zeros(lists, rows, n, 32, dtype=torch.int64, device=device)
     depth = min(32, max(layout.sizes, default=0).bit_length() + 1)
     _add_up[grid](
-        bits, other, survey, offset, carry, flip, sums, *work.spans, *steps, n, first, with_base, depth, BLOCK
+        bits,
+        other,
+        survey,
+        offset,
+        carry,
+        flip,
+        sums,
+        *work.spans,
+        *steps,
+        n,
+        first,
+        with_base,
+        depth,
+        BLOCK,
+        num_warps=8,
     )
     return Gaps(counts, room, sums[..., :depth].movedim(-1, 0))

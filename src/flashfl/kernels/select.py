@@ -113,12 +113,14 @@ def radix_lowest(
     prefix = torch.zeros(rows, n, dtype=torch.int64, device=device)
     found = torch.zeros(8, rows, n, 16, dtype=torch.int32, device=device)
     for step in range(8):
-        _count[grid](keys, among, prefix, found[step], *work.spans, k, n, 28 - 4 * step, everyone, BLOCK)
+        _count[grid](keys, among, prefix, found[step], *work.spans, k, n, 28 - 4 * step, everyone, BLOCK, num_warps=8)
         _choose[(rows * n,)](found[step], left, prefix)
     threshold = prefix.masked_fill(wanted <= 0, -1)
     ties = torch.zeros(rows, len(work), dtype=torch.int32, device=device)
-    _mark[grid](keys, among, threshold, chosen, ties, *work.spans, k, n, everyone, not distinct, BLOCK)
+    _mark[grid](keys, among, threshold, chosen, ties, *work.spans, k, n, everyone, not distinct, BLOCK, num_warps=8)
     if not distinct:
         before = work.before(ties).to(torch.int32)
-        _settle[grid](keys, among, threshold, left, before, ties, chosen, *work.spans, k, n, everyone, BLOCK)
+        _settle[grid](
+            keys, among, threshold, left, before, ties, chosen, *work.spans, k, n, everyone, BLOCK, num_warps=8
+        )
     return chosen
