@@ -135,6 +135,7 @@ class FlashStrategy(Strategy):
                 del follow
         outcome = self._engine.finish(self._round)
         if outcome.sums.clients < min(self.train.min_replies, len(self._round.posts)):
+            self._engine.undo()
             self.state = self.state.again()
             return None, None
         self.state = self.method.aggregate(self.state, outcome.sums)
