@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing as mp
 import pickle
 import signal
@@ -19,6 +20,9 @@ from ..core.errors import ConfigError
 Job = Any
 Result = Any
 Make = Callable[[], Callable[[Job], Result]]  # run once in each process: gives the function that does jobs
+
+
+_IDLE = 0.2  # seconds without a job after which a worker makes itself small
 
 
 class Died(Exception):
@@ -157,6 +161,8 @@ def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence
     work = make()
     while True:
         try:
+            if not connection.poll(_IDLE):
+                _give_back()
             job = connection.recv()
         except (EOFError, OSError):
             return
@@ -171,6 +177,12 @@ def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence
         except (BrokenPipeError, OSError):
             return
         del job, result  # while we wait, nobody needs what may be a whole model each
+
+
+def _give_back() -> None:
+    """Hand memory that is free but still ours back to the system, where its C library can be asked to."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _portable(error: Exception) -> Exception:

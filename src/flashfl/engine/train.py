@@ -63,15 +63,17 @@ class Trainer:
         mask = remembered or self._starting_mask(order)
         start = order.weights.restrict(mask).vector
         self.load(start)
+        statistics = start[self.layout.trained_size :].clone()
+        del start  # as large as the model, and no longer needed
         seed = fold(order.key, "torch") >> 1
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             if local.report == "statistics":
                 loss = self._gather(local, data)
             else:
-                mask, loss = self._epochs(order, data, mask, start)
+                mask, loss = self._epochs(order, data, mask)
         if not local.statistics and local.report != "statistics":
-            self.vector[self.layout.trained_size :] = start[self.layout.trained_size :]
+            self.vector[self.layout.trained_size :] = statistics
         if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed("its weights or its loss are not finite after training")
         weights = None if local.report == "counts" else Weights(mask, self.vector.clone())
@@ -82,10 +84,10 @@ class Trainer:
             return random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
         return order.weights.mask
 
-    def _epochs(self, order: Order, data: Source, mask: Mask, start: Tensor) -> tuple[Mask, float]:
+    def _epochs(self, order: Order, data: Source, mask: Mask) -> tuple[Mask, float]:
         local, k = order.local, self.layout.prunable_size
         bits, counts = mask.bits.clone(), mask.counts
-        stepper = Stepper(self, local, bits, start)
+        stepper = Stepper(self, local, bits)
         batches = self.batches(len(data), local)
         moments = local.adapt.moments(local.epochs, batches) if local.adapt else {}
         self.module.train()
@@ -159,11 +161,11 @@ class Trainer:
 class Stepper:
     """Masked SGD with optional momentum, weight decay and a proximal term, on the trainer's flat vectors."""
 
-    def __init__(self, trainer: Trainer, local: Local, bits: Tensor, start: Tensor) -> None:
+    def __init__(self, trainer: Trainer, local: Local, bits: Tensor) -> None:
         self.trainer, self.local, self.bits = trainer, local, bits
         self.trained = trainer.vector[: trainer.layout.trained_size]
         self.k = trainer.layout.prunable_size
-        self.start = start[: len(self.trained)].clone() if local.prox else None
+        self.start = self.trained.clone() if local.prox else None
         self.velocity = torch.zeros_like(self.trained) if local.momentum else None
         growth = getattr(local.adapt, "growth", "random")
         self.dense = torch.zeros(self.k, device=bits.device) if growth != "random" else None
