@@ -7,7 +7,7 @@
 Every setting runs in a process of its own. What is compared is the peak memory of that process and its workers (PSS, so
 that pages they share count once) above its level before the first round. The promise is a ratio of at most 1.3.
 
-One round is looked at. In a second one NST would send everybody the union of all clients' masks, which is a denser model
+One round is looked at. In a second one NST would send everybody the union of all clients' masks, a model that is denser
 the more clients there were: 40 % of the weights after ten, all of them after a thousand.
 """
 
