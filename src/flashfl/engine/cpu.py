@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -57,19 +58,21 @@ class CPUEngine:
             return self._round(s, orders, inbox)
 
     def _round(self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox) -> Outcome:
-        waiting: dict[int, tuple[Client, Order]] = {}  # in the order of the jobs, which is that of the results
+        waiting: dict[int, tuple[Client, Order]] = {}  # by the number of the job
         new: dict[int, Memory] = {}
         lacking: dict[int, tuple[Client, Order]] = {}
-        for result in self.pool.run(self._jobs(s, orders, inbox, waiting)):
-            client, order = waiting.pop(next(iter(waiting)))
+        # In whatever order they come: updates are added in that of their clients, once all are there.
+        for number, result in self.pool.each(self._jobs(s, orders, inbox, waiting)):
+            client, order = waiting.pop(number)
             if isinstance(result, Reply) and result.lacks:
                 inbox.traffic += self._lack(result)
                 lacking[client.id] = (client, order)
             else:
                 self._take(inbox, client.id, result, new)
         # A pool does one thing at a time, so those that lack a mask are asked again when all others have answered.
-        for client_id, result in zip(lacking, self.pool.run(self._again(inbox, lacking.values())), strict=True):
-            self._take(inbox, client_id, result, new)
+        names = list(lacking)
+        for number, result in self.pool.each(self._again(inbox, lacking.values())):
+            self._take(inbox, names[number], result, new)
         sums = Sums(self.task.layout)
         for update in inbox.updates():
             add(sums, update)
@@ -80,6 +83,7 @@ class CPUEngine:
         self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox,
         waiting: dict[int, tuple[Client, Order]],
     ) -> Iterator[Any]:  # fmt: skip
+        numbers = itertools.count()
         for client, order in orders:
             message = self.server.message(client, order)
             encoded = self.server.encode(message)
@@ -87,7 +91,7 @@ class CPUEngine:
             if self.dropout and drops(s, client.id, self.dropout):
                 inbox.failed(client.id, "dropped out (simulated)")
                 continue
-            waiting[client.id] = (client, order)
+            waiting[next(numbers)] = (client, order)
             yield ("train", client.id, encoded.data, self.memories.clients.get(client.id, []))
 
     def _lack(self, reply: Reply) -> Traffic:

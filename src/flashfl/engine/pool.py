@@ -1,4 +1,4 @@
-"""Processes that carry out jobs; results come back in the order the jobs were given, whoever finishes first."""
+"""Processes that carry out jobs; results come back as they are ready, or in the order the jobs were given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pickle
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -44,6 +44,9 @@ class InProcess:
             finally:
                 torch.set_num_threads(before)
             yield result
+
+    def each(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Result]]:
+        yield from enumerate(self.run(jobs))
 
     def close(self) -> None:
         pass
@@ -82,13 +85,23 @@ class Pool:
         return process, ours
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Result]:
-        """Results in order. No more than a few are held back at a time, so memory does not grow with the jobs."""
+        """Results in the order of the jobs; those that come early are held back."""
+        early: dict[int, Result] = {}
+        due = 0
+        for number, result in self.each(jobs):
+            early[number] = result
+            while due in early:
+                yield early.pop(due)
+                due += 1
+
+    def each(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Result]]:
+        """Results as they come, with the number of their job. A job is asked for when somebody can do it, and only one
+        result is here at a time, so memory does not grow with the jobs."""
         source = enumerate(jobs)
-        idle, busy, done = list(range(len(self._workers))), dict[int, int](), dict[int, Result]()
-        given, due, more = 0, 0, True
+        idle, busy, more = list(range(len(self._workers))), dict[int, int](), True
         try:
             while True:
-                while more and idle and given - due < 2 * len(self._workers):
+                while more and idle:
                     try:
                         number, job = next(source)
                     except StopIteration:
@@ -97,16 +110,12 @@ class Pool:
                     worker = idle.pop()
                     self._send(worker, job)
                     busy[worker] = number
-                    given += 1
-                while due in done:
-                    yield done.pop(due)
-                    due += 1
-                if not busy and not more and due == given:
+                if not busy:
                     return
-                if busy and due not in done:
-                    for worker, result in self._collect(busy):
-                        done[busy.pop(worker)] = result
-                        idle.append(worker)
+                worker, result = self._receive(busy)
+                number = busy.pop(worker)
+                idle.append(worker)
+                yield number, result
         finally:
             for worker in busy:  # an abandoned job: its answer must not be taken for the next one's
                 self._replace(worker)
@@ -118,19 +127,18 @@ class Pool:
             self._replace(worker)
             self._workers[worker][1].send(job)
 
-    def _collect(self, busy: dict[int, int]) -> list[tuple[int, Result]]:
-        owners = {self._workers[w][1]: w for w in busy}
-        out = []
-        for connection in wait(list(owners)):
-            worker = owners[connection]  # type: ignore[index]
-            try:
-                out.append((worker, connection.recv()))  # type: ignore[union-attr,call-arg]
-            except (EOFError, OSError):  # it ended, perhaps in the middle of its answer
-                process = self._workers[worker][0]
-                process.join(1)
-                self._replace(worker)
-                out.append((worker, Died(f"its process ended with code {process.exitcode}")))
-        return out
+    def _receive(self, busy: Mapping[int, int]) -> tuple[int, Result]:
+        """The next answer of a worker, which is that it died if it did."""
+        owners = {self._workers[worker][1]: worker for worker in busy}
+        connection = wait(list(owners))[0]
+        worker = owners[connection]  # type: ignore[index]
+        try:
+            return worker, connection.recv()  # type: ignore[union-attr,call-arg]
+        except (EOFError, OSError):  # it ended, perhaps in the middle of its answer
+            process = self._workers[worker][0]
+            process.join(1)
+            self._replace(worker)
+            return worker, Died(f"its process ended with code {process.exitcode}")
 
     def _replace(self, worker: int) -> None:
         process, connection = self._workers[worker]
