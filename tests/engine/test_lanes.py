@@ -34,6 +34,13 @@ def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG,
         engine.close()
 
 
+def with_nan(task: fl.Task, client: int) -> fl.Task:
+    """One of the clients has nothing but NaN."""
+    data: Any = task.train[client]
+    task.train[client] = fl.data.examples.Arrays((torch.full_like(data.inputs[0], float("nan")),), data.target)
+    return task
+
+
 @devices
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS])
 def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], device: str) -> None:
@@ -140,10 +147,7 @@ def test_dropout_does_not_depend_on_the_number_of_lanes(device: str) -> None:
 
 @devices
 def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> None:
-    task = make_task("norm")
-    x, y = task.train[2].inputs[0].clone(), task.train[2].target  # type: ignore[attr-defined]
-    x[:] = float("nan")
-    task.train[2] = fl.data.examples.Arrays((x,), y)  # type: ignore[attr-defined]
+    task = with_nan(make_task("norm"), 2)
     config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1)
     done = run_lanes(small("spdst", warmup_clients=8), task, device, config, lanes=8)
     assert all("2" in line["failures"] for line in done.history)
@@ -292,10 +296,7 @@ def test_a_client_with_one_sample_is_left_out_where_batch_norm_cannot_take_it(de
 
 @devices
 def test_a_client_that_cannot_gather_statistics_does_not_end_the_run(device: str) -> None:
-    task = make_task("norm")
-    x, y = task.train[2].inputs[0].clone(), task.train[2].target  # type: ignore[attr-defined]
-    x[:] = float("nan")
-    task.train[2] = fl.data.examples.Arrays((x,), y)  # type: ignore[attr-defined]
+    task = with_nan(make_task("norm"), 2)
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True)
     assert torch.isfinite(run_lanes(small("pdst"), task, device, config).weights.vector).all()
 

@@ -6,13 +6,13 @@ A key is a plain integer; `fold` derives a new one from it and any names or numb
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from .kernel import kernel
 
 Device = torch.device | str
 _SHIFT16, _SHIFT13 = (1 << 16) - 1, (1 << 19) - 1  # what a logical shift of an int32 by 16 or 13 keeps
@@ -60,23 +60,14 @@ def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu"
     if torch.device(device).type == "cpu":
         return torch.stack([hashes(key, start, stop) for key in keys])
     words = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
-    if (kernel := _kernel()) is not None:
-        rows: Tensor = kernel(words, start, stop, torch.device(device))
+    if (fast := kernel("hash", "hash_rows")) is not None:
+        rows: Tensor = fast(words, start, stop, torch.device(device))
         return rows
     low, high = torch.tensor(words, dtype=torch.int32).to(device, non_blocking=True).T[:, :, None]
     x = torch.arange(start, stop, dtype=torch.int32, device=device) ^ low
     _mix(x)
     x += high
     return _mix(x)
-
-
-@functools.cache
-def _kernel() -> Any:
-    try:
-        from ..kernels.hash import hash_rows
-    except ImportError:  # a GPU without Triton
-        return None
-    return hash_rows
 
 
 def uniform(key: int, count: int, device: Device = "cpu") -> Tensor:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..core.errors import ConfigError
+from ..core.kernel import kernel
 from ..core.rng import fold
 from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Weights
 from ..data.examples import on_device
@@ -69,7 +69,6 @@ class LaneEngine:
         self.lr = torch.zeros((), device=self.device)
         self.judge = Judge(task, self.device, self.precision)
         self.trainer = self.judge.trainer
-        self.norm1d = any(isinstance(m, nn.BatchNorm1d) for m in self.trainer.module.modules())
         self.fused = _fused() if cuda else None
 
     # -- rounds ------------------------------------------------------------------------------------------------
@@ -91,8 +90,11 @@ class LaneEngine:
             round_.sent(client, order)
             if self.dropout and drops(s, client.id, self.dropout):
                 round_.failed(client.id, "dropped out (simulated)")
-            elif not self._batches(client, order.local):
-                round_.failed(client.id, "it has one sample, which BatchNorm1d cannot train on")
+                continue
+            try:
+                self.trainer.batches(len(self.train_data[client.id]), order.local)
+            except ClientFailed as error:
+                round_.failed(client.id, str(error))
             else:
                 yield client, order
 
@@ -188,19 +190,13 @@ class LaneEngine:
         return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
 
     def _seat(self, client: Client, order: Order) -> Seat:
-        local, n, batches = order.local, len(self.train_data[client.id]), self._batches(client, order.local)
+        local, n = order.local, len(self.train_data[client.id])
         mask = self.books.remembered(client.id, order)
         if mask is None and local.start is not None:
             recipe = local.start
             mask = random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
         mask = mask if mask is not None else order.weights.mask
-        return Seat(client, order, mask, n, batches, mask.counts)
-
-    def _batches(self, client: Client, local: Local) -> int:
-        """Batches an epoch; a last one of a single sample is left out where BatchNorm1d could not take it."""
-        n = len(self.train_data[client.id])
-        batches = -(-n // local.batch) - (n % local.batch == 1 and self.norm1d)
-        return min(batches, local.max_steps) if local.max_steps else batches
+        return Seat(client, order, mask, n, self.trainer.batches(n, local), mask.counts)
 
     def _work(self, local: Local, seats: Sequence[Seat], crew: Any) -> None:
         """All clients' steps, with a stop wherever masks move."""
@@ -270,9 +266,7 @@ class LaneEngine:
 
 
 def _fused() -> Any:
-    try:
-        from ..kernels.step import masked_step
-    except ImportError:
+    found = kernel("step", "masked_step")
+    if found is None:
         warnings.warn("Triton is not installed: training steps are not fused, which is slower", RuntimeWarning)
-        return None
-    return masked_step
+    return found

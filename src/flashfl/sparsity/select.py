@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.kernel import kernel
 from ..core.layout import Layout
 
 _LONG, _SAMPLE = 1 << 18, 1 << 16  # keys in a row that is worth sampling, and in a sample
-
-Radix = Callable[[Layout, Tensor, Sequence[Sequence[int]], Tensor | None, bool], Tensor]
 
 
 def magnitude(values: Tensor) -> Tensor:
@@ -61,8 +59,9 @@ def lowest_by_layer(
 
     distinct: no two candidates of a layer have equal keys, so there are no ties to settle.
     """
-    if keys.is_cuda and keys.dtype == torch.int32 and (radix := _radix()) is not None:
-        return radix(layout, keys, counts, candidates, distinct)
+    if keys.is_cuda and keys.dtype == torch.int32 and (radix := kernel("select", "radix_lowest")) is not None:
+        chosen: Tensor = radix(layout, keys, counts, candidates, distinct)
+        return chosen
     chosen = torch.zeros_like(keys, dtype=torch.bool)
     for i, layer in enumerate(layout.prunable):
         span = slice(layer.start, layer.stop)
@@ -71,15 +70,6 @@ def lowest_by_layer(
         count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=keys.device)
         chosen[:, span] = lowest(keys[:, span], count, among)
     return chosen
-
-
-@functools.cache
-def _radix() -> Radix | None:
-    try:
-        from ..kernels.select import radix_lowest
-    except ImportError:  # a GPU without Triton: sorting does it too
-        return None
-    return radix_lowest
 
 
 def _lowest_of_many(keys: Tensor, candidates: Tensor | None, count: int) -> Tensor:

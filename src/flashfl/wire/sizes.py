@@ -7,13 +7,13 @@ decided; with it, never.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..core.kernel import kernel
 from ..core.layout import Layout
 from .geometry import HASH, geometry
 
@@ -158,7 +158,7 @@ def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> Ma
 
 def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[RiceBits]:
     """The active of `bits`, then for each base the dropped and the grown."""
-    if bits.is_cuda and (gap_sums := _kernel()) is not None:
+    if bits.is_cuda and (gap_sums := kernel("rice", "gap_sums")) is not None:
         found = [gap_sums(layout, bits, base, active=i == 0) for i, base in enumerate(bases)]
         return [each for gaps in found or [gap_sums(layout, bits, None)] for each in _of_lists(gaps)]
     # Measured in one go, to start few kernels.
@@ -182,12 +182,3 @@ def _of_lists(gaps: Any) -> list[RiceBits]:
         _settle(sums, torch.minimum(counts, room - counts), counts)
         for counts, room, sums in zip(gaps.counts, gaps.room, gaps.sums.movedim(1, 0), strict=True)
     ]
-
-
-@functools.cache
-def _kernel() -> Any:
-    try:
-        from ..kernels.rice import gap_sums
-    except ImportError:  # a GPU without Triton
-        return None
-    return gap_sums
