@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_round import task_of
+from gpu_round import round_of, task_of
 
 from flashfl import aggregate
 from flashfl.engine import books, crew, cuda
 from flashfl.engine.lanes import Stack
 from flashfl.methods import jmwst
-from flashfl.run.config import plan_of
 from flashfl.sparsity import rules
 from flashfl.sparsity.rules import PruneRegrow
 
@@ -64,17 +63,11 @@ def main() -> None:
     args = parser.parse_args()
     task, config, method = task_of(args.case)
     engine = cuda.LaneEngine(task, "cuda")
-    plan = plan_of(config, task, task.clients, engine.device)
-    state = method.init(plan)
-
-    def one(state: Any) -> Any:
-        outcome = engine.train(state, ((c, method.order(state, c)) for c in task.clients))
-        return method.aggregate(state, outcome.sums)
-
+    one = round_of(engine, task, config, method)
     for _ in range(2):
-        state = one(state)
+        one()
     if args.waits:
-        waits(lambda: one(state))
+        waits(one)
         return
     parts = [
         (crew.LaneCrew, "advance", "advance (training steps)"), (crew.LaneCrew, "begin", "begin"),
@@ -91,7 +84,7 @@ def main() -> None:
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(args.rounds):
-        state = one(state)
+        one()
     torch.cuda.synchronize()
     total = (time.perf_counter() - began) / args.rounds
     print(f"case {args.case}: {1000 * total:.1f} ms a round (waiting around every part makes it slower)")

@@ -164,21 +164,27 @@ def timed(work: Callable[[], None], rounds: int) -> float:
     return (time.perf_counter() - began) / rounds
 
 
+def round_of(engine: LaneEngine, task: fl.Task, config: TrainConfig, method: fl.Method) -> Callable[[], None]:
+    """A function that carries out one more round of everybody, from the method's initial state on."""
+    plan = plan_of(config, task, task.clients, engine.device)
+    everyone = method.admit(task.clients, plan.key)
+    box = [method.init(plan)]
+
+    def one() -> None:
+        outcome = engine.train(box[0], ((c, method.order(box[0], c)) for c in everyone))
+        box[0] = method.aggregate(box[0], outcome.sums)
+
+    return one
+
+
 def measure(case: str, rounds: int, naive_rounds: int, **options: Any) -> dict[str, Any]:
     task, config, method = task_of(case)
     engine = LaneEngine(task, "cuda", **options)
-    plan = plan_of(config, task, task.clients, engine.device)
-    clients = method.admit(task.clients, plan.key)
-    box = [method.init(plan)]
-
-    def ours() -> None:
-        outcome = engine.train(box[0], ((c, method.order(box[0], c)) for c in clients))
-        box[0] = method.aggregate(box[0], outcome.sums)
-
+    ours = round_of(engine, task, config, method)
     for _ in range(2):
         ours()
     mine = timed(ours, rounds)
-    state = [method.init(plan)]
+    state = [method.init(plan_of(config, task, task.clients, engine.device))]
     naive_round.module = task.build().cuda()  # type: ignore[attr-defined]
 
     def theirs() -> None:

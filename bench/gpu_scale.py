@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_round import images, task_of, timed
+from gpu_round import images, round_of, task_of, timed
 
 import flashfl as fl
 from flashfl.data.examples import Subset
 from flashfl.engine.cuda import LaneEngine
-from flashfl.run.config import TrainConfig, plan_of
+from flashfl.run.config import TrainConfig
 
 LANES = {"a": 10, "b": 10, "c": 50}
 EACH = {"a": 64, "b": 64, "c": 20}
@@ -36,14 +36,7 @@ def measure(case: str, times: int, rounds: int) -> dict[str, Any]:
     task = fl.Task(like.build, shares, Subset(data, torch.arange(100)), name=f"{case}x{times}")
     engine = LaneEngine(task, "cuda", lanes=LANES[case])
     settings = TrainConfig(rounds=1000, per_round=clients, batch=config.batch)
-    plan = plan_of(settings, task, task.clients, engine.device)
-    everyone = method.admit(task.clients, plan.key)
-    box = [method.init(plan)]
-
-    def one() -> None:
-        outcome = engine.train(box[0], ((c, method.order(box[0], c)) for c in everyone))
-        box[0] = method.aggregate(box[0], outcome.sums)
-
+    one = round_of(engine, task, settings, method)
     one()
     torch.cuda.reset_peak_memory_stats()
     seconds = timed(one, rounds)
