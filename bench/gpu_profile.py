@@ -2,11 +2,13 @@
 
 python bench/gpu_profile.py [--case b]
 python bench/gpu_profile.py --waits      # instead: where a round waits for the device, and how often
+python bench/gpu_profile.py --counting   # instead: what it costs to count every message's bytes
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_round import round_of, task_of
+from gpu_round import round_of, task_of, timed
 
 from flashfl import aggregate
 from flashfl.engine import books, crew, cuda
@@ -23,6 +25,8 @@ from flashfl.engine.lanes import Stack
 from flashfl.methods import jmwst
 from flashfl.sparsity import rules
 from flashfl.sparsity.rules import PruneRegrow
+from flashfl.wire.message import Parts
+from flashfl.wire.sizes import MaskSizes
 
 SPENT: dict[str, float] = defaultdict(float)
 
@@ -55,11 +59,30 @@ def waits(work: Callable[[], Any]) -> None:
         print(f"  {count:4}  {place}")
 
 
+def counting(work: Callable[[], Any], rounds: int) -> None:
+    """Rounds with and without counting, in turn: sizes of masks on the device, of messages on the host."""
+    ways = {True: (books.mask_sizes, books.size_with), False: (_no_sizes, lambda *_: Parts())}
+    spent: dict[bool, list[float]] = {True: [], False: []}
+    for at in range(2 * rounds):
+        counts = at % 2 == 0
+        books.mask_sizes, books.size_with = ways[counts]  # type: ignore[assignment]
+        spent[counts].append(timed(work, 1))
+    counted, plain = statistics.median(spent[True]), statistics.median(spent[False])
+    print(f"{1000 * counted:.2f} ms a round, {1000 * plain:.2f} without counting: {100 * (counted / plain - 1):+.1f} %")
+
+
+def _no_sizes(layout: Any, bits: torch.Tensor, bases: Any = ()) -> MaskSizes:
+    rows = max(len(bits), *(len(base) for base in bases)) if bases else len(bits)
+    nothing = torch.zeros(rows, dtype=torch.int64, device=bits.device)
+    return MaskSizes(nothing, nothing)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", default="b")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--counting", action="store_true")
     args = parser.parse_args()
     task, config, method = task_of(args.case)
     engine = cuda.LaneEngine(task, "cuda")
@@ -68,6 +91,9 @@ def main() -> None:
         one()
     if args.waits:
         waits(one)
+        return
+    if args.counting:
+        counting(one, 5 * args.rounds)
         return
     parts = [
         (crew.LaneCrew, "advance", "advance (training steps)"), (crew.LaneCrew, "begin", "begin"),
