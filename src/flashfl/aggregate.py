@@ -11,6 +11,8 @@ from torch import Tensor
 from .core.errors import unknown
 from .core.state import Mask, Sums, Update
 
+_PART = 1 << 20  # weights that are looked at in double precision at a time
+
 
 def add(sums: Sums, update: Update) -> Sums:
     """Add one update, in place. Callers add in ascending client id, so that sums do not depend on timing."""
@@ -23,8 +25,10 @@ def add(sums: Sums, update: Update) -> Sums:
         if sums.weights is None or sums.holders is None:
             sums.weights = torch.zeros(sums.layout.size, dtype=torch.float64, device=vector.device)
             sums.holders = torch.zeros(sums.layout.prunable_size, dtype=torch.int64, device=vector.device)
-        sums.weights.add_(vector, alpha=update.n)
-        sums.holders.add_(bits, alpha=update.n)
+        for at in range(0, len(vector), _PART):  # torch makes a copy of what it adds in another precision
+            span = slice(at, at + _PART)
+            sums.weights[span].add_(vector[span], alpha=update.n)
+            sums.holders[span].add_(bits[span], alpha=update.n)
     for name, extra in update.extra.items():
         value = extra.value.double() * update.n
         sums.extra[name] = sums.extra[name] + value if name in sums.extra else value
@@ -33,15 +37,23 @@ def add(sums: Sums, update: Update) -> Sums:
 
 def fedavg(sums: Sums) -> Tensor:
     """sum(n w) / sum(n): a client that does not hold a weight counts as holding 0."""
-    return (_weights(sums) / sums.n).float()
+    return _divided(_weights(sums), sums.n)
 
 
 def wfa(sums: Sums) -> Tensor:
     """sum(n m w) / sum(n m): averaged over those who hold a weight, 0 where nobody does."""
     total, (holders, k) = _weights(sums), (sums.holders, sums.layout.prunable_size)
     assert holders is not None
-    head = total[:k] / holders.clamp(min=1)
-    return torch.cat([head, total[k:] / sums.n]).float()
+    return torch.cat([_divided(total[:k], holders), _divided(total[k:], sums.n)])
+
+
+def _divided(total: Tensor, by: Tensor | int) -> Tensor:
+    """total / max(1, by) in single precision, a part at a time: in double precision it would be twice a model."""
+    out = torch.empty(total.shape, device=total.device)
+    for at in range(0, len(total), _PART):
+        span = slice(at, at + _PART)
+        torch.div(total[span], by[span].clamp(min=1) if isinstance(by, Tensor) else by, out=out[span])
+    return out
 
 
 def _weights(sums: Sums) -> Tensor:

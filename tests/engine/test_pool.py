@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -50,6 +51,26 @@ def make() -> Callable[[Any], Any]:
         return value
 
     return work
+
+
+class Letter:
+    """Something whose bytes travel beside what is pickled."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = bytes(data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Letter, (pickle.PickleBuffer(self.data),)
+
+
+def test_large_buffers_travel_both_ways_beside_the_pickle() -> None:
+    letters = [Letter(bytes([i]) * size) for i, size in enumerate((0, 1, 100_000, 3 << 20))]
+    pool = Pool(make, 2, 1)
+    try:
+        found = list(pool.run([("echo", letter) for letter in letters]))
+    finally:
+        pool.close()
+    assert [letter.data for letter in found] == [letter.data for letter in letters]
 
 
 def test_a_worker_killed_while_it_sends_is_one_that_died() -> None:

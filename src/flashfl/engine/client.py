@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.errors import FlashError
 from ..core.layout import Layout
-from ..core.state import Extra, Local, Mask, Order, Tag, Update
+from ..core.state import Extra, Mask, Order, Tag, Update
 from ..data.examples import Source
 from ..wire import ClientLedger, Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
@@ -27,6 +28,10 @@ class Reply:
     data: bytes
     memory: Memory
     lacks: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes the bytes travel as they lie in memory."""
+        return Reply, (pickle.PickleBuffer(self.data), self.memory, self.lacks)
 
 
 class ClientSide:
@@ -47,14 +52,18 @@ class ClientSide:
             return self._lack(client, order_bytes, error)
         except WireError as error:
             raise ClientFailed(f"it cannot read its order ({type(error).__name__}: {error})") from None
-        assert message.local is not None
-        assert message.coding is not None
-        order = Order(message.weights(), message.local, message.key, message.tag, extra)
-        own = ledger.own(message.start) if "mask" in order.local.keep else None
-        update = self.trainer.train(order, client, data, own)
-        form = self.values or message.coding.values
-        encoded = encode(update_message(update, order, self.layout), ledger.bases(message), form)
-        keeps = "mask" in order.local.keep and update.weights is not None
+        local, coding = message.local, message.coding
+        assert local is not None
+        assert coding is not None
+        # Order bytes, values and weights may each be as large as the model: all are let go of before training.
+        orders = [Order(message.weights(), local, message.key, message.tag, extra)]
+        message = replace(message, values=None)
+        del order_bytes
+        own = ledger.own(message.start) if "mask" in local.keep else None
+        update = self.trainer.train(orders.pop(), client, data, own)
+        answer = update_message(update, message, self.layout)
+        encoded = encode(answer, ledger.bases(message), self.values or coding.values)
+        keeps = "mask" in local.keep and update.weights is not None
         ledger.finish(message, own=update.weights.mask if keeps and update.weights else None)
         return Reply(encoded.data, self._keep(ledger))
 
@@ -91,9 +100,10 @@ class ClientSide:
         return Reply(lack.data, [], lacks=True)
 
 
-def update_message(update: Update, order: Order, layout: Layout) -> Message:
-    """An update as it will travel."""
-    local: Local = order.local
+def update_message(update: Update, order: Order | Message, layout: Layout) -> Message:
+    """An update as it will travel, in answer to an order or to the message that was one."""
+    local = order.local
+    assert local is not None
     weights = update.weights
     mask: Mask | None = weights.mask if weights is not None else None
     values = weights.packed() if weights is not None else None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ class CPUEngine:
                 inbox.failed(client.id, "dropped out (simulated)")
                 continue
             waiting[next(numbers)] = (client, order)
-            yield ("train", client.id, encoded.data, self.memories.clients.get(client.id, []))
+            yield _Work(client.id, encoded.data, self.memories.clients.get(client.id, []))
 
     def _lack(self, reply: Reply) -> Traffic:
         """What it costs a client to say that it lacks a mask."""
@@ -105,7 +107,7 @@ class CPUEngine:
         for client, order in lacking:
             message, encoded = self.server.remind(client, order)
             inbox.sent(message, encoded)
-            yield ("train", client.id, encoded.data, [])
+            yield _Work(client.id, encoded.data, [])
 
     def _take(self, inbox: Inbox, client: int, result: Any, new: dict[int, Memory]) -> None:
         if isinstance(result, Reply):
@@ -123,7 +125,7 @@ class CPUEngine:
         """Mean loss and metric over all judging samples."""
         self._board.copy_(weights.vector)
         jobs = [
-            ("judge", which, start, min(start + _EVAL_BATCH, len(data)), statistics)
+            (which, start, min(start + _EVAL_BATCH, len(data)), statistics)
             for which, data in enumerate(self.task.judges)
             for start in range(0, len(data), _EVAL_BATCH)
         ]
@@ -156,6 +158,23 @@ class CPUEngine:
         self.pool.close()
 
 
+@dataclass
+class _Work:
+    """An order on its way to whoever plays the client."""
+
+    client: int
+    data: bytes
+    memory: Memory
+
+    def take(self) -> bytes:
+        """The order's bytes, for whoever asks first: nothing here keeps them from being freed."""
+        data, self.data = self.data, b""
+        return data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Work, (self.client, pickle.PickleBuffer(self.data), self.memory)
+
+
 class _Make:
     """What a worker does, made where it works."""
 
@@ -168,14 +187,12 @@ class _Make:
         full = Mask.full(self.task.layout)
 
         def work(job: Any) -> Any:
-            kind, *rest = job
-            if kind == "train":
-                client, data, memory = rest
+            if isinstance(job, _Work):
                 try:
-                    return side.work(client, self.task.train[client], data, memory)
+                    return side.work(job.client, self.task.train[job.client], job.take(), job.memory)
                 except ClientFailed as error:
                     return error
-            which, start, stop, statistics = rest
+            which, start, stop, statistics = job
             index = torch.arange(start, stop)
             return trainer.evaluate(Weights(full, self.board), self.task.judges[which], index, statistics)
 

@@ -122,10 +122,10 @@ class Pool:
 
     def _send(self, worker: int, job: Job) -> None:
         try:
-            self._workers[worker][1].send(job)
+            _post(self._workers[worker][1], job)
         except (BrokenPipeError, ConnectionResetError):
             self._replace(worker)
-            self._workers[worker][1].send(job)
+            _post(self._workers[worker][1], job)
 
     def _receive(self, busy: Mapping[int, int]) -> tuple[int, Result]:
         """The next answer of a worker, which is that it died if it did."""
@@ -133,7 +133,7 @@ class Pool:
         connection = wait(list(owners))[0]
         worker = owners[connection]  # type: ignore[index]
         try:
-            return worker, connection.recv()  # type: ignore[union-attr,call-arg]
+            return worker, _collect(connection)  # type: ignore[arg-type]
         except (EOFError, OSError):  # it ended, perhaps in the middle of its answer
             process = self._workers[worker][0]
             process.join(1)
@@ -150,7 +150,7 @@ class Pool:
     def close(self) -> None:
         for _, connection in self._workers:
             with contextlib.suppress(OSError):
-                connection.send(None)
+                _post(connection, None)
         for process, connection in self._workers:
             process.join(2)
             connection.close()
@@ -171,7 +171,7 @@ def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence
         try:
             if not connection.poll(_IDLE):
                 _give_back()
-            job = connection.recv()
+            job = _collect(connection)
         except (EOFError, OSError):
             return
         if job is None:
@@ -181,10 +181,24 @@ def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence
         except Exception as error:
             result = _portable(error)
         try:
-            connection.send(result)
+            _post(connection, result)
         except (BrokenPipeError, OSError):
             return
         del job, result  # while we wait, nobody needs what may be a whole model each
+
+
+def _post(connection: Connection, thing: Any) -> None:
+    """Send an object. Buffers it pickles as PickleBuffer go as they lie in memory, and are never copied for it."""
+    large: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(thing, protocol=5, buffer_callback=large.append)
+    connection.send_bytes(pickle.dumps((head, len(large))))
+    for buffer in large:
+        connection.send_bytes(buffer.raw())
+
+
+def _collect(connection: Connection) -> Any:
+    head, large = pickle.loads(connection.recv_bytes())
+    return pickle.loads(head, buffers=[connection.recv_bytes() for _ in range(large)])
 
 
 def _give_back() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 class Spool:
-    """Byte strings by name or number, in a temporary file that stays in memory up to 64 MB."""
+    """Byte strings by name or number, in a temporary file that stays in memory up to 16 MB."""
 
-    def __init__(self, memory: int = 64 << 20, folder: Path | None = None) -> None:
+    def __init__(self, memory: int = 16 << 20, folder: Path | None = None) -> None:
         """`folder`: where the file would be; where temporary files are kept in memory, that is no place for it."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

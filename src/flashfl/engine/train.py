@@ -58,25 +58,28 @@ class Trainer:
                 buffer.copy_(self._buffers[name])
 
     def train(self, order: Order, client: int, data: Source, remembered: Mask | None = None) -> Update:
-        """A client's whole work in one round: train, perhaps move the mask, report."""
-        local = order.local
+        """A client's whole work in one round: train, perhaps move the mask, report.
+
+        The update's weights lie in this replica: they are to be used before it trains again.
+        """
+        local, key = order.local, order.key
         mask = remembered or self._starting_mask(order)
         start = order.weights.restrict(mask).vector
         self.load(start)
         statistics = start[self.layout.trained_size :].clone()
-        del start  # as large as the model, and no longer needed
-        seed = fold(order.key, "torch") >> 1
+        del start, order  # as large as the model, and no longer needed
+        seed = fold(key, "torch") >> 1
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             if local.report == "statistics":
                 loss = self._gather(local, data)
             else:
-                mask, loss = self._epochs(order, data, mask)
+                mask, loss = self._epochs(local, key, data, mask)
         if not local.statistics and local.report != "statistics":
             self.vector[self.layout.trained_size :] = statistics
         if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed("its weights or its loss are not finite after training")
-        weights = None if local.report == "counts" else Weights(mask, self.vector.clone())
+        weights = None if local.report == "counts" else Weights(mask, self.vector)
         return Update(client, len(data), weights, mask.counts, {"loss": loss})
 
     def _starting_mask(self, order: Order) -> Mask:
@@ -84,17 +87,18 @@ class Trainer:
             return random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
         return order.weights.mask
 
-    def _epochs(self, order: Order, data: Source, mask: Mask) -> tuple[Mask, float]:
-        local, k = order.local, self.layout.prunable_size
+    def _epochs(self, local: Local, key: int, data: Source, mask: Mask) -> tuple[Mask, float]:
+        k = self.layout.prunable_size
         bits, counts = mask.bits.clone(), mask.counts
-        stepper = Stepper(self, local, bits)
+        full = sum(counts) == k  # then there is nothing to mask, and a mask's product is as large as the model
+        stepper = Stepper(self, local, None if full else bits)
         batches = self.batches(len(data), local)
         moments = local.adapt.moments(local.epochs, batches) if local.adapt else {}
         self.module.train()
         total, seen = torch.zeros((), device=self.device), 0
         for epoch in range(local.epochs):
-            order_of = permutation(fold(order.key, "shuffle", epoch), len(data))
-            augment = fold(order.key, "augment", epoch)
+            order_of = permutation(fold(key, "shuffle", epoch), len(data))
+            augment = fold(key, "augment", epoch)
             for b in range(batches):
                 index = order_of[b * local.batch : (b + 1) * local.batch]
                 inputs, target = data.fetch(index, augment, b * local.batch)
@@ -102,12 +106,13 @@ class Trainer:
                 seen += len(index)
                 rate = moments.get(epoch * batches + b + 1)
                 if rate is not None:
-                    key = fold(order.key, "adapt", epoch, b)
+                    keys = [fold(key, "adapt", epoch, b)]
                     [counts] = local.adapt.move(
-                        self.layout, self.vector[None], bits[None], stepper.scores(), rate, [key], [counts]
+                        self.layout, self.vector[None], bits[None], stepper.scores(), rate, keys, [counts]
                     )
                     stepper.moved()
-        self.vector[:k] *= bits
+        if not full:
+            self.vector[:k] *= bits
         if moments:
             mask = Mask(self.layout, bits, counts)
         return mask, float(total / max(1, seen))
@@ -161,14 +166,15 @@ class Trainer:
 class Stepper:
     """Masked SGD with optional momentum, weight decay and a proximal term, on the trainer's flat vectors."""
 
-    def __init__(self, trainer: Trainer, local: Local, bits: Tensor) -> None:
+    def __init__(self, trainer: Trainer, local: Local, bits: Tensor | None) -> None:
+        """`bits`: the weights that are trained, None: all."""
         self.trainer, self.local, self.bits = trainer, local, bits
         self.trained = trainer.vector[: trainer.layout.trained_size]
         self.k = trainer.layout.prunable_size
         self.start = self.trained.clone() if local.prox else None
         self.velocity = torch.zeros_like(self.trained) if local.momentum else None
         growth = getattr(local.adapt, "growth", "random")
-        self.dense = torch.zeros(self.k, device=bits.device) if growth != "random" else None
+        self.dense = torch.zeros(self.k, device=trainer.device) if growth != "random" else None
         self.decay = 0.9 if growth == "momentum" else 0.0
 
     @torch.enable_grad()
@@ -188,7 +194,8 @@ class Stepper:
             grad.add_(self.trained, alpha=self.local.weight_decay)
         if self.start is not None:
             grad.add_(self.trained - self.start, alpha=self.local.prox)
-        grad[: self.k] *= self.bits
+        if self.bits is not None:
+            grad[: self.k] *= self.bits
         if self.velocity is not None:
             grad = self.velocity.mul_(self.local.momentum).add_(grad)
         self.trained.add_(grad, alpha=-self.local.lr)
@@ -200,7 +207,7 @@ class Stepper:
 
     def moved(self) -> None:
         """The mask has moved: weights outside it have no velocity, and those new in it had none."""
-        if self.velocity is not None:
+        if self.velocity is not None and self.bits is not None:
             self.velocity[: self.k] *= self.bits
 
 

@@ -98,10 +98,14 @@ def _block(head: bytes, lists: rice.Lists) -> Piece:
 
 
 def _rice(mask: Mask, geo: Geometry) -> Choice:
-    positions = np.flatnonzero(host_bits(mask))
-    counts = split(positions, geo)
-    lists = rice.Lists.of(positions - np.repeat(geo.starts, counts), counts, geo.sizes)
-    return Choice("rice", None, _block(b"\3" + geo.write_counts(counts.tolist()), lists))
+    bits, counts = host_bits(mask), count_layers(mask)
+    coded = rice.coded_counts(np.array(counts, np.int64), geo.sizes)
+    ranks = []  # layer by layer: of a full mask nothing is coded, and nothing should be made
+    for start, size, count, n in zip(geo.starts.tolist(), geo.sizes.tolist(), counts, coded.tolist(), strict=True):
+        layer = bits[start : start + size]
+        ranks.append(np.flatnonzero(layer if count == n else ~layer))
+    lists = rice.Lists.coding(np.concatenate(ranks) if ranks else np.zeros(0, np.int64), coded)
+    return Choice("rice", None, _block(b"\3" + geo.write_counts(counts), lists))
 
 
 def _difference(mask: Mask, base: Mask, geo: Geometry) -> Choice:

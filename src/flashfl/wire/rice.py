@@ -85,6 +85,11 @@ class Lists:
         coded = coded_counts(counts, universe)
         if not np.array_equal(coded, counts):
             ranks = complement(ranks, counts, universe, coded != counts)
+        return Lists.coding(ranks, coded)
+
+    @staticmethod
+    def coding(ranks: Array, coded: Array) -> Lists:
+        """Lists of exactly these ranks, none of which holds more than half of its universe."""
         gaps = ranks.astype(np.int32)
         gaps[1:] -= gaps[:-1].copy()
         some = np.flatnonzero(coded)
