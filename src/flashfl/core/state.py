@@ -325,7 +325,10 @@ class Traffic:
     overhead: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
+        return Traffic(
+            self.down + other.down, self.up + other.up, self.values + other.values, self.mask + other.mask,
+            self.overhead + other.overhead,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ needs is read back once, when a round is closed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Layout
-from ..core.state import Client, Mask, Order, Outcome, State, Sums, Tag, Traffic
+from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Tag, Traffic
 from ..wire import Message, ServerLedger, mask_sizes, size, size_with
 from ..wire.geometry import HASH, geometry
+from ..wire.message import Parts
 from ..wire.trust import Trust
 from ..wire.values import Form
 from .memories import Memories
@@ -98,6 +99,7 @@ class Round:
     orders: list[tuple[Client, Order]] = field(default_factory=list)
     heard: list[_Heard] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
+    _sizes: dict[tuple[Any, ...], tuple[Local, Parts]] = field(default_factory=dict)
 
     def sent(self, client: Client, order: Order) -> None:
         self.orders.append((client, order))
@@ -190,12 +192,12 @@ class Round:
         parts = [torch.stack(counted).double()] if counted else []
         for heard in self.heard:
             parts += [heard.finite.double(), heard.good.double(), heard.losses.double()]
-        numbers = iter(torch.cat(parts).tolist() if parts else [])
-        down = [
-            (*o, int(next(numbers)) if isinstance(b, Tensor) else b) for o, b in zip(self.orders, sent, strict=True)
-        ]
+        on_device = torch.cat(parts) if parts else None
+        traffic = sum((self._down(*each) for each in self.orders), Traffic())  # the device is still at work
+        numbers = iter([] if on_device is None else on_device.tolist())
+        masks = sum(int(next(numbers)) if isinstance(b, Tensor) else b for b in sent)
+        traffic += Traffic(down=masks, mask=masks)
         up = [[int(next(numbers)) if isinstance(b, Tensor) else b for b in heard.bytes] for heard in self.heard]
-        traffic = sum((self._down(*each) for each in down), Traffic())
         for heard, sizes in zip(self.heard, up, strict=True):
             rows = len(heard.seats)
             finite, good, losses = ([next(numbers) for _ in range(rows)] for _ in range(3))
@@ -203,14 +205,28 @@ class Round:
                 traffic += self._settle(seat, taken, bool(sends), bool(fine), loss, sums)
         return Outcome(sums, traffic, dict(sorted(self.failures.items())))
 
-    def _down(self, client: Client, order: Order, mask_bytes: int) -> Traffic:
-        ledger, local = self.books.ledger, order.local
-        own = "0" * 16 if ledger.own(client.id) is not None else None
-        message = Message(
-            "order", self.books.layout, order.tag, client.id, key=order.key, start=ledger.start(client.id), own=own,
-            local=local, carries="all" if local.statistics else "weights", extra=order.extra,
-        )  # fmt: skip
-        return size_with(message, order.weights.mask.active, mask_bytes, self.books.values).traffic("order")
+    def _down(self, client: Client, order: Order) -> Traffic:
+        """What an order took, but for its mask."""
+        ledger, local, active = self.books.ledger, order.local, order.weights.mask.active
+        start, owns = ledger.start(client.id), ledger.own(client.id) is not None
+
+        def message() -> Message:
+            return Message(
+                "order", self.books.layout, order.tag, client.id, key=order.key, start=start, local=local,
+                own="0" * 16 if owns else None, carries="all" if local.statistics else "weights", extra=order.extra,
+            )  # fmt: skip
+
+        alike = None if order.extra else ("order", start is None, owns, active)
+        return self._sized(alike, local, message, active).traffic("order")
+
+    def _sized(self, alike: tuple[Any, ...] | None, local: Local, message: Callable[[], Message], active: int) -> Parts:
+        """A message's size but for its mask: worked out once for all clients whose messages are `alike`."""
+        known = self._sizes.get(alike) if alike is not None else None
+        if known is None or known[0] != local:
+            known = (local, size_with(message(), active, 0, self.books.values))
+            if alike is not None:
+                self._sizes[alike] = known
+        return known[1]
 
     def _settle(self, seat: Any, mask_bytes: int, sends: bool, good: bool, loss: float, sums: Sums) -> Traffic:
         """Count a client in, or say why not; what its update took, which is also sent if it is not believed."""
@@ -238,18 +254,23 @@ class Round:
 
     def _up(self, seat: Any, mask_bytes: int, loss: float) -> Traffic:
         order: Order = seat.order
-        local, layout, values = order.local, self.books.layout, self.books.values
+        local, layout, values, active = order.local, self.books.layout, self.books.values, sum(seat.counts)
         carries: Any = "all" if local.statistics else "weights"
-        message = Message(
-            "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
-            carries="statistics" if local.report == "statistics" else carries,
-            counts=seat.counts if local.report == "counts" else None,
-        )  # fmt: skip
+
+        def message() -> Message:
+            return Message(
+                "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
+                carries="statistics" if local.report == "statistics" else carries,
+                counts=seat.counts if local.report == "counts" else None,
+            )  # fmt: skip
+
         if local.report == "weights":
-            return size_with(message, sum(seat.counts), mask_bytes, values).traffic("update")
+            plain = self._sized(("update", active), local, message, active)
+            return replace(plain, mask=mask_bytes).traffic("update")
+        whole = message()
         if local.report == "statistics":
-            message = replace(message, values=torch.zeros(layout.size - layout.trained_size))
-        return size(message, (), values).traffic("update")
+            whole = replace(whole, values=torch.zeros(layout.size - layout.trained_size))
+        return size(whole, (), values).traffic("update")
 
 
 def _with_recipe(mask: Mask, sizes: Tensor) -> Tensor:

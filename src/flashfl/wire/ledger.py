@@ -8,6 +8,8 @@ it held before as well, so an update that gets lost leaves both sides agreeing.
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,8 @@ class ServerLedger:
         self.layout, self.masks, self.bytes = layout, masks, bytes
         self._clients: dict[int, _Entry] = {}
         self._history: dict[int, _Kept] = {}  # oldest acknowledgement first
+        self._uses: dict[int, int] = {}  # how many clients hold each mask
+        self._latest = -1  # the mask of an order that was acknowledged last
         self._next = 0
 
     def start(self, client: int) -> Tag | None:
@@ -102,18 +106,16 @@ class ServerLedger:
         """Record an accepted update: `order` was its order's mask, `own` the mask the client keeps, if any."""
         number = self._acknowledge(order)
         mine = None if own is None else self._add(_Kept(own, True))
-        self._clients[client] = _Entry(tag, number, mine)
-        self._tidy()
+        self._set(client, _Entry(tag, number, mine))
 
     def forget(self, client: int) -> None:
         """The client holds nothing (it said so, or it is new): it will be sent full masks and start afresh."""
-        self._clients.pop(client, None)
-        self._tidy()
+        self._set(client, None)
 
     def snapshot(self) -> ServerLedger:
         """This ledger as it is now, whatever is recorded in it later; the masks themselves are shared."""
         other = copy.copy(self)
-        other._clients, other._history = dict(self._clients), dict(self._history)
+        other._clients, other._history, other._uses = dict(self._clients), dict(self._history), dict(self._uses)
         return other
 
     def state(self) -> Saved:
@@ -130,7 +132,7 @@ class ServerLedger:
     def restore(self, saved: Saved, device: torch.device | str = "cpu") -> None:
         """Take over what `state` gave: every later choice is the one the undisturbed ledger would make."""
         record, tensors = saved
-        self._clients, self._history, self._next = {}, {}, 0
+        self._clients, self._history, self._uses, self._latest, self._next = {}, {}, {}, -1, 0
         try:
             for index, own in enumerate(record["own"]):
                 found = Mask.unpack(self.layout, tensors[f"mask.{index}"].numpy())
@@ -139,7 +141,7 @@ class ServerLedger:
             lost = self._next  # a number that is in no history: a mask that had been dropped
             for client, (stage, round, attempt), order, own in record["clients"]:
                 number = lost if order is None else order
-                self._clients[client] = _Entry((stage, round, attempt), number, own)
+                self._set(client, _Entry((stage, round, attempt), number, own))
             self._next += 1
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"the ledger of masks in the checkpoint is damaged: {error!r}") from None
@@ -155,27 +157,39 @@ class ServerLedger:
 
     def _acknowledge(self, order: Mask) -> int:
         """The number of the order's mask, now the one acknowledged last; equal masks of orders are one."""
-        shared = [(number, kept.mask()) for number, kept in reversed(self._history.items()) if not kept.own]
-        # The very same object is the common case, and on a device the only one that costs no wait.
-        for test in (_is, same):
-            for number, mask in shared:
-                if test(mask, order):
-                    self._history[number] = self._history.pop(number)
-                    return number
-        return self._add(_Kept(order, False))
+        number = self._find(order)
+        if number is None:
+            number = self._add(_Kept(order, False))
+        else:
+            self._history[number] = self._history.pop(number)
+        self._latest = number
+        return number
 
-    def _tidy(self) -> None:
-        used = {n for entry in self._clients.values() for n in (entry.order, entry.own)}
-        for number in [number for number in self._history if number not in used]:
-            del self._history[number]
+    def _find(self, order: Mask) -> int | None:
+        # The very same object is the common case, most often the one before, and on a device the only one that costs
+        # no wait.
+        if self._mask(self._latest) is order:
+            return self._latest
+        shared = [(number, kept.mask()) for number, kept in reversed(self._history.items()) if not kept.own]
+        tests: tuple[Callable[[Mask, Mask], bool], ...] = (operator.is_, same)
+        return next((number for test in tests for number, mask in shared if test(mask, order)), None)
+
+    def _set(self, client: int, new: _Entry | None) -> None:
+        """What a client holds from now on; masks that nobody holds any more go, and the oldest beyond the bounds."""
+        old = self._clients.pop(client, None)
+        if new is not None:
+            self._clients[client] = new
+        for entry, step in ((new, 1), (old, -1)):  # what stays is counted before it is let go of
+            for number in () if entry is None else (entry.order, entry.own):
+                if number is not None:
+                    self._uses[number] = self._uses.get(number, 0) + step
+                    if not self._uses[number]:
+                        del self._uses[number]
+                        self._history.pop(number, None)
         each = (self.layout.prunable_size + 7) // 8
         most = max(1, min(self.masks, self.bytes // max(1, each)))
-        for number in list(self._history)[: max(0, len(self._history) - most)]:
-            del self._history[number]
-
-
-def _is(a: Mask, b: Mask) -> bool:
-    return a is b
+        while len(self._history) > most:
+            del self._history[next(iter(self._history))]
 
 
 @dataclass(frozen=True)
