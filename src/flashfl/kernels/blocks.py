@@ -35,10 +35,10 @@ class Blocks(NamedTuple):
 
 
 @functools.cache
-def blocks(layout: Layout, device: torch.device) -> Blocks:
+def blocks(layout: Layout, device: torch.device, size: int = BLOCK) -> Blocks:
     rows: list[tuple[int, int, int, int]] = []
     for i, layer in enumerate(layout.prunable):
         first = len(rows)
-        rows += [(i, at, layer.stop, first) for at in range(layer.start, layer.stop, BLOCK)]
+        rows += [(i, at, layer.stop, first) for at in range(layer.start, layer.stop, size)]
     table = torch.tensor(rows, dtype=torch.int32).view(-1, 4).T.contiguous().to(device)
     return Blocks(table[0], table[1], table[2], table[3].long())
