@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashfl.core import rng
 from flashfl.core.layout import Layout
+from flashfl.engine import books
 from flashfl.sparsity.select import lowest_by_layer, magnitude
 from flashfl.wire import sizes
 
@@ -21,6 +22,7 @@ elif torch.cuda.is_available():
 else:
     pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from flashfl.kernels.collect import add, judge
 from flashfl.kernels.hash import hash_rows
 from flashfl.kernels.rice import gap_sums
 from flashfl.kernels.select import radix_lowest
@@ -86,6 +88,29 @@ def test_sizes_of_lists(density: float, moved: float) -> None:
         for plain, kernel in zip(expected, got, strict=True):
             for one, other in zip(plain, kernel, strict=True):
                 assert torch.equal(one, other[: len(one)].cpu())
+
+
+@pytest.mark.parametrize("first", [0, 3000])
+@pytest.mark.parametrize("shared", [True, False])
+def test_updates_are_judged_and_added(shared: bool, first: int) -> None:
+    rows, size, trained, k = 4, 5000, 4500, 2500
+    values = torch.stack([rng.uniform(row, size) - 0.5 for row in range(rows)])
+    before = torch.stack([rng.uniform(10 + row, size) for row in range(1 if shared else rows)])
+    bits = torch.stack([rng.uniform(20 + row, k) < 0.3 for row in range(1 if shared else rows)])
+    values[1, 4999], values[2, 0] = float("nan"), -float("inf")
+    theirs = [t.to(DEVICE) for t in (values, before, bits)]
+    norms, finite = judge(*theirs, trained)
+    plain, good = books._judge(values, before, bits, trained)
+    assert finite.tolist() == good.tolist() == [True, False, False, True]
+    torch.testing.assert_close(norms.cpu()[good], plain[good], rtol=1e-6, atol=0)
+
+    share = torch.tensor([3, 0, 0, 2**40])
+    sums = [torch.ones(size, dtype=torch.float64), torch.ones(k, dtype=torch.int64)]
+    mine = [t.clone().to(DEVICE) for t in sums]
+    add(theirs[0], theirs[2], share.to(DEVICE), *mine, first)
+    books._add(values, bits, share, *sums, first)
+    torch.testing.assert_close(mine[0].cpu(), sums[0], rtol=1e-12, atol=0)
+    assert torch.equal(mine[1].cpu(), sums[1])
 
 
 @pytest.mark.parametrize("half", [True, False])

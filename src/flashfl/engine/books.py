@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.kernel import kernel
 from ..core.layout import Layout
 from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Tag, Traffic
 from ..wire import Message, ServerLedger, mask_sizes, size, size_with
@@ -109,17 +110,15 @@ class Round:
 
     def received(self, seats: list[Any], values: Tensor, losses: Tensor, sums: Sums) -> None:
         """Add a stack of updates to the sums, without those that are not finite or change too much, and no waiting."""
-        layout, k = self.books.layout, self.books.layout.prunable_size
-        bits = torch.stack([seat.mask.bits for seat in seats])
-        before = torch.stack([seat.order.weights.vector for seat in seats])
-        change = values[:, : layout.trained_size] - before[:, : layout.trained_size]
-        change[:, :k] *= bits
-        norms = torch.linalg.vector_norm(change, dim=1, dtype=torch.float64)
-        finite = values.isfinite().all(1) & losses.isfinite()
-        reports = seats[0].order.local.report
+        layout, reports = self.books.layout, seats[0].order.local.report
+        bits = stacked([seat.mask.bits for seat in seats])
+        before = stacked([seat.order.weights.vector for seat in seats])
+        judge = kernel("collect", "judge") if values.is_cuda else None
+        norms, finite = (judge or _judge)(values, before, bits, layout.trained_size)
+        finite = finite & losses.isfinite()
         good = finite & self._believed(norms, finite) if reports == "weights" else finite
         if reports != "counts":
-            self._add(seats, torch.where(good[:, None], values, 0.0), bits & good[:, None], sums)
+            self._add(seats, values, bits, good, sums)
         self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), finite, good, losses))
         if "mask" not in seats[0].order.local.keep:
             for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
@@ -136,26 +135,22 @@ class Round:
         median = ordered.index_select(0, middle).mean()  # indexing by a number on the device would wait for it
         return ~((norms > trust.factor * median) & (median > 0))
 
-    def _add(self, seats: Sequence[Any], values: Tensor, bits: Tensor, sums: Sums) -> None:
+    def _add(self, seats: Sequence[Any], values: Tensor, bits: Tensor, good: Tensor, sums: Sums) -> None:
         layout = self.books.layout
         if sums.weights is None or sums.holders is None:
             sums.weights = torch.zeros(layout.size, dtype=torch.float64, device=values.device)
             sums.holders = torch.zeros(layout.prunable_size, dtype=torch.int64, device=values.device)
-        if seats[0].order.local.report == "statistics":
-            values[:, : layout.trained_size] = 0
-        n = torch.tensor([seat.n for seat in seats]).to(values.device, non_blocking=True)
-        for at in range(0, layout.size, _COLUMNS):
-            span = slice(at, at + _COLUMNS)
-            sums.weights[span] += n.double() @ values[:, span].double()
-            sums.holders[span] += (bits[:, span] * n[:, None]).sum(0)
+        first = layout.trained_size if seats[0].order.local.report == "statistics" else 0
+        share = torch.tensor([seat.n for seat in seats]).to(values.device, non_blocking=True) * good
+        add = kernel("collect", "add") if values.is_cuda else None
+        (add or _add)(values, bits, share, sums.weights, sums.holders, first)
 
     def _mask_bytes(self, seats: Sequence[Any], bits: Tensor) -> list[int | Tensor]:
         """What each update's mask takes: a hash where it is the order's, else counted against what both sides hold."""
         if all(seat.mask is seat.order.weights.mask for seat in seats):
             return [_KNOWN] * len(seats)
-        orders = [seat.order.weights.mask for seat in seats]
-        shared = all(mask is orders[0] for mask in orders)
-        bases = [orders[0].bits[None] if shared else torch.stack([mask.bits for mask in orders])]
+        bits = bits.expand(len(seats), -1)
+        bases = [stacked([seat.order.weights.mask.bits for seat in seats])]
         own = [self.books.ledger.own(seat.client.id) for seat in seats]
         known = [i for i, mask in enumerate(own) if mask is not None]
         found = mask_sizes(self.books.layout, bits, bases).bytes
@@ -271,6 +266,28 @@ class Round:
         if local.report == "statistics":
             whole = replace(whole, values=torch.zeros(layout.size - layout.trained_size))
         return size(whole, (), values).traffic("update")
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of a matrix; a matrix of one row where all are the same tensor."""
+    return rows[0][None] if all(row is rows[0] for row in rows) else torch.stack(list(rows))
+
+
+def _judge(values: Tensor, before: Tensor, bits: Tensor, trained: int) -> tuple[Tensor, Tensor]:
+    """See `kernels.collect.judge`."""
+    change = values[:, :trained] - before[:, :trained]
+    change[:, : bits.shape[1]] *= bits
+    return torch.linalg.vector_norm(change, dim=1, dtype=torch.float64), values.isfinite().all(1)
+
+
+def _add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: Tensor, first: int) -> None:
+    """See `kernels.collect.add`."""
+    good = (share > 0)[:, None]
+    for at in range(0, len(weights), _COLUMNS):
+        span = slice(at, at + _COLUMNS)
+        holders[span] += (bits[:, span] * share[:, None]).sum(0)
+        span = slice(max(at, first), max(at + _COLUMNS, first))
+        weights[span] += share.double() @ torch.where(good, values[:, span], 0.0).double()
 
 
 def _with_recipe(mask: Mask, sizes: Tensor) -> Tensor:

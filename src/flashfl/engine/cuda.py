@@ -20,7 +20,7 @@ from ..data.task import Task
 from ..sparsity import random_mask
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
-from .books import Books, chunks
+from .books import Books, chunks, stacked
 from .cpu import drops
 from .crew import LaneCrew, Seat, WideCrew, faster
 from .judge import Judge
@@ -154,10 +154,12 @@ class LaneEngine:
         assert self.stack is not None
         crew, rows = self._crew(local, seats), len(seats)
         crew.prepare(local, seats)
-        starts = torch.stack([seat.order.weights.vector for seat in seats])
-        masks = torch.stack([seat.mask.bits for seat in seats])
-        starts[:, : self.layout.prunable_size] *= masks
-        self.stack.load(starts, masks)
+        starts = stacked([seat.order.weights.vector for seat in seats])
+        masks = stacked([seat.mask.bits for seat in seats])
+        if any(seat.mask is not seat.order.weights.mask for seat in seats):  # else they are zero outside it already
+            starts = starts.repeat(rows, 1) if len(starts) < rows else starts
+            starts[:, : self.layout.prunable_size] *= masks
+        self.stack.load(starts, masks, rows)
         crew.begin(local, seats)
         self._work(local, seats, crew)
         values = self.stack.read(rows)
@@ -222,7 +224,7 @@ class LaneEngine:
             epoch, b = divmod(step - 1, seat.batches)
             keys.append(fold(seat.order.key, "adapt", epoch, b))
         counts = local.adapt.move(self.layout, values, masks, scores, rate, keys, [seat.counts for seat in seats])
-        self.stack.load(values, masks)
+        self.stack.load(values, masks, rows)
         crew.moved(rows)
         for seat, new in zip(seats, counts, strict=True):
             seat.counts = new

@@ -82,14 +82,17 @@ class Stack:
                 out.append(flat.new_zeros(pad))
         return out
 
-    def load(self, values: Tensor, masks: Tensor) -> None:
-        """Take rows in logical order."""
-        self._fill(self.values[: len(values)], values)
-        self._fill(self.masks[: len(masks)], masks)
+    def load(self, values: Tensor, masks: Tensor, rows: int) -> None:
+        """Take rows in logical order: as many as are asked for, or one for all of them."""
+        self._fill(self.values[:rows], values)
+        self._fill(self.masks[:rows], masks)
 
     def _fill(self, rows: Tensor, logical: Tensor) -> None:
         width = rows.shape[1]
-        torch.index_select(logical, 1, self._logical[:width], out=rows)
+        if len(logical) == len(rows):
+            torch.index_select(logical, 1, self._logical[:width], out=rows)
+        else:
+            rows.copy_(logical.index_select(1, self._logical[:width]))
         rows.index_fill_(1, self._padding[width], 0)
 
     def read(self, rows: int) -> Tensor:
