@@ -185,6 +185,7 @@ def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence
         except (BrokenPipeError, OSError):
             return
         del job, result  # while we wait, nobody needs what may be a whole model each
+        _give_back()
 
 
 def _post(connection: Connection, thing: Any) -> None:

@@ -17,6 +17,7 @@ from ..data.task import Task
 from ..sparsity import random_mask
 from ..wire.trust import all_finite
 
+_PART = 1 << 20
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
 
@@ -112,7 +113,7 @@ class Trainer:
                     )
                     stepper.moved()
         if not full:
-            self.vector[:k] *= bits
+            _mask(self.vector[:k], bits)
         if moments:
             mask = Mask(self.layout, bits, counts)
         return mask, float(total / max(1, seen))
@@ -195,7 +196,7 @@ class Stepper:
         if self.start is not None:
             grad.add_(self.trained - self.start, alpha=self.local.prox)
         if self.bits is not None:
-            grad[: self.k] *= self.bits
+            _mask(grad[: self.k], self.bits)
         if self.velocity is not None:
             grad = self.velocity.mul_(self.local.momentum).add_(grad)
         self.trained.add_(grad, alpha=-self.local.lr)
@@ -208,7 +209,13 @@ class Stepper:
     def moved(self) -> None:
         """The mask has moved: weights outside it have no velocity, and those new in it had none."""
         if self.velocity is not None and self.bits is not None:
-            self.velocity[: self.k] *= self.bits
+            _mask(self.velocity[: self.k], self.bits)
+
+
+def _mask(values: Tensor, bits: Tensor) -> None:
+    """values *= bits, a part at a time: torch makes numbers of all the bits it multiplies by."""
+    for at in range(0, len(values), _PART):
+        values[at : at + _PART] *= bits[at : at + _PART]
 
 
 def remember(update: Update, keep: tuple[str, ...]) -> Mapping[str, Mask]:

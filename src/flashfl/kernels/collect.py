@@ -34,7 +34,9 @@ def _add(values, bits, share, weights, holders, rows, first, size, K, bits_step,
     value, active = values + at, bits + at
     for row in range(rows):
         n = tl.load(share + row)
-        total += tl.load(value, mask=inside & (at < tl.where(n > 0, size, 0)), other=0.0).to(tl.float64) * n.to(tl.float64)
+        total += tl.load(value, mask=inside & (at < tl.where(n > 0, size, 0)), other=0.0).to(tl.float64) * n.to(
+            tl.float64
+        )
         held += tl.where(tl.load(active, mask=prunable, other=0) != 0, n, 0)
         value += size
         active += bits_step

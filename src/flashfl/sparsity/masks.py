@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,21 +16,23 @@ from .select import lowest_by_layer, magnitude
 
 def random_mask(layout: Layout, budgets: Sequence[int], key: int, device: Device = "cpu", nm: int = 0) -> Mask:
     """A random mask with these budgets. Under one key, smaller budgets give a subset of what larger ones give."""
-    keys = hashes(key, 0, layout.prunable_size, device)
-    return Mask(layout, _select(layout, keys, budgets, nm, True), tuple(budgets), Recipe(key, tuple(budgets), nm))
+    bits = _select(layout, lambda start, stop: hashes(key, start, stop, device), budgets, nm, True, device)
+    return Mask(layout, bits, tuple(budgets), Recipe(key, tuple(budgets), nm))
 
 
 def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0) -> Mask:
     """The weights of largest magnitude, budget by budget; of equals the lower index. Smaller budgets nest too."""
-    keys = -magnitude(vector[: layout.prunable_size])
-    return Mask(layout, _select(layout, keys, budgets, nm, False), tuple(budgets))
+    bits = _select(layout, lambda start, stop: -magnitude(vector[start:stop]), budgets, nm, False, vector.device)
+    return Mask(layout, bits, tuple(budgets))
 
 
-def _select(layout: Layout, keys: Tensor, budgets: Sequence[int], nm: int, distinct: bool) -> Tensor:
+def _select(
+    layout: Layout, keys: Callable[[int, int], Tensor], budgets: Sequence[int], nm: int, distinct: bool, device: Device
+) -> Tensor:
     if nm == 0:
-        return lowest_by_layer(layout, keys[None], [budgets], None, distinct)[0]
+        return lowest_by_layer(layout, lambda *span: keys(*span)[None], [budgets], None, distinct, device)[0]
     spans = zip(layout.prunable, budgets, strict=True)
-    return torch.cat([select(layer, keys[layer.start : layer.stop], budget, nm) for layer, budget in spans])
+    return torch.cat([select(layer, keys(layer.start, layer.stop), budget, nm) for layer, budget in spans])
 
 
 def mismatch(a: Mask, b: Mask) -> float:

@@ -73,19 +73,27 @@ class PruneRegrow:
         drops = [[math.ceil(rate * c) for c in row] for row in counts]
         kept = [[c - d for c, d in zip(row, drop, strict=True)] for row, drop in zip(counts, drops, strict=True)]
         k, heads = layout.prunable_size, vectors[:, : layout.prunable_size]
-        by_hash = self.growth == "random" or scores is None
-        rank = hash_rows(keys, 0, k, vectors.device) if by_hash else -magnitude(scores)  # type: ignore[arg-type]
-        size = magnitude(heads)
-        dropped = lowest_by_layer(layout, size, drops, masks)
+        device = vectors.device
+
+        def size(start: int, stop: int) -> Tensor:
+            return magnitude(heads[:, start:stop])
+
+        def rank(start: int, stop: int) -> Tensor:
+            if self.growth == "random" or scores is None:
+                return hash_rows(keys, start, stop, device)
+            return -magnitude(scores[:, start:stop])
+
+        dropped = lowest_by_layer(layout, size, drops, masks, device=device)
         if self.nm:
             grown_counts: Sequence[Sequence[int]] = drops
-            grown = self._within_groups(layout, rank, size, dropped, masks)
+            grown = self._within_groups(layout, rank(0, k), size(0, k), dropped, masks)
         else:
             grown_counts = self._shares(layout, heads, drops, kept, counts)
             new, back = _new_and_back(layout, grown_counts, counts)
-            grown = lowest_by_layer(layout, rank, new, ~masks, distinct=by_hash)
+            by_hash = self.growth == "random" or scores is None
+            grown = lowest_by_layer(layout, rank, new, ~masks, by_hash, device)
             if any(map(any, back)):
-                grown |= lowest_by_layer(layout, -size, back, dropped)
+                grown |= lowest_by_layer(layout, lambda *span: -size(*span), back, dropped, device=device)
         heads.masked_fill_(dropped & ~grown, 0.0)
         masks &= ~dropped
         masks |= grown

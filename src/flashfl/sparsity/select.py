@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..core.kernel import kernel
 from ..core.layout import Layout
+from ..core.rng import Device
 
+Keys = Tensor | Callable[[int, int], Tensor]
 _LONG, _SAMPLE = 1 << 18, 1 << 16  # keys in a row that is worth sampling, and in a sample
 
 
@@ -50,26 +52,40 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
 
 def lowest_by_layer(
     layout: Layout,
-    keys: Tensor,
+    keys: Keys,
     counts: Sequence[Sequence[int]],
     candidates: Tensor | None = None,
     distinct: bool = False,
+    device: Device = "cpu",
 ) -> Tensor:
     """The lowest candidates of every layer of every row: keys [rows, K], counts[row][layer] of them.
 
-    distinct: no two candidates of a layer have equal keys, so there are no ties to settle.
+    keys may be a function that gives those from one position up to another on `device`; on a CPU it is asked for one
+    layer at a time, so that there are never as many keys as weights. distinct: no two candidates of a layer have equal
+    keys, so there are no ties to settle.
     """
+    if not isinstance(keys, Tensor) and torch.device(device).type == "cpu":
+        parts = [
+            _of_layer(keys(x.start, x.stop), i, counts, None if candidates is None else candidates[:, x.start : x.stop])
+            for i, x in enumerate(layout.prunable)
+        ]
+        return torch.cat(parts, 1) if parts else torch.zeros(len(counts), 0, dtype=torch.bool)
+    if not isinstance(keys, Tensor):
+        keys = keys(0, layout.prunable_size)
     if keys.is_cuda and keys.dtype == torch.int32 and (radix := kernel("select", "radix_lowest")) is not None:
         chosen: Tensor = radix(layout, keys, counts, candidates, distinct)
         return chosen
     chosen = torch.zeros_like(keys, dtype=torch.bool)
     for i, layer in enumerate(layout.prunable):
         span = slice(layer.start, layer.stop)
-        among = None if candidates is None else candidates[:, span]
-        wanted = [row[i] for row in counts]
-        count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=keys.device)
-        chosen[:, span] = lowest(keys[:, span], count, among)
+        chosen[:, span] = _of_layer(keys[:, span], i, counts, None if candidates is None else candidates[:, span])
     return chosen
+
+
+def _of_layer(keys: Tensor, layer: int, counts: Sequence[Sequence[int]], candidates: Tensor | None) -> Tensor:
+    wanted = [row[layer] for row in counts]
+    count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=keys.device)
+    return lowest(keys, count, candidates)
 
 
 def _lowest_of_many(keys: Tensor, candidates: Tensor | None, count: int) -> Tensor:
