@@ -117,7 +117,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="where cells are run")
     again.add_argument("--data-root", dest="root", default="", help="where data sets lie (default: FLASHFL_DATA)")
     again.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    again.add_argument("--out", type=Path, help="also write the table there: .md or .html by its name")
+    said = "also write the table there (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf)"
+    again.add_argument("--out", type=Path, help=said)
 
     export = add("export", _export, "write a run's final model as safetensors, with its mask")
     export.add_argument("run", type=Path, help="the folder of a run")
@@ -261,7 +262,7 @@ def _options(methods: Sequence[str]) -> set[str]:
 
 def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.cells import chosen, load_table
-    from .run.reproduce import markdown, page, reproduce
+    from .run.reproduce import markdown, page, panels, reproduce
 
     if args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
@@ -273,7 +274,14 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         _, failed = reproduce(cells, args.seeds, args.results, args.runs, args.budget_minutes, settings)
     text = markdown(args.table, cells, args.seeds, args.results)
     print(text)
-    if args.out:
+    if args.out and args.out.suffix in (".png", ".svg", ".pdf"):
+        from .report.figures import accuracy_bytes_of_cells, save
+
+        shown = panels(cells, args.seeds, args.results)
+        if not shown:
+            raise ConfigError(f"--out {args.out}: none of these cells has been run, so there is nothing to draw")
+        print(save(accuracy_bytes_of_cells(shown), args.out), file=sys.stderr)
+    elif args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         html = args.out.suffix == ".html"
         args.out.write_text(page(args.table, cells, args.seeds, args.results) if html else text)

@@ -19,7 +19,7 @@ from flashfl.engine.train import Trainer
 from flashfl.run import cells as cells_module
 from flashfl.run.cells import Cell, chosen, command_of, load_table, pending, result_of, stale, tables
 from flashfl.run.config import make_config
-from flashfl.run.reproduce import markdown, page, reproduce
+from flashfl.run.reproduce import markdown, page, panels, reproduce
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"rounds": 2, "per_round": 2, "max_steps": 1, "eval_every": 1, "workers": 1, "batch": 4}
@@ -71,6 +71,20 @@ def test_the_committed_results_render_without_running_anything(capsys: Any, monk
     out = capsys.readouterr().out
     assert out.count("| cifar10 | 1 |") == 16
     assert "| SPDST | 85.60 | 85.64 ± 0.58 | -0.04 | 1 |" in out
+    assert "not run" not in out
+
+
+def test_the_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(ROOT)
+    found = panels(chosen(load_table("main")[2], "cifar10", "1", "", ""), 1, Path("results"))
+    assert [len(lines) for lines in found.values()] == [6, 6, 6]
+    assert found["cifar10, alpha 1, density 0.01"]["dense"] == found["cifar10, alpha 1, density 0.1"]["dense"]
+    asked = ["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]
+    assert main([*asked, "--out", str(tmp_path / "plot.png")]) == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*asked, "--results", str(tmp_path / "none"), "--out", str(tmp_path / "other.png")]) == 1
+    assert "nothing to draw" in capsys.readouterr().err
 
 
 def test_the_commands_in_results_give_their_configurations() -> None:

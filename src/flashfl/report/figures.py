@@ -135,6 +135,29 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
     return _panels(name, groups)
 
 
+def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]) -> Any:
+    """Accuracy against bytes from stored results: a panel for each title, in it for each label a curve a seed, whose
+    points are round, accuracy, bytes up, bytes down."""
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    made = _blank((3.8 * columns + 0.6, 3.4 * rows + 0.4))
+    every = made.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    inks = {label: _ink(i) for i, label in enumerate(dict.fromkeys(x for lines in panels.values() for x in lines))}
+    for axes, (title, lines) in zip(every, panels.items(), strict=False):
+        for label, seeds in lines.items():
+            shown = curves.band([{int(r): a for r, a, _, _ in seed} for seed in seeds])
+            taken = curves.band([{int(r): up + down for r, _, up, down in seed} for seed in seeds])
+            _line(axes, [both / 1e6 for both in taken["mean"]], shown, label, inks[label])
+        axes.set(title=title, xlabel="communicated (MB, up and down)", ylabel="accuracy (%)", xscale="log")
+        axes.label_outer()
+        axes.grid(alpha=0.25)
+    for axes in every[len(panels) :]:
+        axes.set_visible(False)
+    named = {label: line for axes in made.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    made.legend(named.values(), named.keys(), loc="outside upper center", ncols=len(named), fontsize="small")
+    return made
+
+
 def _panels(name: str, groups: Groups) -> Any:
     """One panel for each group that has something to show, on one common scale."""
     tables = {label: _table(name, runs) for label, runs in groups.items()}

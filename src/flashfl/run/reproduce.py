@@ -109,6 +109,23 @@ def markdown(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str
     return "\n".join(lines) + "\n"
 
 
+def panels(cells: Sequence[Cell], seeds: int, results: Path) -> dict[str, dict[str, list[Any]]]:
+    """The stored curves, by row of the table and by method; dense, which has no density, is in every row."""
+    out: dict[str, dict[str, list[Any]]] = {}
+    sparse = [cell for cell in cells if "density" in cell.method]
+    rows = [(cell.task["dataset"], cell.alpha) for cell in cells]
+    for like in sorted(sparse or cells, key=lambda c: (rows.index((c.task["dataset"], c.alpha)), -c.density)):
+        where = [str(like.task["dataset"])] + ([f"alpha {like.alpha:g}"] if like.alpha is not None else [])
+        lines = out.setdefault(", ".join([*where, f"density {like.density:g}"] if sparse else where), {})
+        for cell in cells:
+            mine = cell.task == like.task and ("density" not in cell.method or cell.density == like.density)
+            if mine and cell.column not in lines:
+                found = [result_of(cell, seed, results) for seed in range(seeds)]
+                if any(found):
+                    lines[cell.column] = [result["curve"] for result in found if result]
+    return {title: lines for title, lines in out.items() if lines}
+
+
 def page(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str:
     """The table as one self-contained page."""
     from html import escape
