@@ -231,7 +231,12 @@ def pending(cells: Sequence[Cell], seeds: int, folder: Path) -> Iterator[tuple[C
     for seed in range(seeds):
         for cell in cells:
             place = cell.place(seed)
-            found = result_of(cell, seed, folder)
-            if place not in seen and (found is None or stale(found)):
+            if place not in seen and missing(cell, seed, folder):
                 seen.add(place)
                 yield cell, seed
+
+
+def missing(cell: Cell, seed: int, folder: Path) -> bool:
+    """Whether there is no result of this recipe."""
+    found = result_of(cell, seed, folder)
+    return found is None or stale(found)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import FlashError
 from . import cells as cells_module
-from .cells import Cell, load_table, pending, result_of, stale, write_result
+from .cells import Cell, load_table, missing, pending, result_of, stale, write_result
 from .compare import run_or_continue
 from .display import amount
 
@@ -22,7 +23,7 @@ def reproduce(
     """Run what is missing until the budget is spent; how many cells were finished, and how many could not be run.
 
     A cell that was interrupted goes on from its last checkpoint, unless that is of another recipe; one that fails is
-    named and the others go on.
+    named and the others go on. Several processes may work on one table: none takes a cell that another has begun.
     """
     began, finished, failed = time.monotonic(), 0, 0
     todo = list(pending(cells, seeds, results))
@@ -36,19 +37,41 @@ def reproduce(
             )
             break
         cell_began = time.monotonic()
-        try:
-            config = cell.config(seed, **overrides)
-            folder = runs / f"recipe{cells_module.RECIPE}" / cell.place(seed)
-            run = run_or_continue(config, folder, f"[{at}/{len(todo)}] {cell.place(seed)}")
-        except FlashError as error:
-            print(f"{cell.place(seed)} could not be run: {error}", file=sys.stderr)
-            failed += 1
-            continue
-        path = write_result(cell, seed, run, results)
+        folder = runs / f"recipe{cells_module.RECIPE}" / cell.place(seed)
+        with claim(folder.with_name(folder.name + ".lock")) as ours:
+            if not ours or not missing(cell, seed, results):
+                print(f"{cell.place(seed)}: another process has it", file=sys.stderr)
+                continue
+            try:
+                config = cell.config(seed, **overrides)
+                run = run_or_continue(config, folder, f"[{at}/{len(todo)}] {cell.place(seed)}")
+            except FlashError as error:
+                print(f"{cell.place(seed)} could not be run: {error}", file=sys.stderr)
+                failed += 1
+                continue
+            path = write_result(cell, seed, run, results)
         spent.append(time.monotonic() - cell_began)
         finished += 1
         print(f"{path}: {100 * run['end']['accuracy']:.2f} % in {run['end']['seconds']:.0f} s", file=sys.stderr)
     return finished, failed
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Whether a file is this process's alone, until the block ends or the process does, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system: whoever starts two processes must keep them apart
+        yield True
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def figures(cell: Cell, seeds: int, results: Path) -> dict[str, Any] | None:
