@@ -3,6 +3,7 @@
 python bench/gpu_profile.py [--case b]
 python bench/gpu_profile.py --waits      # instead: where a round waits for the device, and how often
 python bench/gpu_profile.py --counting   # instead: what it costs to count every message's bytes
+python bench/gpu_profile.py --kernels    # instead: which kernels take a round's device time
 """
 
 from __future__ import annotations
@@ -72,6 +73,18 @@ def counting(work: Callable[[], Any], rounds: int) -> None:
     print(f"{1000 * counted:.2f} ms a round, {1000 * plain:.2f} without counting: {100 * (counted / plain - 1):+.1f} %")
 
 
+def kernels(work: Callable[[], Any], most: int = 25) -> None:
+    """The kernels of one round by the time they take, added up over streams: lanes overlap, so it exceeds the wall."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        work()
+        torch.cuda.synchronize()
+    found = sorted(trace.key_averages(), key=lambda each: -each.self_device_time_total)
+    total = sum(each.self_device_time_total for each in found)
+    print(f"{sum(each.count for each in found)} kernels and copies, {total / 1000:.1f} ms over all streams")
+    for each in found[:most]:
+        print(f"  {each.self_device_time_total / 1000:8.2f} ms  {each.count:6}  {each.key[:110]}")
+
+
 def _no_sizes(layout: Any, bits: torch.Tensor, bases: Any = ()) -> MaskSizes:
     rows = max(len(bits), *(len(base) for base in bases)) if bases else len(bits)
     nothing = torch.zeros(rows, dtype=torch.int64, device=bits.device)
@@ -84,14 +97,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--counting", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="lanes run code made by torch.compile")
     args = parser.parse_args()
     task, config, method = task_of(args.case)
-    engine = cuda.LaneEngine(task, "cuda")
+    engine = cuda.LaneEngine(task, "cuda", compiled=args.compile)
     one = round_of(engine, task, config, method)
     for _ in range(2):
         one()
     if args.waits:
         waits(one)
+        return
+    if args.kernels:
+        kernels(one)
         return
     if args.counting:
         counting(one, 5 * args.rounds)
