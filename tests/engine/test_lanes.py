@@ -61,6 +61,28 @@ def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], dev
 
 
 @devices
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("name", ["nst", "jmwst", "spdst", "hetero-jmwst"])
+def test_a_round_leaves_the_state_it_starts_from_as_it_was(
+    name: str, lanes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With three lanes the last of four clients is alone in its chunk; that must not make its weights the server's."""
+    real, task = LaneEngine.train, make_task("norm")
+
+    def train(engine: LaneEngine, s: Any, orders: Any) -> Any:
+        vector, bits = s.weights.vector.clone(), s.mask.bits.clone()
+        outcome = real(engine, s, orders)
+        assert torch.equal(s.weights.vector, vector)
+        assert torch.equal(s.mask.bits, bits)
+        return outcome
+
+    monkeypatch.setattr(LaneEngine, "train", train)
+    ours, theirs = run_lanes(small(name), task, device, lanes=lanes), fl.simulate(small(name), task, train=CONFIG)
+    a, b = ours.weights.to("cpu"), theirs.weights
+    assert int((a.mask.bits != b.mask.bits).sum()) <= 0.005 * len(b.mask.bits)
+
+
+@devices
 def test_momentum_decay_and_prox_agree_too(device: str) -> None:
     task = make_task("norm")
     config = TrainConfig(

@@ -19,7 +19,7 @@ from flashfl.engine.train import Trainer
 from flashfl.run import cells as cells_module
 from flashfl.run.cells import Cell, chosen, command_of, load_table, pending, result_of, stale, tables
 from flashfl.run.config import make_config
-from flashfl.run.reproduce import claim, markdown, page, panels, reproduce
+from flashfl.run.reproduce import markdown, page, panels, reproduce
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"rounds": 2, "per_round": 2, "max_steps": 1, "eval_every": 1, "workers": 1, "batch": 4}
@@ -120,9 +120,15 @@ def test_cells_are_run_once_and_say_where_they_came_from(tmp_path: Path) -> None
 def test_processes_that_work_on_one_table_share_its_cells(tmp_path: Path, capsys: Any) -> None:
     taken, free = small_cell(), small_cell(density=0.3)
     results, runs = tmp_path / "results", tmp_path / "runs"
-    with claim(runs / f"recipe{cells_module.RECIPE}" / f"{taken.place(0)}.lock") as ours:
-        assert ours
+    lock = runs / f"recipe{cells_module.RECIPE}" / f"{taken.place(0)}.lock"
+    holds = "import sys; from pathlib import Path; from flashfl.run.reproduce import claim\n"
+    holds += "with claim(Path(sys.argv[1])) as ours: print(ours, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holds, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
         assert reproduce([taken, free], 1, results, runs, 5, {}) == (1, 0)
+        other.kill()
     assert f"{taken.place(0)}: another process has it" in capsys.readouterr().err
     assert result_of(free, 0, results) is not None
     assert reproduce([taken, free], 1, results, runs, 5, {}) == (1, 0)

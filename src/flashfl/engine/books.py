@@ -269,7 +269,7 @@ class Round:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Rows of a matrix; a matrix of one row where all are the same tensor."""
+    """Rows of a matrix; where all are the same tensor a matrix of that one row, which is not to be written to."""
     return rows[0][None] if all(row is rows[0] for row in rows) else torch.stack(list(rows))
 
 

@@ -157,7 +157,7 @@ class LaneEngine:
         starts = stacked([seat.order.weights.vector for seat in seats])
         masks = stacked([seat.mask.bits for seat in seats])
         if any(seat.mask is not seat.order.weights.mask for seat in seats):  # else they are zero outside it already
-            starts = starts.repeat(rows, 1) if len(starts) < rows else starts
+            starts = starts.repeat(rows, 1) if len(starts) < rows else starts.clone()  # the server's own, perhaps
             starts[:, : self.layout.prunable_size] *= masks
         self.stack.load(starts, masks, rows)
         crew.begin(local, seats)

@@ -148,11 +148,14 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
             shown = curves.band([{int(r): a for r, a, _, _ in seed} for seed in seeds])
             taken = curves.band([{int(r): up + down for r, _, up, down in seed} for seed in seeds])
             _line(axes, [both / 1e6 for both in taken["mean"]], shown, label, inks[label])
-        axes.set(title=title, xlabel="communicated (MB, up and down)", ylabel="accuracy (%)", xscale="log")
+        axes.set(title=title, ylabel="accuracy (%)", xscale="log")
         axes.label_outer()
         axes.grid(alpha=0.25)
     for axes in every[len(panels) :]:
         axes.set_visible(False)
+    for axes in every[max(0, len(panels) - columns) : len(panels)]:  # the lowest of each column
+        axes.tick_params(labelbottom=True)
+        axes.set_xlabel("communicated (MB, up and down)")
     named = {label: line for axes in made.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     made.legend(named.values(), named.keys(), loc="outside upper center", ncols=len(named), fontsize="small")
     return made

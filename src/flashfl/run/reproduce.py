@@ -58,20 +58,23 @@ def reproduce(
 
 @contextmanager
 def claim(path: Path) -> Iterator[bool]:
-    """Whether a file is this process's alone, until the block ends or the process does, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system: whoever starts two processes must keep them apart
-        yield True
-        return
+    """Whether a file is this process's alone, until the block ends or the process does, however it ends.
+
+    Where there are no locks, on this system or in this folder, whoever starts two processes must keep them apart.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of those it forks
+        except (BlockingIOError, PermissionError):
+            ours = False
+        except (ImportError, OSError):
+            ours = True
         else:
-            yield True
+            ours = True
+        yield ours
 
 
 def figures(cell: Cell, seeds: int, results: Path) -> dict[str, Any] | None:
@@ -144,8 +147,9 @@ def panels(cells: Sequence[Cell], seeds: int, results: Path) -> dict[str, dict[s
             mine = cell.task == like.task and ("density" not in cell.method or cell.density == like.density)
             if mine and cell.column not in lines:
                 found = [result_of(cell, seed, results) for seed in range(seeds)]
-                if any(found):
-                    lines[cell.column] = [result["curve"] for result in found if result]
+                curves = [result["curve"] for result in found if result and result.get("curve")]
+                if curves:
+                    lines[cell.column] = curves
     return {title: lines for title, lines in out.items() if lines}
 
 
