@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -24,6 +25,7 @@ else:
 
 from flashfl.kernels.collect import add, judge
 from flashfl.kernels.hash import hash_rows
+from flashfl.kernels.norm import norm_relu
 from flashfl.kernels.rice import gap_sums
 from flashfl.kernels.select import radix_lowest
 from flashfl.kernels.step import masked_step
@@ -111,6 +113,33 @@ def test_updates_are_judged_and_added(shared: bool, first: int) -> None:
     books._add(values, bits, share, *sums, first)
     torch.testing.assert_close(mine[0].cpu(), sums[0], rtol=1e-12, atol=0)
     assert torch.equal(mine[1].cpu(), sums[1])
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("shape", [(5, 70, 7, 9), (2, 64, 1, 1), (3, 3, 60, 50)])
+def test_normalising_adding_and_cutting_off(shape: tuple[int, int, int, int], adds: bool) -> None:
+    torch.manual_seed(0)
+    c = shape[1]
+    x, more, dy = (torch.randn(shape).contiguous(memory_format=torch.channels_last) for _ in range(3))
+    x += 30  # where a plain sum of squares would lose digits
+    plain = torch.nn.BatchNorm2d(c)
+    with torch.no_grad():
+        plain.weight.copy_(torch.rand(c) + 0.5)
+        plain.bias.copy_(torch.randn(c))
+    ours = copy.deepcopy(plain).to(DEVICE)
+    a, b = ([t.clone().to(d).requires_grad_() for t in (x, more)] for d in ("cpu", DEVICE))
+    y = plain(a[0])
+    expected = (y + a[1] if adds else y).relu()
+    got = norm_relu(
+        b[0], b[1] if adds else None, ours.weight, ours.bias, ours.running_mean, ours.running_var, 0.1, plain.eps
+    )
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+    expected.backward(dy)
+    got.backward(dy.to(DEVICE))
+    pairs = [(plain.weight.grad, ours.weight.grad), (plain.bias.grad, ours.bias.grad), (a[0].grad, b[0].grad)]
+    pairs += [(plain.running_mean, ours.running_mean), (plain.running_var, ours.running_var)]
+    for one, other in [*pairs, *([(a[1].grad, b[1].grad)] if adds else [])]:
+        torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("half", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .init import initialise
+from .norm import norm_relu
 
 
 class Block(nn.Module):
@@ -24,10 +25,8 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.bn1(self.conv1(x)).relu()
-        y = self.bn2(self.conv2(y)) + self.shortcut(x)
-        out: Tensor = y.relu()
-        return out
+        y = norm_relu(self.bn1, self.conv1(x))
+        return norm_relu(self.bn2, self.conv2(y), self.shortcut(x))
 
 
 class ResNet18(nn.Module):
@@ -51,6 +50,6 @@ class ResNet18(nn.Module):
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(self.bn1(self.conv1(x)).relu())
+        x = self.blocks(norm_relu(self.bn1, self.conv1(x)))
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
