@@ -19,7 +19,7 @@ def norm_relu(norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None = None) -> Ten
                 x, add, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps
             )
             return out
-    y = norm(x)
+    y: Tensor = norm(x)
     return (y if add is None else y + add).relu()
 
 
