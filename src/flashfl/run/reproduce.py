@@ -64,6 +64,7 @@ def claim(path: Path) -> Iterator[bool]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
+        ours = True
         try:
             import fcntl
 
@@ -71,9 +72,7 @@ def claim(path: Path) -> Iterator[bool]:
         except (BlockingIOError, PermissionError):
             ours = False
         except (ImportError, OSError):
-            ours = True
-        else:
-            ours = True
+            pass
         yield ours
 
 

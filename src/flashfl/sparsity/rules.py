@@ -74,12 +74,13 @@ class PruneRegrow:
         kept = [[c - d for c, d in zip(row, drop, strict=True)] for row, drop in zip(counts, drops, strict=True)]
         k, heads = layout.prunable_size, vectors[:, : layout.prunable_size]
         device = vectors.device
+        scores = None if self.growth == "random" else scores
 
         def size(start: int, stop: int) -> Tensor:
             return magnitude(heads[:, start:stop])
 
         def rank(start: int, stop: int) -> Tensor:
-            if self.growth == "random" or scores is None:
+            if scores is None:
                 return hash_rows(keys, start, stop, device)
             return -magnitude(scores[:, start:stop])
 
@@ -90,8 +91,7 @@ class PruneRegrow:
         else:
             grown_counts = self._shares(layout, heads, drops, kept, counts)
             new, back = _new_and_back(layout, grown_counts, counts)
-            by_hash = self.growth == "random" or scores is None
-            grown = lowest_by_layer(layout, rank, new, ~masks, by_hash, device)
+            grown = lowest_by_layer(layout, rank, new, ~masks, scores is None, device)
             if any(map(any, back)):
                 grown |= lowest_by_layer(layout, lambda *span: -size(*span), back, dropped, device=device)
         heads.masked_fill_(dropped & ~grown, 0.0)

@@ -64,28 +64,20 @@ def lowest_by_layer(
     layer at a time, so that there are never as many keys as weights. distinct: no two candidates of a layer have equal
     keys, so there are no ties to settle.
     """
-    if not isinstance(keys, Tensor) and torch.device(device).type == "cpu":
-        parts = [
-            _of_layer(keys(x.start, x.stop), i, counts, None if candidates is None else candidates[:, x.start : x.stop])
-            for i, x in enumerate(layout.prunable)
-        ]
-        return torch.cat(parts, 1) if parts else torch.zeros(len(counts), 0, dtype=torch.bool)
-    if not isinstance(keys, Tensor):
+    if not isinstance(keys, Tensor) and torch.device(device).type != "cpu":
         keys = keys(0, layout.prunable_size)
-    if keys.is_cuda and keys.dtype == torch.int32 and (radix := kernel("select", "radix_lowest")) is not None:
+    sortable = isinstance(keys, Tensor) and keys.is_cuda and keys.dtype == torch.int32
+    if sortable and (radix := kernel("select", "radix_lowest")) is not None:
         chosen: Tensor = radix(layout, keys, counts, candidates, distinct)
         return chosen
-    chosen = torch.zeros_like(keys, dtype=torch.bool)
+    parts = []
     for i, layer in enumerate(layout.prunable):
         span = slice(layer.start, layer.stop)
-        chosen[:, span] = _of_layer(keys[:, span], i, counts, None if candidates is None else candidates[:, span])
-    return chosen
-
-
-def _of_layer(keys: Tensor, layer: int, counts: Sequence[Sequence[int]], candidates: Tensor | None) -> Tensor:
-    wanted = [row[layer] for row in counts]
-    count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=keys.device)
-    return lowest(keys, count, candidates)
+        mine = keys[:, span] if isinstance(keys, Tensor) else keys(layer.start, layer.stop)
+        wanted = [row[i] for row in counts]
+        count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=mine.device)
+        parts.append(lowest(mine, count, None if candidates is None else candidates[:, span]))
+    return torch.cat(parts, 1) if parts else torch.zeros(len(counts), 0, dtype=torch.bool, device=device)
 
 
 def _lowest_of_many(keys: Tensor, candidates: Tensor | None, count: int) -> Tensor:
