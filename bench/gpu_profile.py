@@ -99,10 +99,10 @@ def main() -> None:
     parser.add_argument("--waits", action="store_true")
     parser.add_argument("--counting", action="store_true")
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--fuse", action="store_true", help="BatchNorm and ReLU in kernels of our own, where they are")
+    parser.add_argument("--plain", action="store_true", help="BatchNorm and ReLU as torch does them")
     parser.add_argument("--compile", action="store_true", help="lanes run code made by torch.compile")
     args = parser.parse_args()
-    norm.fused = args.fuse
+    norm.fused = not args.plain
     task, config, method = task_of(args.case)
     engine = cuda.LaneEngine(task, "cuda", compiled=args.compile)
     one = round_of(engine, task, config, method)

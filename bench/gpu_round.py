@@ -1,6 +1,6 @@
 """Seconds a round on one GPU: this engine beside the naive way, in one run.
 
-    python bench/gpu_round.py [--cases a,b,c,d] [--rounds 5] [--naive-rounds 2] [--compile] [--fuse] [--deterministic]
+    python bench/gpu_round.py [--cases a,b,c,d] [--rounds 5] [--naive-rounds 2] [--compile] [--plain] [--deterministic]
 
 (a) ResNet18, 10 clients x 500 images of 32x32, batch 32, frozen masks; (b) the same with masks that move every round;
 (c) a CNN of two convolutions, 50 clients x 50 images of 28x28, batch 10; (d) MNISTNet, 10 clients x 600 images, batch
@@ -203,11 +203,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--naive-rounds", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="lanes run code made by torch.compile")
-    parser.add_argument("--fuse", action="store_true", help="BatchNorm and ReLU in kernels of our own, where they are")
+    parser.add_argument("--plain", action="store_true", help="BatchNorm and ReLU as torch does them")
     parser.add_argument("--deterministic", action="store_true", help="the same bits every time")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    norm.fused = args.fuse
+    norm.fused = not args.plain
     options = {"compiled": args.compile, "deterministic": args.deterministic}
     rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

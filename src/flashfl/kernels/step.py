@@ -10,14 +10,12 @@ from torch import Tensor
 @triton.jit
 def _step(master, half, grad, mask, lr, n, COPY: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    w = tl.load(master + at, mask=inside)
-    active = tl.load(mask + at, mask=inside, other=0) != 0
-    g = tl.load(grad + at, mask=inside & active, other=0.0).to(tl.float32)
-    w = w - tl.load(lr) * g
-    tl.store(master + at, w, mask=inside & active)
+    active = tl.load(mask + at, mask=at < n, other=0) != 0
+    g = tl.load(grad + at, mask=active, other=0.0).to(tl.float32)
+    w = tl.load(master + at, mask=active, other=0.0) - tl.load(lr) * g
+    tl.store(master + at, w, mask=active)
     if COPY:
-        tl.store(half + at, w.to(half.dtype.element_ty), mask=inside & active)
+        tl.store(half + at, w.to(half.dtype.element_ty), mask=active)
 
 
 def masked_step(master: Tensor, half: Tensor | None, grad: Tensor, mask: Tensor, lr: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What follows a convolution: BatchNorm, perhaps an addition, ReLU."""
+"""What follows a convolution: BatchNorm, perhaps an addition, perhaps ReLU."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from torch import Tensor, nn
 
 from ..core.kernel import kernel
 
-fused = False  # whether a GPU does all of it in kernels of our own; see LOG.md
+fused = True  # whether a GPU does all of it in kernels of our own; bench/gpu_round.py --plain measures without
 
 
-def norm_relu(norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None = None) -> Tensor:
-    """relu(norm(x) + add)."""
-    if fused and x.is_cuda and norm.training and _plain(norm, x, add):
-        ours = kernel("norm", "norm_relu")
+def batch_norm(norm: nn.Module, x: Tensor, add: Tensor | None = None, relu: bool = True) -> Tensor:
+    """norm(x) + add, with or without ReLU."""
+    if fused and x.is_cuda and type(norm) is nn.BatchNorm2d and norm.training and _plain(norm, x, add):
+        ours = kernel("norm", "batch_norm")
         if ours is not None:
-            out: Tensor = ours(
-                x, add, norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps
-            )
+            settings = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps)
+            out: Tensor = ours(x, add, *settings, relu)
             return out
     y: Tensor = norm(x)
-    return (y if add is None else y + add).relu()
+    y = y if add is None else y + add
+    return y.relu() if relu else y
 
 
 def _plain(norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None) -> bool:
     """Whether the kernels can do it: an ordinary layer, images with their channels last, more than one value each."""
+    watched = norm._forward_hooks or norm._forward_pre_hooks or torch.compiler.is_compiling()
     ordinary = norm.affine and norm.track_running_stats and norm.momentum is not None
     alike = add is None or (add.shape == x.shape and add.dtype == x.dtype and _last(add))
-    return ordinary and alike and _last(x) and x.numel() > x.shape[1] and not torch.compiler.is_compiling()
+    return ordinary and alike and not watched and x.dtype in _TYPES and _last(x) and x.numel() > x.shape[1]
+
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _last(x: Tensor) -> bool:

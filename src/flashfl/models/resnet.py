@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .init import initialise
-from .norm import norm_relu
+from .norm import batch_norm
 
 
 class Block(nn.Module):
@@ -25,8 +25,10 @@ class Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = norm_relu(self.bn1, self.conv1(x))
-        return norm_relu(self.bn2, self.conv2(y), self.shortcut(x))
+        y = batch_norm(self.bn1, self.conv1(x))
+        if len(self.shortcut):
+            x = batch_norm(self.shortcut[1], self.shortcut[0](x), relu=False)
+        return batch_norm(self.bn2, self.conv2(y), x)
 
 
 class ResNet18(nn.Module):
@@ -50,6 +52,6 @@ class ResNet18(nn.Module):
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(norm_relu(self.bn1, self.conv1(x)))
+        x = self.blocks(batch_norm(self.bn1, self.conv1(x)))
         logits: Tensor = self.fc(x.mean((2, 3)))
         return logits
