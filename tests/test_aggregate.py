@@ -41,6 +41,17 @@ def test_wfa_averages_over_those_who_hold_a_weight() -> None:
     assert wfa(summed(FIRST, SECOND)).tolist() == [5.0, 4.0, 0.0, 4.0, 4.0]
 
 
+def test_statistics_are_known_by_the_size_of_the_model() -> None:
+    third = update(2, 1, [0, 1, 0], [0.0, 9.0, 0.0, 2.0, 9.0])
+    sums, none = summed(FIRST, SECOND, third), torch.tensor([-1.0])
+    one, two, three = (
+        Mask(LAYOUT, torch.tensor(bits)) for bits in ([True, False, False], [True, True, False], [True] * 3)
+    )
+    assert sums.statistics_of(two, none).tolist() == [1.0]
+    assert sums.statistics_of(one, none).tolist() == [(3 * 5 + 9) / 4]
+    assert sums.statistics_of(three, none) is none
+
+
 def test_the_two_are_one_on_full_masks() -> None:
     updates = [update(i, n, [1, 1, 1], [i + 0.5, -i, 3.0, i, 1.0]) for i, n in enumerate((2, 5, 1))]
     assert torch.equal(fedavg(summed(*updates)), wfa(summed(*updates)))

@@ -29,10 +29,18 @@ def add(sums: Sums, update: Update) -> Sums:
             span = slice(at, at + _PART)
             sums.weights[span].add_(vector[span], alpha=update.n)
             sums.holders[span].add_(bits[span], alpha=update.n)
+        if len(statistics := vector[sums.layout.trained_size :]):
+            add_statistics(sums, update.weights.mask.active, statistics.double() * update.n, update.n)
     for name, extra in update.extra.items():
         value = extra.value.double() * update.n
         sums.extra[name] = sums.extra[name] + value if name in sums.extra else value
     return sums
+
+
+def add_statistics(sums: Sums, active: int, total: Tensor, n: Tensor | int) -> None:
+    """Add what models of so many active weights, over n samples, report of their statistics: sums of n * value."""
+    more = torch.cat([total, torch.as_tensor(n, dtype=torch.float64, device=total.device).reshape(1)])
+    sums.statistics[active] = sums.statistics[active] + more if active in sums.statistics else more
 
 
 def fedavg(sums: Sums) -> Tensor:

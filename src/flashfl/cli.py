@@ -111,7 +111,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     again.add_argument("table", help="main, savings, hetero, r_int, stage1, initialisation, nm, static_bn or wfa")
     for name in ("dataset", "alpha", "density", "method"):
         again.add_argument(f"--{name}", default="", help="only these cells (comma-separated)")
-    again.add_argument("--seeds", type=int, default=1, help="seeds a cell (default: 1)")
+    again.add_argument("--seeds", type=int, help="seeds a cell (default: 1 to run, all there are to show)")
     again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default): only show")
     again.add_argument("--results", type=Path, default=Path("results"), help="where results lie (default: results)")
     again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="where cells are run")
@@ -264,14 +264,14 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.cells import chosen, load_table
     from .run.reproduce import markdown, page, panels, reproduce
 
-    if args.seeds < 1:
+    if args.seeds is not None and args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
     _, _, cells = load_table(args.table)
     cells = chosen(cells, args.dataset, args.alpha, args.density, args.method)
     failed = 0
     if args.budget_minutes > 0:
         settings = {"device": args.device, "data_root": args.root}
-        _, failed = reproduce(cells, args.seeds, args.results, args.runs, args.budget_minutes, settings)
+        _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
     text = markdown(args.table, cells, args.seeds, args.results)
     print(text)
     if args.out and args.out.suffix in (".png", ".svg", ".pdf"):

@@ -76,6 +76,9 @@ def test_without_trimming_the_sums_are_the_plain_ones_of_equal_clients() -> None
     assert plain.holders is not None
     assert robust.holders is not None
     assert torch.equal(plain.holders, robust.holders)
+    assert plain.statistics.keys() == robust.statistics.keys() == {6, 7}
+    for active, total in plain.statistics.items():
+        torch.testing.assert_close(total, robust.statistics[active])
 
 
 def test_counts_alone_need_no_weights() -> None:

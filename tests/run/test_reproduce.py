@@ -72,6 +72,10 @@ def test_the_committed_results_render_without_running_anything(capsys: Any, monk
     assert out.count("| cifar10 | 1 |") == 16
     assert "| SPDST | 85.60 | 85.64 ± 0.58 | -0.04 | 1 |" in out
     assert "not run" not in out
+    assert main(["reproduce", "main", "--dataset", "mnist"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("| mnist |") == out.count("| 3 |") == 33
+    assert "not run" not in out
 
 
 def test_the_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -140,7 +144,7 @@ def test_a_change_of_recipe_makes_cells_stale(tmp_path: Path, monkeypatch: Any) 
     monkeypatch.setattr(cells_module, "RECIPE", 99)
     record = result_of(cell, 0, tmp_path / "results")
     assert record is not None
-    assert stale(record)
+    assert stale(record, cell)
     assert list(pending([cell], 1, tmp_path / "results")) == [(cell, 0)]
     with pytest.MonkeyPatch.context() as patch:
         trained = []
@@ -150,7 +154,21 @@ def test_a_change_of_recipe_makes_cells_stale(tmp_path: Path, monkeypatch: Any) 
     assert trained, "the old recipe's run is not passed off as the new one's"
     fresh = result_of(cell, 0, tmp_path / "results")
     assert fresh is not None
-    assert not stale(fresh)
+    assert not stale(fresh, cell)
+
+
+def test_results_of_a_method_that_has_changed_are_stale() -> None:
+    hetero = Cell({"dataset": "mnist", "alpha": 1.0}, {"name": "hetero-spdst"}, "hetero-SPDST", None, {})
+    assert stale({"recipe": cells_module.RECIPE}, hetero)
+    assert not stale({"recipe": cells_module.RECIPE}, small_cell())
+
+
+def test_all_seeds_there_are_count_unless_fewer_are_asked_for(tmp_path: Path) -> None:
+    cell = small_cell()
+    reproduce([cell], 2, tmp_path / "results", tmp_path / "runs", 5, {})
+    every, one = (markdown("main", [cell], seeds, tmp_path / "results").splitlines()[-1] for seeds in (None, 1))
+    assert (every.count(" | 2 | "), every.count("±")) == (1, 2)  # ours, and the paper's
+    assert (one.count(" | 1 | "), one.count("±")) == (2, 1)  # alpha is 1 too
 
 
 def test_a_damaged_result_is_run_again(tmp_path: Path) -> None:

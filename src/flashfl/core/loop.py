@@ -9,7 +9,7 @@ from typing import Protocol
 
 from .errors import RunStopped
 from .method import Method
-from .state import Client, Order, Outcome, State, Sums, Traffic, Weights
+from .state import Client, Order, Outcome, State, Traffic, Weights
 
 
 class Engine(Protocol):
@@ -70,7 +70,7 @@ def run_rounds(
         after, traffic, lost = method.aggregate(state, outcome.sums), lost + outcome.traffic, Traffic()
         last = after.done or enough(traffic)
         if last and not after.plan.local.statistics:
-            after, gathering = gather_statistics(after, clients, engine)
+            after, gathering = gather_statistics(method, after, clients, engine)
             traffic += gathering
         aggregated = time.perf_counter()
         metrics = _judge(method, after, engine, last) if last or _due(after, eval_every) else {}
@@ -121,17 +121,9 @@ def _judge(method: Method, state: State, engine: Engine, last: bool) -> dict[str
     }
 
 
-def gather_statistics(state: State, clients: Sequence[Client], engine: Engine) -> tuple[State, Traffic]:
+def gather_statistics(method: Method, state: State, clients: Sequence[Client], engine: Engine) -> tuple[State, Traffic]:
     """Static BatchNorm's last act: every client reports the statistics of its data under the final weights."""
     local = replace(state.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
-    outcome = engine.train(state, ((c, state.order(c, local)) for c in clients))
+    outcome = engine.train(state, ((c, state.order(c, local, method.held(state, c))) for c in clients))
     # The average before subsampling has no statistics of its own, so it is no longer one to judge.
-    return replace(state, weights=_with_statistics(state.weights, outcome.sums), before=None), outcome.traffic
-
-
-def _with_statistics(weights: Weights, sums: Sums) -> Weights:
-    if sums.weights is None:
-        return weights
-    vector, at = weights.vector.clone(), weights.layout.trained_size
-    vector[at:] = (sums.weights[at:] / sums.n).float()
-    return Weights(weights.mask, vector)
+    return method.with_statistics(replace(state, before=None), outcome.sums), outcome.traffic

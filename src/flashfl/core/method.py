@@ -34,7 +34,11 @@ class Method:
 
     def order(self, s: State, client: Client) -> Order:
         """What one client is to do in this round."""
-        return s.order(client, self.local(s))
+        return s.order(client, self.local(s), self.held(s, client))
+
+    def held(self, s: State, client: Client) -> Weights:
+        """The model this client is sent, and whose BatchNorm statistics it reports if they are gathered at the end."""
+        return s.weights
 
     def aggregate(self, s: State, sums: Sums) -> State:
         """The next state, from what the updates of this round add up to."""
@@ -43,6 +47,12 @@ class Method:
     def views(self, s: State) -> Mapping[str, Weights]:
         """The models to judge; the first is the one reported."""
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
+
+    def with_statistics(self, s: State, sums: Sums) -> State:
+        """The state with BatchNorm statistics that were gathered from the clients."""
+        if sums.weights is None:
+            return s
+        return replace(s, weights=s.weights.with_statistics(sums.weights[s.layout.trained_size :] / sums.n))
 
     def local(self, s: State, **changes: Any) -> Local:
         """The plan's training recipe at this round's learning rate, with changes."""

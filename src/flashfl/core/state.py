@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from .layout import Layout
 from .parts import part
 from .rng import fold
 
+T = TypeVar("T")
 Tag = tuple[int, int, int]  # (stage, round, attempt): which round of work something belongs to
 
 
@@ -135,6 +136,16 @@ class Weights:
 
     def restrict(self, mask: Mask) -> Weights:
         return self if mask is self.mask else Weights.masked(mask, self.vector)
+
+    @property
+    def statistics(self) -> Tensor:
+        return self.vector[self.layout.trained_size :]
+
+    def with_statistics(self, statistics: Tensor) -> Weights:
+        """The same weights with other BatchNorm statistics."""
+        vector = self.vector.clone()
+        vector[self.layout.trained_size :] = statistics
+        return Weights(self.mask, vector)
 
     def to(self, device: torch.device | str) -> Weights:
         return Weights(self.mask.to(device), self.vector.to(device))
@@ -271,6 +282,12 @@ class State:
         """Randomness for one purpose in this round."""
         return fold(self.plan.key, *parts, *self.tag)
 
+    def kept(self, kind: type[T], name: str) -> T:
+        """What the method keeps under this name."""
+        found = self.extra[name]
+        assert isinstance(found, kind)
+        return found
+
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:
         """The state one round later."""
         return replace(
@@ -303,6 +320,13 @@ class Sums:
     holders: Tensor | None = None  # sum of n * m over the prunable weights
     loss: float = 0.0  # sum of n * mean training loss
     extra: dict[str, Tensor] = field(default_factory=dict)  # sum of n * tensor
+    # A model's number of active weights -> sum of n * [statistics, 1], float64: smaller models see other activations.
+    statistics: dict[int, Tensor] = field(default_factory=dict)
+
+    def statistics_of(self, mask: Mask, otherwise: Tensor) -> Tensor:
+        """Mean statistics of the models as large as this mask; `otherwise` if nobody reported any."""
+        found = self.statistics.get(mask.active)
+        return otherwise if found is None else torch.where(found[-1] > 0, found[:-1] / found[-1], otherwise).float()
 
     @property
     def layer_densities(self) -> list[float]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..aggregate import add_statistics
 from ..core.kernel import kernel
 from ..core.layout import Layout
 from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Tag, Traffic
@@ -144,6 +145,18 @@ class Round:
         share = torch.tensor([seat.n for seat in seats]).to(values.device, non_blocking=True) * good
         add = kernel("collect", "add") if values.is_cuda else None
         (add or _add)(values, bits, share, sums.weights, sums.holders, first)
+        if layout.size > layout.trained_size:
+            self._add_statistics(seats, values[:, layout.trained_size :], share, sums)
+
+    def _add_statistics(self, seats: Sequence[Any], values: Tensor, share: Tensor, sums: Sums) -> None:
+        """Models of one size together."""
+        sizes = [sum(seat.counts) for seat in seats]
+        for active in sorted(set(sizes)):
+            mine = share
+            if len(set(sizes)) > 1:
+                mine = share * torch.tensor([k == active for k in sizes]).to(share.device, non_blocking=True)
+            good = torch.where((mine > 0)[:, None], values, 0.0)  # what is not finite would stay so times 0
+            add_statistics(sums, active, mine.double() @ good.double(), mine.sum())
 
     def _mask_bytes(self, seats: Sequence[Any], bits: Tensor) -> list[int | Tensor]:
         """What each update's mask takes: a hash where it is the order's, else counted against what both sides hold."""

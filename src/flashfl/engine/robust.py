@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..aggregate import add
+from ..aggregate import add, add_statistics
 from ..core.layout import Layout
 from ..core.state import Sums, Update
 
@@ -34,6 +34,7 @@ def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums
     sums = Sums(layout)
     with tempfile.TemporaryFile() as file:
         held: list[Place] = []
+        sizes: list[tuple[int, int]] = []  # active weights, samples
         for update in updates:
             add(sums, replace(update, weights=None))
             if update.weights is None:
@@ -42,9 +43,15 @@ def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums
                 sums.holders = torch.zeros(layout.prunable_size, dtype=torch.int64)
             sums.holders.add_(update.weights.mask.bits.cpu(), alpha=update.n)
             held.append((file.tell(), update.weights.mask.packed))
+            sizes.append((update.weights.mask.active, update.n))
             file.write(update.weights.vector.cpu().numpy().tobytes())
         if held:
             sums.weights = _weights(layout, sums, file, held, trim)
+        for active in {size for size, _ in sizes} if layout.size > layout.trained_size else ():
+            alike = [(at, n) for (at, _), (size, n) in zip(held, sizes, strict=True) if size == active]
+            values = torch.stack([_read(file, at, layout.trained_size, layout.size) for at, _ in alike])
+            n = sum(n for _, n in alike)
+            add_statistics(sums, active, trimmed_mean(values, torch.ones_like(values, dtype=torch.bool), trim) * n, n)
     return sums
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from torch import Tensor
+
 from ..aggregate import Aggregator
 from ..core.errors import ConfigError
 from ..core.method import sample
-from ..core.state import Client, Mask, Order, State, Sums, Weights
+from ..core.state import Client, Mask, State, Sums, Weights
 from ..sparsity import nested, pattern_budgets, top_mask
 from .common import check_density, inner_mask, sample_each_density, share_densities
 from .jmwst import JMWST
@@ -48,18 +50,32 @@ class _Hetero(SPDST):
             return sample(s, [c for c in clients if c.density == self.density] or clients, self.warmup_clients)
         return sample_each_density(s, clients)
 
-    def order(self, s: State, client: Client) -> Order:
-        order = super().order(s, client)
-        return order if s.stage == 1 else replace(order, weights=self.sub_model(s, client.density or self.density))
+    def held(self, s: State, client: Client) -> Weights:
+        return self.sub_model(s, client.density or self.density)
 
     def sub_model(self, s: State, density: float) -> Weights:
-        mask = s.extra[f"mask {density}"]
-        assert isinstance(mask, Mask)
-        return s.weights.restrict(mask)
+        model = s.weights.restrict(s.kept(Mask, f"mask {density}"))
+        return model if density == self.density else model.with_statistics(s.kept(Tensor, f"statistics {density}"))
 
     def begin(self, s: State, densities: Sequence[float]) -> State:
         start = super().begin(s, densities)
-        return replace(start, extra=self.masks(s, densities, start.weights))
+        statistics = {f"statistics {d}": start.weights.statistics for d in self.densities}
+        return replace(start, extra={**self.masks(s, densities, start.weights), **statistics})
+
+    def aggregate(self, s: State, sums: Sums) -> State:
+        after = super().aggregate(s, sums)
+        return after if s.stage == 1 else self._stated(s, after, sums)
+
+    def with_statistics(self, s: State, sums: Sums) -> State:
+        return self._stated(s, s, sums)
+
+    def _stated(self, s: State, after: State, sums: Sums) -> State:
+        """`after` with what clients reported in `s` of each density by itself: a sparser model's activations differ."""
+        names = {f"statistics {d}": s.kept(Mask, f"mask {d}") for d in self.densities}
+        extra = {name: sums.statistics_of(mask, s.kept(Tensor, name)) for name, mask in names.items()}
+        top = extra[f"statistics {self.density}"]
+        before = after.before and after.before.with_statistics(top)
+        return replace(after, weights=after.weights.with_statistics(top), before=before, extra={**after.extra, **extra})
 
     def masks(self, s: State, densities: Sequence[float], full: Weights) -> dict[str, Mask]:
         """One mask per density, each inside the next."""
@@ -69,10 +85,8 @@ class _Hetero(SPDST):
         }
 
     def views(self, s: State) -> Mapping[str, Weights]:
-        shown = dict(super().views(s))
-        if s.stage == 2:
-            shown |= {f"density {d}": self.sub_model(s, d) for d in sorted(self.densities)[:-1]}
-        return shown
+        parts = sorted(self.densities)[:-1] if s.stage == 2 else []
+        return {**super().views(s), **{f"density {d}": self.sub_model(s, d) for d in parts}}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ a cell and seed, written when the run has ended; nothing in it is typed by hand.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ from .results import reported, versions
 
 # Raised whenever the code changes in a way that changes results: older cells are then marked stale.
 RECIPE = 1
+CHANGED = {"hetero-spdst": 1, "hetero-jmwst": 1}  # and of these methods alone, this often
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "mnist": {"task": {"clients": 100}, "train": {"rounds": 400, "per_round": 10, "batch": 32}},
@@ -138,8 +140,18 @@ def result_of(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def stale(result: Mapping[str, Any]) -> bool:
-    return bool(result.get("recipe") != RECIPE)
+def results_of(cell: Cell, seeds: int | None, folder: Path) -> list[dict[str, Any]]:
+    """The stored results of a cell's first seeds, or of as many as there are."""
+    every = (result_of(cell, seed, folder) for seed in (range(seeds) if seeds else itertools.count()))
+    return [found for found in (every if seeds else itertools.takewhile(bool, every)) if found]
+
+
+def recipe_of(method: str) -> int:
+    return RECIPE + CHANGED.get(method, 0)
+
+
+def stale(result: Mapping[str, Any], cell: Cell) -> bool:
+    return bool(result.get("recipe") != recipe_of(cell.method["name"]))
 
 
 def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) -> Path:
@@ -148,7 +160,7 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
     judged = [r for r in rounds if r["metrics"]]
     config = run["header"]["config"]
     record = {
-        "recipe": RECIPE,
+        "recipe": recipe_of(cell.method["name"]),
         "command": command_of(config),
         "commit": commit(),
         "seed": seed,
@@ -239,4 +251,4 @@ def pending(cells: Sequence[Cell], seeds: int, folder: Path) -> Iterator[tuple[C
 def missing(cell: Cell, seed: int, folder: Path) -> bool:
     """Whether there is no result of this recipe."""
     found = result_of(cell, seed, folder)
-    return found is None or stale(found)
+    return found is None or stale(found, cell)

@@ -161,7 +161,7 @@ def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if isinstance(value, Mask):
             put_mask(f"extra {name}", value)
         else:
-            tensors[f"extra {name}"] = value.cpu().contiguous()
+            tensors[f"extra {name}"] = value.cpu().clone(memory_format=torch.contiguous_format)  # may be another's too
     described = {"stage": state.stage, "round": state.round, "attempt": state.attempt, "masks": masks}
     return tensors, described
 

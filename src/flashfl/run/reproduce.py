@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import FlashError
-from . import cells as cells_module
-from .cells import Cell, load_table, missing, pending, result_of, stale, write_result
+from .cells import Cell, load_table, missing, pending, recipe_of, results_of, stale, write_result
 from .compare import run_or_continue
 from .display import amount
 
@@ -37,7 +36,7 @@ def reproduce(
             )
             break
         cell_began = time.monotonic()
-        folder = runs / f"recipe{cells_module.RECIPE}" / cell.place(seed)
+        folder = runs / f"recipe{recipe_of(cell.method['name'])}" / cell.place(seed)
         with claim(folder.with_name(folder.name + ".lock")) as ours:
             if not ours or not missing(cell, seed, results):
                 print(f"{cell.place(seed)}: another process has it", file=sys.stderr)
@@ -76,9 +75,9 @@ def claim(path: Path) -> Iterator[bool]:
         yield ours
 
 
-def figures(cell: Cell, seeds: int, results: Path) -> dict[str, Any] | None:
-    """Our mean and spread over seeds for a cell, in percent, and what it cost."""
-    found = [r for seed in range(seeds) if (r := result_of(cell, seed, results)) is not None]
+def figures(cell: Cell, seeds: int | None, results: Path) -> dict[str, Any] | None:
+    """Our mean and spread over seeds (None: all there are) for a cell, in percent, and what it cost."""
+    found = results_of(cell, seeds, results)
     if not found:
         return None
     accuracy = [100 * r["accuracy"] for r in found]
@@ -91,7 +90,7 @@ def figures(cell: Cell, seeds: int, results: Path) -> dict[str, Any] | None:
         "down": statistics.fmean(r["bytes"]["down"] for r in found) / (rounds * each),
         "dense": 4 * found[0]["values"],
         "seconds": statistics.fmean(r["seconds"] for r in found),
-        "stale": any(stale(r) for r in found),
+        "stale": any(stale(r, cell) for r in found),
     }
 
 
@@ -99,7 +98,7 @@ def _said(mean: float, std: float | None) -> str:
     return f"{mean:.2f} ± {std:.2f}" if std is not None else f"{mean:.2f}"
 
 
-def table_rows(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> list[tuple[str, ...]]:
+def table_rows(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> list[tuple[str, ...]]:
     """A line for each cell: ours, the paper's, the difference, bytes and time."""
     _, keys, _ = load_table(name)
     out = []
@@ -125,7 +124,7 @@ def columns(name: str) -> list[str]:
     return [*keys, "method", "ours %", "paper %", "difference", "seeds", "up / client", "down / client", "seconds"]
 
 
-def markdown(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str:
+def markdown(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> str:
     """The table as Markdown."""
     title, _, _ = load_table(name)
     head = columns(name)
@@ -134,7 +133,7 @@ def markdown(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str
     return "\n".join(lines) + "\n"
 
 
-def panels(cells: Sequence[Cell], seeds: int, results: Path) -> dict[str, dict[str, list[Any]]]:
+def panels(cells: Sequence[Cell], seeds: int | None, results: Path) -> dict[str, dict[str, list[Any]]]:
     """The stored curves, by row of the table and by method; dense, which has no density, is in every row."""
     out: dict[str, dict[str, list[Any]]] = {}
     sparse = [cell for cell in cells if "density" in cell.method]
@@ -145,14 +144,13 @@ def panels(cells: Sequence[Cell], seeds: int, results: Path) -> dict[str, dict[s
         for cell in cells:
             mine = cell.task == like.task and ("density" not in cell.method or cell.density == like.density)
             if mine and cell.column not in lines:
-                found = [result_of(cell, seed, results) for seed in range(seeds)]
-                curves = [result["curve"] for result in found if result and result.get("curve")]
+                curves = [result["curve"] for result in results_of(cell, seeds, results) if result.get("curve")]
                 if curves:
                     lines[cell.column] = curves
     return {title: lines for title, lines in out.items() if lines}
 
 
-def page(name: str, cells: Sequence[Cell], seeds: int, results: Path) -> str:
+def page(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> str:
     """The table as one self-contained page."""
     from html import escape
 

@@ -1,0 +1,77 @@
+"""Clients of several densities: every sub-model has BatchNorm statistics of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashfl as fl
+from flashfl.aggregate import add
+from flashfl.core.state import Client, State, Sums, Update
+from flashfl.engine.train import Trainer
+from flashfl.run.config import TrainConfig, plan_of
+from tests.conftest import make_task
+
+METHOD = fl.HeteroSPDST(densities=(0.2, 0.4), shares=(0.5, 0.5), warmup_clients=0)
+
+
+def started() -> State:
+    task = make_task("norm")
+    return METHOD.init(plan_of(TrainConfig(device="cpu", rounds=5, per_round=4), task, task.clients, "cpu"))
+
+
+def reported(s: State, id: int, n: int, density: float, statistic: float) -> Update:
+    weights = METHOD.held(s, Client(id, n, density))
+    values = torch.full((s.layout.size - s.layout.trained_size,), statistic)
+    return Update(id, n, weights.with_statistics(values), weights.mask.counts)
+
+
+def tail(s: State, density: float) -> torch.Tensor:
+    return METHOD.held(s, Client(0, 1, density)).vector[s.layout.trained_size :]
+
+
+def test_statistics_are_averaged_among_models_of_one_density() -> None:
+    s = started()
+    sums = Sums(s.layout)
+    for update in (reported(s, 0, 1, 0.2, 3.0), reported(s, 1, 3, 0.2, 7.0), reported(s, 2, 2, 0.4, 20.0)):
+        add(sums, update)
+    after = METHOD.aggregate(s, sums)
+    assert set(tail(after, 0.2).tolist()) == {6.0}
+    assert set(tail(after, 0.4).tolist()) == {20.0}
+    views = {name: model.vector[s.layout.trained_size :] for name, model in METHOD.views(after).items()}
+    assert torch.equal(views["after"], tail(after, 0.4))
+    assert torch.equal(views["density 0.2"], tail(after, 0.2))
+
+
+def test_a_density_that_was_not_heard_of_keeps_its_statistics() -> None:
+    s = started()
+    sums = add(Sums(s.layout), reported(s, 2, 2, 0.4, 20.0))
+    after = METHOD.aggregate(s, sums)
+    assert torch.equal(tail(after, 0.2), tail(s, 0.2))
+    again = METHOD.aggregate(after, add(Sums(s.layout), reported(after, 0, 1, 0.2, 3.0)))
+    assert set(tail(again, 0.4).tolist()) == {20.0}
+    assert set(tail(again, 0.2).tolist()) == {3.0}
+
+
+@pytest.mark.parametrize("name", ["hetero-spdst", "hetero-jmwst"])
+def test_gathered_at_the_end_they_are_those_of_each_sub_model(name: str) -> None:
+    task = make_task("norm")
+    method = fl.METHODS[name](densities=(0.2, 0.4), shares=(0.5, 0.5), warmup_clients=0)
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True)
+    states: list[State] = []
+    fl.simulate(method, task, train=config, watch=lambda s, _: states.append(s))
+    s, trainer = states[-1], Trainer(task, "cpu")
+    work = replace(s.plan.local, report="statistics", statistics=True)
+    for density in (0.2, 0.4):
+        clients = [c for c in method.admit(task.clients, s.plan.key) if c.density == density]
+        assert clients
+        total = torch.zeros(s.layout.size - s.layout.trained_size, dtype=torch.float64)
+        for c in clients:
+            update = trainer.train(s.order(c, work, method.held(s, c)), c.id, task.train[c.id])
+            assert update.weights is not None
+            total += update.n * update.weights.vector[s.layout.trained_size :]
+        expected = (total / sum(c.n for c in clients)).float()
+        found = method.held(s, clients[0]).vector[s.layout.trained_size :]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
