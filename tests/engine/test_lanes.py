@@ -339,12 +339,13 @@ def test_static_batch_norm_of_moving_masks_agrees(name: str, device: str) -> Non
 
 
 @devices
-def test_bytes_of_an_update_that_is_not_believed_count(device: str) -> None:
+@pytest.mark.parametrize("lanes", [8, 5, 2, 1])
+def test_an_update_that_is_not_believed_is_left_out_and_its_bytes_count(lanes: int, device: str) -> None:
     data = [blobs(12, (1, 5, 5), 100 + i) for i in range(8)]
     data[2] = (data[2][0] * 50, data[2][1])
     task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=1, per_round=8, batch=12, workers=1, lr=0.01)
-    ours = run_lanes(fl.PDST(0.5), task, device, config, lanes=8)
+    ours = run_lanes(fl.PDST(0.5), task, device, config, lanes=lanes)
     theirs = fl.simulate(fl.PDST(0.5), task, train=config)
     assert list(ours.history[0]["failures"]) == list(theirs.history[0]["failures"]) == ["2"]
     assert ours.traffic == theirs.traffic

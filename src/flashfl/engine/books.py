@@ -101,6 +101,7 @@ class Round:
     orders: list[tuple[Client, Order]] = field(default_factory=list)
     heard: list[_Heard] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
+    _changes: Tensor | None = None  # how far every client so far has moved its weights; infinity: not finite
     _sizes: dict[tuple[Any, ...], tuple[Local, Parts]] = field(default_factory=dict)
 
     def sent(self, client: Client, order: Order) -> None:
@@ -126,13 +127,14 @@ class Round:
                 seat.mask = seat.order.weights.mask
 
     def _believed(self, norms: Tensor, good: Tensor) -> Tensor:
-        """Whose change is not far above the median of these clients."""
-        trust = self.books.trust
-        if trust.factor <= 0 or len(norms) < trust.least:
+        """Whose change is not far above the median of those heard in this round so far, these included."""
+        trust, new = self.books.trust, norms.masked_fill(~good, float("inf"))
+        self._changes = new if self._changes is None else torch.cat([self._changes, new])
+        if trust.factor <= 0 or len(self._changes) < trust.least:
             return torch.ones_like(good)
-        ordered = norms.masked_fill(~good, float("inf")).sort().values
-        count = good.sum()
-        middle = torch.stack([((count - 1) // 2).clamp(min=0), (count // 2).clamp(max=len(norms) - 1)])
+        ordered = self._changes.sort().values
+        count = ordered.isfinite().sum()
+        middle = torch.stack([((count - 1) // 2).clamp(min=0), (count // 2).clamp(max=len(ordered) - 1)])
         median = ordered.index_select(0, middle).mean()  # indexing by a number on the device would wait for it
         return ~((norms > trust.factor * median) & (median > 0))
 
@@ -247,7 +249,7 @@ class Round:
             return Traffic()
         if not good:
             factor = self.books.trust.factor
-            self.failed(seat.client.id, f"it moved its weights by more than {factor:g} times the median of its chunk")
+            self.failed(seat.client.id, f"it moved its weights by more than {factor:g} times the median so far")
             return self._up(seat, mask_bytes, mean)
         sums.n += seat.n
         sums.clients += 1
