@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import flashfl as fl
 from flashfl.aggregate import add
-from flashfl.core.state import Client, State, Sums, Update
-from flashfl.engine.train import Trainer
+from flashfl.core.state import Client, Local, State, Sums, Update
+from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task
 
@@ -45,14 +46,46 @@ def test_statistics_are_averaged_among_models_of_one_density() -> None:
     assert torch.equal(views["density 0.2"], tail(after, 0.2))
 
 
-def test_a_density_that_was_not_heard_of_keeps_its_statistics() -> None:
+def test_a_density_that_is_not_heard_of_keeps_its_statistics() -> None:
     s = started()
-    sums = add(Sums(s.layout), reported(s, 2, 2, 0.4, 20.0))
+    sums = add(add(Sums(s.layout), reported(s, 0, 1, 0.2, 3.0)), reported(s, 2, 2, 0.4, 20.0))
     after = METHOD.aggregate(s, sums)
-    assert torch.equal(tail(after, 0.2), tail(s, 0.2))
-    again = METHOD.aggregate(after, add(Sums(s.layout), reported(after, 0, 1, 0.2, 3.0)))
-    assert set(tail(again, 0.4).tolist()) == {20.0}
-    assert set(tail(again, 0.2).tolist()) == {3.0}
+    again = METHOD.aggregate(after, add(Sums(s.layout), reported(after, 2, 2, 0.4, 30.0)))
+    assert (set(tail(again, 0.2).tolist()), set(tail(again, 0.4).tolist())) == ({3.0}, {30.0})
+    again = METHOD.aggregate(again, add(Sums(s.layout), reported(again, 0, 1, 0.2, 5.0)))
+    assert (set(tail(again, 0.2).tolist()), set(tail(again, 0.4).tolist())) == ({5.0}, {30.0})
+
+
+def test_a_density_that_nobody_has_borrows_those_of_the_others() -> None:
+    s = started()
+    after = METHOD.aggregate(s, add(Sums(s.layout), reported(s, 0, 1, 0.2, 3.0)))
+    assert (set(tail(after, 0.2).tolist()), set(tail(after, 0.4).tolist())) == ({3.0}, {3.0})
+    after = METHOD.aggregate(s, add(Sums(s.layout), reported(s, 2, 1, 0.4, 20.0)))
+    assert (set(tail(after, 0.2).tolist()), set(tail(after, 0.4).tolist())) == ({20.0}, {20.0})
+
+
+def test_clients_of_one_density_share_a_model() -> None:
+    s = started()
+    assert METHOD.held(s, Client(0, 1, 0.2)) is METHOD.held(s, Client(7, 3, 0.2))
+    assert METHOD.held(s.again(), Client(0, 1, 0.2)) is not METHOD.held(s, Client(0, 1, 0.2))
+
+
+def test_a_density_that_cannot_gather_statistics_borrows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of the lower density fail at the very end, where static BatchNorm gathers; before it nobody has any."""
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True)
+    gather = Trainer._gather
+    small = max(METHOD.sub_model(started(), 0.2).mask.active, 1)
+
+    def fails(trainer: Trainer, local: Local, data: Any) -> float:
+        if int((trainer.vector[: task.layout.prunable_size] != 0).sum()) <= small:
+            raise ClientFailed("no")
+        return gather(trainer, local, data)
+
+    monkeypatch.setattr(Trainer, "_gather", fails)
+    run = fl.simulate(METHOD, task, train=config)
+    judged = run.history[-1]["metrics"]
+    assert judged["density 0.2"]["loss"] < 10 * judged["after"]["loss"]
 
 
 @pytest.mark.parametrize("name", ["hetero-spdst", "hetero-jmwst"])

@@ -383,3 +383,13 @@ def test_a_subclass_of_a_convolution_is_left_to_itself() -> None:
 
     assert wide.has_convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
     assert not wide.has_convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))
+
+
+@devices
+def test_statistics_are_gathered_under_the_weights_as_they_arrive(device: str) -> None:
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True, values="int8")
+    ours = run_lanes(small("pdst"), task, device, config, values="int8")
+    theirs = fl.simulate(small("pdst"), task, train=config)
+    a, b = ours.weights.to("cpu").statistics, theirs.weights.statistics
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -49,6 +49,7 @@ def test_something_else_than_was_asked_for() -> None:
         (dataclasses.replace(UPDATE, carries="weights"), ORDER),
         (dataclasses.replace(UPDATE, carries="weights"), order(MASK, Local(report="statistics"))),
         (dataclasses.replace(UPDATE, values=None), order(MASK, Local(report="statistics"))),
+        (UPDATE, order(MASK, Local(report="statistics"))),
     ]
     for message, asked in wrong:
         with pytest.raises(WrongContent):

@@ -143,6 +143,8 @@ class Weights:
 
     def with_statistics(self, statistics: Tensor) -> Weights:
         """The same weights with other BatchNorm statistics."""
+        if not len(statistics):
+            return self
         vector = self.vector.clone()
         vector[self.layout.trained_size :] = statistics
         return Weights(self.mask, vector)
@@ -261,6 +263,7 @@ class State:
     attempt: int = 0
     extra: Mapping[str, Mask | Tensor] = field(default_factory=dict)
     before: Weights | None = None  # the average before subsampling, where it differs; not kept
+    _made: dict[str, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def layout(self) -> Layout:
@@ -287,6 +290,12 @@ class State:
         found = self.extra[name]
         assert isinstance(found, kind)
         return found
+
+    def once(self, name: str, make: Callable[[], Weights]) -> Weights:
+        """A model that follows from this state, made when it is first asked for: all clients that get it share it."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:
         """The state one round later."""

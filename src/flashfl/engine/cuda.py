@@ -233,7 +233,8 @@ class LaneEngine:
 
     def _gather(self, group: Iterable[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
         """BatchNorm statistics of every client, one after another."""
-        for client, order in group:
+        for client, sent in group:
+            order = self._received_order(client, sent)
             try:
                 update = self.trainer.train(order, client.id, self.train_data[client.id])
             except ClientFailed as error:

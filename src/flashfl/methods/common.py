@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.errors import ConfigError
 from ..core.method import sample
 from ..core.rng import fold
-from ..core.state import Client, Mask, Plan, State, Weights
+from ..core.state import Client, Mask, Plan, State, Sums, Weights
 from ..sparsity import random_mask, top_mask
 
 
@@ -51,6 +51,23 @@ def inner_mask(s: State, full: Weights, budgets: tuple[int, ...], nm: int) -> Ma
     if recipe := full.mask.recipe:
         return random_mask(s.layout, budgets, recipe.key, s.plan.device, nm)
     return top_mask(s.layout, full.vector, budgets, nm)
+
+
+def keep_statistics(s: State, after: State, sums: Sums, masks: Mapping[str, Mask], whole: str) -> State:
+    """`after` with the BatchNorm statistics of each of these models by itself: a sparser one's activations differ.
+
+    Of one that has not been heard of they stay as they were in `s`. The server's own are those kept as `whole`, or the
+    average over all models while there are none.
+    """
+    extra = dict(after.extra)
+    for name, mask in masks.items():
+        if mask.active in sums.statistics:
+            old = s.kept(Tensor, name) if name in s.extra else after.weights.statistics
+            extra[name] = sums.statistics_of(mask, old)
+    after = replace(after, extra=extra)
+    top = after.kept(Tensor, whole) if whole in extra else after.weights.statistics
+    before = after.before and after.before.with_statistics(top)
+    return replace(after, weights=after.weights.with_statistics(top), before=before)
 
 
 def initial(plan: Plan, stage: int = 1) -> Tensor:

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError
 from ..core.method import sample
 from ..core.state import Client, Mask, State, Sums, Weights
 from ..sparsity import nested, pattern_budgets, top_mask
-from .common import check_density, inner_mask, sample_each_density, share_densities
+from .common import check_density, inner_mask, keep_statistics, sample_each_density, share_densities
 from .jmwst import JMWST
 from .spdst import SPDST
 
@@ -54,28 +54,26 @@ class _Hetero(SPDST):
         return self.sub_model(s, client.density or self.density)
 
     def sub_model(self, s: State, density: float) -> Weights:
-        model = s.weights.restrict(s.kept(Mask, f"mask {density}"))
-        return model if density == self.density else model.with_statistics(s.kept(Tensor, f"statistics {density}"))
+        return s.once(f"density {density}", lambda: self._part(s, density))
+
+    def _part(self, s: State, density: float) -> Weights:
+        model, own = s.weights.restrict(s.kept(Mask, f"mask {density}")), s.extra.get(f"statistics {density}")
+        return model.with_statistics(own) if isinstance(own, Tensor) and density != self.density else model
 
     def begin(self, s: State, densities: Sequence[float]) -> State:
         start = super().begin(s, densities)
-        statistics = {f"statistics {d}": start.weights.statistics for d in self.densities}
-        return replace(start, extra={**self.masks(s, densities, start.weights), **statistics})
+        return replace(start, extra=self.masks(s, densities, start.weights))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         after = super().aggregate(s, sums)
-        return after if s.stage == 1 else self._stated(s, after, sums)
+        return self._stated(s, after, sums) if s.stage == 2 and s.plan.local.statistics else after
 
     def with_statistics(self, s: State, sums: Sums) -> State:
-        return self._stated(s, s, sums)
+        return self._stated(s, super().with_statistics(s, sums), sums)
 
     def _stated(self, s: State, after: State, sums: Sums) -> State:
-        """`after` with what clients reported in `s` of each density by itself: a sparser model's activations differ."""
-        names = {f"statistics {d}": s.kept(Mask, f"mask {d}") for d in self.densities}
-        extra = {name: sums.statistics_of(mask, s.kept(Tensor, name)) for name, mask in names.items()}
-        top = extra[f"statistics {self.density}"]
-        before = after.before and after.before.with_statistics(top)
-        return replace(after, weights=after.weights.with_statistics(top), before=before, extra={**after.extra, **extra})
+        masks = {f"statistics {d}": s.kept(Mask, f"mask {d}") for d in self.densities}
+        return keep_statistics(s, after, sums, masks, f"statistics {self.density}")
 
     def masks(self, s: State, densities: Sequence[float], full: Weights) -> dict[str, Mask]:
         """One mask per density, each inside the next."""

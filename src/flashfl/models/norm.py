@@ -15,6 +15,8 @@ def batch_norm(norm: nn.Module, x: Tensor, add: Tensor | None = None, relu: bool
     if fused and x.is_cuda and type(norm) is nn.BatchNorm2d and norm.training and _plain(norm, x, add):
         ours = kernel("norm", "batch_norm")
         if ours is not None:
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.add_(1)
             settings = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps)
             out: Tensor = ours(x, add, *settings, relu)
             return out
@@ -25,10 +27,12 @@ def batch_norm(norm: nn.Module, x: Tensor, add: Tensor | None = None, relu: bool
 
 def _plain(norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None) -> bool:
     """Whether the kernels can do it: an ordinary layer, images with their channels last, more than one value each."""
-    watched = norm._forward_hooks or norm._forward_pre_hooks or torch.compiler.is_compiling()
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    here = x.device.index == torch.cuda.current_device()  # where kernels are launched
+    watched = any(hooks) or torch.compiler.is_compiling()
     ordinary = norm.affine and norm.track_running_stats and norm.momentum is not None
     alike = add is None or (add.shape == x.shape and add.dtype == x.dtype and _last(add))
-    return ordinary and alike and not watched and x.dtype in _TYPES and _last(x) and x.numel() > x.shape[1]
+    return ordinary and alike and here and not watched and x.dtype in _TYPES and _last(x) and x.numel() > x.shape[1]
 
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)

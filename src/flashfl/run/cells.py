@@ -7,7 +7,6 @@ a cell and seed, written when the run has ended; nothing in it is typed by hand.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -28,7 +27,7 @@ from .results import reported, versions
 
 # Raised whenever the code changes in a way that changes results: older cells are then marked stale.
 RECIPE = 1
-CHANGED = {"hetero-spdst": 1, "hetero-jmwst": 1}  # and of these methods alone, this often
+CHANGED = {"hetero-spdst": 1, "hetero-jmwst": 1}  # and of these methods alone, this often; counts never fall
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "mnist": {"task": {"clients": 100}, "train": {"rounds": 400, "per_round": 10, "batch": 32}},
@@ -141,9 +140,11 @@ def result_of(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
 
 
 def results_of(cell: Cell, seeds: int | None, folder: Path) -> list[dict[str, Any]]:
-    """The stored results of a cell's first seeds, or of as many as there are."""
-    every = (result_of(cell, seed, folder) for seed in (range(seeds) if seeds else itertools.count()))
-    return [found for found in (every if seeds else itertools.takewhile(bool, every)) if found]
+    """The stored results of a cell's first seeds, or of all there are."""
+    stem = cell.place(0).removesuffix("0")
+    there = [path.stem.rpartition("-seed")[2] for path in folder.glob(f"{stem}*.json")]
+    wanted = range(seeds) if seeds else sorted(int(seed) for seed in there if seed.isdecimal())
+    return [found for seed in wanted if (found := result_of(cell, seed, folder))]
 
 
 def recipe_of(method: str) -> int:

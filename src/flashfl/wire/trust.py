@@ -44,8 +44,8 @@ def check_update(update: Message, order: Message, active: int | None = None) -> 
         raise WrongContent(f"client {update.client} reports {update.n} samples")
     report = order.local.report if order.local is not None else "weights"
     if report == "statistics":
-        if update.carries == "weights":
-            raise WrongContent(f"client {update.client} was asked for statistics and sent weights")
+        if update.carries != "statistics":
+            raise WrongContent(f"client {update.client} was asked for statistics and sent {update.carries!r}")
         _check_statistics(update)
         return
     counts = count_layers(update.mask) if update.mask is not None else update.counts
