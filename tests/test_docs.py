@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -58,7 +59,7 @@ def test_commands_of_flashfl_parse(page: Path) -> None:
     lines = re.findall(r"^flashfl ([^\n#]+)", text, re.MULTILINE) + re.findall(r"`flashfl ([^`\n]+)`", text)
     parser, commands = _parser()
     for line in lines:
-        words = line.replace("RUNS_DIR", "runs").split()
+        words = shlex.split(line.replace("RUNS_DIR", "runs"))
         if words[0] in commands and "|" not in words and "..." not in words:
             own, _ = _settings_apart(words, commands[words[0]])
             positional = {"report": 1, "figure": 2, "export": 1, "watch": 1, "reproduce": 1}.get(words[0], 0)

@@ -123,6 +123,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     export = add("export", _export, "write a run's final model as safetensors, with its mask")
     export.add_argument("run", type=Path, help="the folder of a run")
     export.add_argument("--to", type=Path, help="the file to write (default: RUN/model.safetensors)")
+    export.add_argument("--view", default="", help="another model than the reported one: 'density 0.1' of several, say")
 
     add_data(add)
     add_commands(add)
@@ -291,7 +292,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.export import export_run
 
-    print(export_run(args.run, args.to))
+    print(export_run(args.run, args.to, args.view))
     return 0
 
 

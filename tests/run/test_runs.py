@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -230,6 +231,14 @@ def test_a_run_in_a_folder_can_be_exported(name: str, tmp_path: Path) -> None:
     run = run_config(config, tmp_path, quiet=True)["run"]
     check_export(export_run(tmp_path), run)
     assert export_run(tmp_path, tmp_path / "there" / "m.safetensors").exists()
+    with pytest.raises(ConfigError, match="unknown view 'density 7'"):
+        export_run(tmp_path, view="density 7")
+    if "hetero" in name:
+        part = export_run(tmp_path, view="density 0.1")
+        assert part.name == "model-density-0.1.safetensors"
+        found, module = load_file(part), run.model("density 0.1").state_dict()
+        assert all(torch.equal(value, module[n]) for n, value in found.items() if not n.endswith(".mask"))
+        assert any(not torch.equal(value, run.model().state_dict()[n]) for n, value in module.items())
 
 
 def test_a_run_made_in_python_says_why_it_cannot_be_exported(tmp_path: Path) -> None:

@@ -80,10 +80,13 @@ class Run:
         """One entry a round, as in the results file."""
         return self.results.rounds
 
-    def model(self) -> nn.Module:
-        """The task's own module with the final weights."""
+    def model(self, view: str = "") -> nn.Module:
+        """The task's own module with the final weights, or with those of another view ("density 0.1", say)."""
+        from .export import view_of
+
+        assert self.state is not None
         module = self.task.build()
-        self.task.layout.write(self.weights.vector.cpu(), module)
+        self.task.layout.write(view_of(self.method, self.state, view).vector.cpu(), module)
         return module.eval()
 
     @property
