@@ -26,7 +26,8 @@ from flashfl.wire import seal
 
 ROUNDS = 4
 SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "eval_every": 2, "workers": 1, "checkpoint_every": 1}
-QUICK = FlowerOptions(wait=0.2, timeout=0.3, poll=0.01)
+PATIENT = FlowerOptions(wait=60.0, timeout=60.0, poll=0.01)  # a machine that stalls must not fail a test
+QUICK = FlowerOptions(wait=0.5, timeout=2.0, poll=0.01)  # where somebody is not going to answer
 
 
 def node_of(client: int) -> int:
@@ -52,7 +53,7 @@ def train(
     folder: Path | None = None,
     resume: bool = False,
     watch: Any = None,
-    options: FlowerOptions = QUICK,
+    options: FlowerOptions = PATIENT,
     **settings: Any,
 ) -> fl.Run:
     config = TrainConfig(**{"rounds": ROUNDS, **SETTINGS, **settings})

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
-from flower_support import QUICK, ROUNDS, SETTINGS, assert_equal, federation, node_of, train
+from flower_support import PATIENT, ROUNDS, SETTINGS, assert_equal, federation, node_of, train
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
@@ -59,7 +59,7 @@ def test_static_batch_norm_gathers_its_statistics() -> None:
 def test_flowers_own_loop_over_the_strategy_does_the_same(name: str) -> None:
     task, method = make_task("norm"), small(name)
     here = fl.simulate(method, task, ROUNDS, **SETTINGS)
-    strategy = FlashStrategy(method, task, TrainConfig(rounds=ROUNDS, **SETTINGS), QUICK)
+    strategy = FlashStrategy(method, task, TrainConfig(rounds=ROUNDS, **SETTINGS), PATIENT)
     rounds = len(here.history)
     result = Strategy.start(strategy, federation(task), ArrayRecord(), num_rounds=rounds)
     assert strategy.state is not None

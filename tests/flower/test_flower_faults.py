@@ -12,7 +12,19 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
-from flower_support import QUICK, assert_equal, federation, marked, node_of, only, rogue, scaled, train, with_nan
+from flower_support import (
+    PATIENT,
+    QUICK,
+    assert_equal,
+    federation,
+    marked,
+    node_of,
+    only,
+    rogue,
+    scaled,
+    train,
+    with_nan,
+)
 from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 import flashfl as fl
@@ -101,7 +113,8 @@ def test_a_bad_reply_is_left_out(fault: str, name: str, caplog: pytest.LogCaptur
     act, why = TAMPERED[fault]
     task = make_task("norm")
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
-        run = train(small(name), task, federation(task, only(node_of(BAD), "train", act)), **EVERY)
+        grid = federation(task, only(node_of(BAD), "train", act))
+        run = train(small(name), task, grid, options=QUICK if fault == "silent" else PATIENT, **EVERY)
     assert_equal(run, without_bad(name))
     reasons = {line["failures"].get(str(BAD)) for line in run.history if BAD in line["cohort"]}
     assert reasons
@@ -163,7 +176,7 @@ def test_a_late_reply_is_left_out_of_the_next_round(caplog: pytest.LogCaptureFix
         return [] if len(kept) == 1 else [kept[0], reply] if len(kept) == 2 else [reply]
 
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
-        run = train(small("pdst"), task, federation(task, only(node_of(BAD), "train", late)), **EVERY)
+        run = train(small("pdst"), task, federation(task, only(node_of(BAD), "train", late)), options=QUICK, **EVERY)
     assert "no reply within" in run.history[0]["failures"][str(BAD)]
     assert not run.history[1]["failures"]
     assert f"a late reply is left out (client {BAD}" in caplog.text
@@ -201,7 +214,7 @@ def test_after_the_last_attempt_the_run_stops_with_its_checkpoint(tmp_path: Path
             good.tamper = lambda node, message, reply: []
 
     with pytest.raises(RunStopped, match=r"failed 2 times.*no reply within"):
-        train(method, task, good, tmp_path, watch=gone, retries=1, checkpoint_every=0)
+        train(method, task, good, tmp_path, watch=gone, retries=1, checkpoint_every=0, options=QUICK)
     assert list((tmp_path / "checkpoints").glob("checkpoint-*.json"))
     resumed = train(method, task, federation(task), tmp_path, resume=True, retries=1, checkpoint_every=0)
     assert_equal(resumed, train(method, task, federation(task)))
@@ -260,7 +273,7 @@ def test_a_client_that_judges_badly_is_left_out(caplog: pytest.LogCaptureFixture
     grid = federation(task, only(node_of(BAD), "evaluate", lie))
     server = server_task(DropoutNet, example=blobs(1, (6,), 0)[0], name="held")
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
-        run = train(small("pdst"), server, grid, options=QUICK)
+        run = train(small("pdst"), server, grid)
     assert 0 <= run.accuracy <= 1
     assert f"client {BAD} is left out of this evaluation" in caplog.text
 
@@ -272,9 +285,9 @@ def test_trimming_and_clipping_serve_every_method(name: str) -> None:
     honest = train(small(name), task, federation(task), **EVERY)
     far = {}
     for kind, options in {
-        "plain": replace(QUICK, trust=0.0),
-        "trimmed": replace(QUICK, trust=0.0, trim=0.3),
-        "clipped": replace(QUICK, trust=0.0, clip=1.0),
+        "plain": replace(PATIENT, trust=0.0),
+        "trimmed": replace(PATIENT, trust=0.0, trim=0.3),
+        "clipped": replace(PATIENT, trust=0.0, clip=1.0),
     }.items():
         grid = federation(task)
         for bad in (2, 5):

@@ -153,7 +153,7 @@ def test_too_few_clients_stop_the_run_and_say_why() -> None:
     for c in range(1, 8):
         grid.join(node_of(c), client_app(make_task("dropout")), {"partition-id": c})
     with pytest.raises(RunStopped, match=r"1 clients are present.*another model"):
-        train(small("dense"), task, grid, min_replies=2, per_round=4)
+        train(small("dense"), task, grid, min_replies=2, per_round=4, options=QUICK)
 
 
 def test_more_clients_a_round_than_there_are_is_said_before_anything_runs() -> None:
@@ -168,7 +168,7 @@ def test_a_resumed_run_keeps_its_plan_with_fewer_clients(tmp_path: Any) -> None:
     run = train(small("hetero-spdst"), task, federation(task), tmp_path, rounds=2)
     grid = federation(task)
     grid.leave(node_of(0))
-    resumed = train(small("hetero-spdst"), task, grid, tmp_path, resume=True, rounds=2, options=QUICK)
+    resumed = train(small("hetero-spdst"), task, grid, tmp_path, resume=True, rounds=2)
     assert resumed.state is not None
     assert run.state is not None
     assert resumed.state.plan.clients == run.state.plan.clients == 8
