@@ -118,9 +118,9 @@ def test_another_key_splits_differently() -> None:
 @pytest.mark.parametrize("scheme", ["lda", "dirichlet", "shards", "iid"])
 def test_a_split_for_thousands_of_clients_is_quick(scheme: str) -> None:
     labels = np.random.default_rng(0).integers(0, 10, 50_000)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process: the machine may be busy elsewhere
     assert_cover(partition.split(scheme, labels, 3400, 7, alpha=0.1), 50_000, 3400)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_impossible_splits_are_errors() -> None:

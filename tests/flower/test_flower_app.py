@@ -163,7 +163,7 @@ def test_the_quick_supernode_only_shortens_naps() -> None:
     clock = Instead(time, sleep=short_sleep(0.01))
     began = time.monotonic()
     clock.sleep(3)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 2.9
     assert clock.monotonic is time.monotonic
 
 
