@@ -72,10 +72,13 @@ def test_a_round_leaves_the_state_it_starts_from_as_it_was(
     real, task = LaneEngine.train, make_task("norm")
 
     def train(engine: LaneEngine, s: Any, orders: Any) -> Any:
-        vector, bits = s.weights.vector.clone(), s.mask.bits.clone()
-        outcome = real(engine, s, orders)
-        assert torch.equal(s.weights.vector, vector)
-        assert torch.equal(s.mask.bits, bits)
+        given = list(orders)
+        models = [s.weights, *(order.weights for _, order in given)]
+        before = [(model.vector.clone(), model.mask.bits.clone()) for model in models]
+        outcome = real(engine, s, given)
+        for model, (vector, bits) in zip(models, before, strict=True):
+            assert torch.equal(model.vector, vector)
+            assert torch.equal(model.mask.bits, bits)
         return outcome
 
     monkeypatch.setattr(LaneEngine, "train", train)
