@@ -29,7 +29,7 @@ def add(sums: Sums, update: Update) -> Sums:
             span = slice(at, at + _PART)
             sums.weights[span].add_(vector[span], alpha=update.n)
             sums.holders[span].add_(bits[span], alpha=update.n)
-        if len(statistics := vector[sums.layout.trained_size :]):
+        if len(statistics := update.weights.statistics):
             add_statistics(sums, update.weights.mask.active, statistics.double() * update.n, update.n)
     for name, extra in update.extra.items():
         value = extra.value.double() * update.n

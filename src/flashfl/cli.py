@@ -122,7 +122,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
     export = add("export", _export, "write a run's final model as safetensors, with its mask")
     export.add_argument("run", type=Path, help="the folder of a run")
-    export.add_argument("--to", type=Path, help="the file to write (default: RUN/model.safetensors)")
+    export.add_argument("--to", type=Path, help="the file to write (default: RUN/model[-VIEW].safetensors)")
     export.add_argument("--view", default="", help="another model than the reported one: 'density 0.1' of several, say")
 
     add_data(add)

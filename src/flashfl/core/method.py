@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from .errors import unknown
 from .rng import choose
 from .state import Client, Local, Order, Plan, State, Sums, Weights
 
@@ -47,6 +48,13 @@ class Method:
     def views(self, s: State) -> Mapping[str, Weights]:
         """The models to judge; the first is the one reported."""
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
+
+    def view(self, s: State, name: str = "") -> Weights:
+        """One of the models to judge, by its name: by default the one reported."""
+        views = self.views(s)
+        if name and name not in views:
+            raise unknown("view", name, views)
+        return views[name or next(iter(views))]
 
     def with_statistics(self, s: State, sums: Sums) -> State:
         """The state with BatchNorm statistics that were gathered from the clients."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,16 @@ from ..aggregate import add, add_statistics
 from ..core.layout import Layout
 from ..core.state import Sums, Update
 
-Place = tuple[int, np.ndarray[Any, Any]]  # where an update lies in the file, and its mask, packed
 _STRETCH = 32 << 20  # numbers held in memory at a time, over all clients
+
+
+class _Held(NamedTuple):
+    """An update in the file."""
+
+    at: int  # where it lies
+    bits: np.ndarray[Any, Any]  # its mask, packed
+    active: int
+    n: int
 
 
 def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums:
@@ -33,8 +41,7 @@ def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums
     """
     sums = Sums(layout)
     with tempfile.TemporaryFile() as file:
-        held: list[Place] = []
-        sizes: list[tuple[int, int]] = []  # active weights, samples
+        held: list[_Held] = []
         for update in updates:
             add(sums, replace(update, weights=None))
             if update.weights is None:
@@ -42,32 +49,32 @@ def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums
             if sums.holders is None:
                 sums.holders = torch.zeros(layout.prunable_size, dtype=torch.int64)
             sums.holders.add_(update.weights.mask.bits.cpu(), alpha=update.n)
-            held.append((file.tell(), update.weights.mask.packed))
-            sizes.append((update.weights.mask.active, update.n))
+            mask = update.weights.mask
+            held.append(_Held(file.tell(), mask.packed, mask.active, update.n))
             file.write(update.weights.vector.cpu().numpy().tobytes())
         if held:
             sums.weights = _weights(layout, sums, file, held, trim)
-        for active in {size for size, _ in sizes} if layout.size > layout.trained_size else ():
-            alike = [(at, n) for (at, _), (size, n) in zip(held, sizes, strict=True) if size == active]
-            values = torch.stack([_read(file, at, layout.trained_size, layout.size) for at, _ in alike])
-            n = sum(n for _, n in alike)
-            add_statistics(sums, active, trimmed_mean(values, torch.ones_like(values, dtype=torch.bool), trim) * n, n)
+        for active in {one.active for one in held} if layout.size > layout.trained_size else ():
+            alike = [one for one in held if one.active == active]
+            values = torch.stack([_read(file, one.at, layout.trained_size, layout.size) for one in alike])
+            n = sum(one.n for one in alike)
+            add_statistics(sums, active, trimmed_mean(values, None, trim) * n, n)
     return sums
 
 
-def _weights(layout: Layout, sums: Sums, file: Any, held: list[Place], trim: float) -> Tensor:
+def _weights(layout: Layout, sums: Sums, file: Any, held: list[_Held], trim: float) -> Tensor:
     out = torch.empty(layout.size, dtype=torch.float64)
     most = max(1, _STRETCH // len(held))
     for layer in layout.travelling:
         for start in range(layer.start, layer.stop, most):
             stop = min(start + most, layer.stop)
-            values = torch.stack([_read(file, at, start, stop) for at, _ in held])
+            values = torch.stack([_read(file, one.at, start, stop) for one in held])
             if layer.kind == "prunable":
-                bits = torch.stack([_bits(packed, start, stop) for _, packed in held])
+                bits = torch.stack([_bits(one.bits, start, stop) for one in held])
                 assert sums.holders is not None
                 out[start:stop] = trimmed_mean(values, bits, trim) * sums.holders[start:stop]
             else:
-                out[start:stop] = trimmed_mean(values, torch.ones_like(values, dtype=torch.bool), trim) * sums.n
+                out[start:stop] = trimmed_mean(values, None, trim) * sums.n
     return out
 
 
@@ -82,8 +89,9 @@ def _bits(packed: np.ndarray[Any, Any], start: int, stop: int) -> Tensor:
     return torch.from_numpy(bits.astype(bool))
 
 
-def trimmed_mean(values: Tensor, bits: Tensor, trim: float) -> Tensor:
-    """Column by column the mean of the values that `bits` marks, less the share `trim` of them at either end."""
+def trimmed_mean(values: Tensor, bits: Tensor | None, trim: float) -> Tensor:
+    """Column by column the mean of the values that `bits` marks (all), less the share `trim` of them at either end."""
+    bits = torch.ones_like(values, dtype=torch.bool) if bits is None else bits
     holders = bits.sum(0)
     # Rounded down; the small addend undoes what binary fractions lose of a share such as 0.3 of 10.
     cut = (holders.double() * trim + 1e-9).long()

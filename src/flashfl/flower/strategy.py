@@ -140,7 +140,7 @@ class FlashStrategy(Strategy):
             return None, None
         self.state = self.method.aggregate(self.state, outcome.sums)
         metrics = MetricRecord({"loss": outcome.sums.mean_loss, "clients": outcome.sums.clients})
-        return _arrays(self.task, next(iter(self.method.views(self.state).values()))), metrics
+        return _arrays(self.task, self.method.view(self.state)), metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -152,7 +152,7 @@ class FlashStrategy(Strategy):
         """What the reported model of the current state is worth, on the server's samples or the clients'."""
         if self._engine is None or self.state is None or server_round % self.train.eval_every:
             return None
-        view = next(iter(self.method.views(self.state).values()))
+        view = self.method.view(self.state)
         return MetricRecord({**self._engine.evaluate(view, self.train.local().statistics)})
 
     def summary(self) -> None:

@@ -45,9 +45,7 @@ class Disagree(SPDST):
 
     def _mask(self, s: State) -> Mask:
         """The mask this round trains; the one judged after it is the same, so it is never judged untrained."""
-        mask = s.extra.get("mask", s.mask)
-        assert isinstance(mask, Mask)
-        return mask
+        return s.kept(Mask, "mask") if "mask" in s.extra else s.mask
 
     def moved(self, s: State, mask: Mask) -> Mask:
         """As many weights a layer, but only i of b in common: 1 - i / (2b - i) = sm."""

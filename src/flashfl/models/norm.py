@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ..core.kernel import kernel
 
 fused = True  # whether a GPU does all of it in kernels of our own; bench/gpu_round.py --plain measures without
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def batch_norm(norm: nn.Module, x: Tensor, add: Tensor | None = None, relu: bool = True) -> Tensor:
@@ -33,9 +34,6 @@ def _plain(norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None) -> bool:
     ordinary = norm.affine and norm.track_running_stats and norm.momentum is not None
     alike = add is None or (add.shape == x.shape and add.dtype == x.dtype and _last(add))
     return ordinary and alike and here and not watched and x.dtype in _TYPES and _last(x) and x.numel() > x.shape[1]
-
-
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _last(x: Tensor) -> bool:

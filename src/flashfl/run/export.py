@@ -11,10 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..core.errors import ConfigError, FlashError, unknown
-from ..core.method import Method
+from ..core.errors import ConfigError, FlashError
 from ..core.rng import fold
-from ..core.state import State, Weights
+from ..core.state import Weights
 
 
 def export_weights(weights: Weights, path: Path, about: Mapping[str, str]) -> Path:
@@ -34,14 +33,6 @@ def export_weights(weights: Weights, path: Path, about: Mapping[str, str]) -> Pa
     return path
 
 
-def view_of(method: Method, state: State, view: str = "") -> Weights:
-    """One of the models a method judges, by its name: by default the reported one."""
-    views = method.views(state)
-    if view and view not in views:
-        raise unknown("view", view, views)
-    return views[view or next(iter(views))]
-
-
 def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path:
     """A model of a run's last checkpoint, as a file: the reported one unless a view is named."""
     from ..data.tasks import build_task
@@ -55,7 +46,7 @@ def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path
     config = RunConfig.from_json(header["config"])
     task = build_task(config.task, fold(config.train.seed, "task"))
     point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, task.clients), header["identity"])
-    weights = view_of(config.method, point.state, view)
+    weights = config.method.view(point.state, view)
     about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
     name = f"model-{view.replace(' ', '-')}.safetensors" if view else "model.safetensors"
     return export_weights(weights, target or folder / name, about)

@@ -41,7 +41,7 @@ class Run:
     @property
     def weights(self) -> Weights:
         assert self.state is not None
-        return next(iter(self.method.views(self.state).values()))
+        return self.method.view(self.state)
 
     @property
     def accuracy(self) -> float:
@@ -82,11 +82,9 @@ class Run:
 
     def model(self, view: str = "") -> nn.Module:
         """The task's own module with the final weights, or with those of another view ("density 0.1", say)."""
-        from .export import view_of
-
         assert self.state is not None
         module = self.task.build()
-        self.task.layout.write(view_of(self.method, self.state, view).vector.cpu(), module)
+        self.task.layout.write(self.method.view(self.state, view).vector.cpu(), module)
         return module.eval()
 
     @property
