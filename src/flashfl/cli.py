@@ -156,6 +156,7 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.compare import run_config
     from .run.display import amount
+    from .run.lock import alone
     from .run.results import RESULTS
 
     config = _config(args, overrides)
@@ -163,12 +164,13 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         args.out
         or Path("runs") / f"{config.task.dataset.replace(':', '-')}-{config.method.name}-seed{config.train.seed}"
     )
-    if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
-        raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
-                          "or choose another folder with --out")  # fmt: skip
-    if args.overwrite and not args.resume:
-        _clear(folder)
-    result = run_config(config, folder, resume=args.resume, quiet=args.quiet)
+    with alone(folder if folder.is_dir() else None):
+        if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
+            raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
+                              "or choose another folder with --out")  # fmt: skip
+        if args.overwrite and not args.resume:
+            _clear(folder)
+        result = run_config(config, folder, resume=args.resume, quiet=args.quiet)
     end, run = result["end"], result["run"]
     print(
         f"{config.method.name}: accuracy {100 * end['accuracy']:.2f} % (best {100 * end['best']:.2f} %), "
@@ -181,13 +183,12 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run writes, and nothing else."""
+    """Remove what a run writes, and nothing else; its results are set aside once the new run begins."""
     import shutil
 
     for name in ("checkpoints", "masks", "snapshots", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for path in (folder / "results.jsonl", folder / "model.safetensors"):
-        path.unlink(missing_ok=True)
+    (folder / "model.safetensors").unlink(missing_ok=True)
 
 
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -267,15 +268,20 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     if args.seeds is not None and args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
+    plot, text_too = (".png", ".svg", ".pdf"), (".md", ".html")
+    if args.out and args.out.suffix not in plot + text_too:
+        raise ConfigError(f"--out {args.out}: must end in one of {', '.join(text_too + plot)}")
     _, _, cells = load_table(args.table)
     cells = chosen(cells, args.dataset, args.alpha, args.density, args.method)
+    if not args.budget_minutes and not args.results.is_dir():
+        raise ConfigError(f"there is no folder {args.results}: --results says where they lie (the checkout has some)")
     failed = 0
     if args.budget_minutes > 0:
         settings = {"device": args.device, "data_root": args.root}
         _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
     text = markdown(args.table, cells, args.seeds, args.results)
     print(text)
-    if args.out and args.out.suffix in (".png", ".svg", ".pdf"):
+    if args.out and args.out.suffix in plot:
         from .report.figures import accuracy_bytes_of_cells, save
 
         shown = panels(cells, args.seeds, args.results)

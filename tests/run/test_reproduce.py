@@ -61,8 +61,24 @@ def test_filters() -> None:
     found = chosen(cells, "cifar10", "1", "0.05", "")
     assert {c.column for c in found} == {"dense", "NST", "PDST", "SPDST", "JMWST r1", "JMWST r5"}
     assert {c.density for c in found} == {0.05, 1.0}
-    with pytest.raises(ConfigError, match="no cell"):
-        chosen(cells, "imagenet", "", "", "")
+    with pytest.raises(ConfigError, match="unknown dataset 'cifar11': did you mean 'cifar10'"):
+        chosen(cells, "cifar10,cifar11", "", "", "")
+    with pytest.raises(ConfigError, match=r"unknown density '0\.07'"):
+        chosen(cells, "", "", "0.05,0.07", "")
+    with pytest.raises(ConfigError, match="unknown method 'SPDTS'"):
+        chosen(cells, "", "", "", "SPDTS")
+    with pytest.raises(ConfigError, match="no cell of the table fits these filters together"):
+        chosen(cells, "femnist", "1", "", "")
+    with pytest.raises(ConfigError, match="have no density"):
+        chosen(load_table("hetero")[2], "", "", "0.1", "")
+
+
+def test_what_is_shown_must_be_there_and_of_a_known_kind(tmp_path: Path, capsys: Any) -> None:
+    assert main(["reproduce", "main", "--results", str(tmp_path / "none")]) == 1
+    assert main(["reproduce", "main", "--out", str(tmp_path / "table.csv")]) == 1
+    said = capsys.readouterr().err
+    assert "there is no folder" in said
+    assert "must end in one of .md, .html, .png" in said
 
 
 def test_the_committed_results_render_without_running_anything(capsys: Any, monkeypatch: Any) -> None:
@@ -70,7 +86,9 @@ def test_the_committed_results_render_without_running_anything(capsys: Any, monk
     assert main(["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]) == 0
     out = capsys.readouterr().out
     assert out.count("| cifar10 | 1 |") == 16
-    assert "| SPDST | 85.60 | 85.64 ± 0.58 | -0.04 | 1 |" in out
+    assert "| method | ours % | best % | before % | paper % | difference | seeds |" in out
+    assert "| SPDST | 85.63 ± 0.04 | 85.78 |  | 85.64 ± 0.58 | -0.01 | 2 |" in out
+    assert "| JMWST r1 | 85.22 | 85.51 | 85.21 | 85.34 ± 0.27 | -0.12 | 1 |" in out
     assert "not run" not in out
     assert main(["reproduce", "main", "--dataset", "mnist"]) == 0
     out = capsys.readouterr().out
@@ -87,8 +105,15 @@ def test_the_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatc
     asked = ["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]
     assert main([*asked, "--out", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "none").mkdir()
     assert main([*asked, "--results", str(tmp_path / "none"), "--out", str(tmp_path / "other.png")]) == 1
     assert "nothing to draw" in capsys.readouterr().err
+
+
+def made_by(command: str) -> dict[str, Any]:
+    words = command.split()[2:]
+    pairs = dict(zip((w[2:].replace("-", "_") for w in words[::2]), words[1::2], strict=True))
+    return make_config({}, pairs).to_json()
 
 
 def test_the_commands_in_results_give_their_configurations() -> None:
@@ -96,13 +121,25 @@ def test_the_commands_in_results_give_their_configurations() -> None:
     assert files
     for path in files:
         record = json.loads(path.read_text())
-        words = record["command"].split()[2:]
-        pairs = dict(zip((w[2:].replace("-", "_") for w in words[::2]), words[1::2], strict=True))
-        made = make_config({}, pairs).to_json()
+        made = made_by(record["command"])
         assert made["method"] == record["config"]["method"]
         assert made["task"] == record["config"]["task"]
         for name, value in record["config"]["train"].items():
             assert made["train"][name] == value
+
+
+@pytest.mark.parametrize("table", tables())
+def test_every_cell_has_a_command(table: str) -> None:
+    for cell in load_table(table)[2]:
+        config = cell.config(0).to_json()
+        assert made_by(command_of(config)) == config
+
+
+def test_one_configuration_lies_in_one_place() -> None:
+    places: dict[str, str] = {}
+    for cell in (cell for table in tables() for cell in load_table(table)[2]):
+        config = json.dumps(cell.config(0).to_json(), sort_keys=True)
+        assert places.setdefault(config, cell.place(0)) == cell.place(0)
 
 
 def test_cells_are_run_once_and_say_where_they_came_from(tmp_path: Path) -> None:

@@ -100,27 +100,38 @@ def load_table(name: str) -> tuple[str, list[str], list[Cell]]:
 
 def chosen(cells: Sequence[Cell], dataset: str, alpha: str, density: str, method: str) -> list[Cell]:
     """The cells a user asked for; each filter is a comma-separated list or empty."""
-
-    def keeps(wanted: str, value: Any) -> bool:
-        if not wanted:
-            return True
-        names = wanted.split(",")
-        try:
-            return any(float(n) == float(value) for n in names)
-        except (TypeError, ValueError):
-            return str(value).lower() in {n.lower() for n in names}
-
-    found = [
-        c
-        for c in cells
-        if keeps(dataset, c.task["dataset"])
-        and keeps(alpha, c.alpha)
-        and (keeps(density, c.density) or "density" not in c.method)
-        and (keeps(method, c.column) or keeps(method, c.method["name"]))
-    ]
-    if not found or (density and not any(keeps(density, c.density) for c in found)):
-        raise ConfigError("no cell of the table fits these filters")
+    asked = {"dataset": dataset, "alpha": alpha, "density": density, "method": method}
+    found = [c for c in cells if all(_fits(words, _answers(c, name)) for name, words in asked.items())]
+    for name, words in asked.items():
+        known = {answer for c in cells for answer in _answers(c, name)} - {""}
+        for word in filter(None, words.split(",")):
+            if not known:
+                raise ConfigError(f"the cells of this table have no {name}")
+            if not _fits(word, tuple(known)):
+                raise unknown(name, word, known)
+    if not found or (density and not any("density" in c.method for c in found)):
+        raise ConfigError("no cell of the table fits these filters together")
     return found
+
+
+def _answers(cell: Cell, name: str) -> tuple[str, ...]:
+    """What a filter may say to get this cell; an empty one: whatever it says."""
+    if name == "density":
+        return (f"{cell.density:g}",) if "density" in cell.method else ("",)
+    if name == "method":
+        return cell.column, cell.method["name"]
+    return (cell.task["dataset"],) if name == "dataset" else ("-" if cell.alpha is None else f"{cell.alpha:g}",)
+
+
+def _fits(words: str, answers: tuple[str, ...]) -> bool:
+    return not words or any(_same(w, a) for w in words.split(",") for a in answers)
+
+
+def _same(word: str, answer: str) -> bool:
+    try:
+        return not answer or float(word) == float(answer)
+    except ValueError:
+        return word.strip().lower() == answer.lower()
 
 
 def result_of(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
@@ -198,10 +209,13 @@ def command_of(config: Mapping[str, Any]) -> str:
     default = RunConfig().to_json()
     words = [f"flashfl run --method {config['method']['name']}"]
     plain = make_config({"method": {"name": config["method"]["name"]}}, {}).to_json()["method"]
+    derived = {f.name for f in fields(METHODS[config["method"]["name"]]) if f.metadata.get("derived")}
     for table, base in (("method", plain), ("task", default["task"]), ("train", default["train"])):
         for name, value in config[table].items():
             always = name == "density"  # its default depends on the data set
             if name in ("name", "device", "workers", "data_root") or (value == base.get(name) and not always):
+                continue
+            if table == "method" and name in derived:
                 continue
             if isinstance(value, dict):
                 words += [f"--{name}.{k} {v}" for k, v in value.items() if v != base[name][k]]

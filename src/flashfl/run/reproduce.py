@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..core.errors import FlashError
 from .cells import Cell, load_table, missing, pending, recipe_of, results_of, stale, write_result
 from .compare import run_or_continue
 from .display import amount
+from .lock import claim
 
 
 def reproduce(
@@ -55,36 +55,19 @@ def reproduce(
     return finished, failed
 
 
-@contextmanager
-def claim(path: Path) -> Iterator[bool]:
-    """Whether a file is this process's alone, until the block ends or the process does, however it ends.
-
-    Where there are no locks, on this system or in this folder, whoever starts two processes must keep them apart.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        ours = True
-        try:
-            import fcntl
-
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of those it forks
-        except (BlockingIOError, PermissionError):
-            ours = False
-        except (ImportError, OSError):
-            pass
-        yield ours
-
-
 def figures(cell: Cell, seeds: int | None, results: Path) -> dict[str, Any] | None:
     """Our mean and spread over seeds (None: all there are) for a cell, in percent, and what it cost."""
     found = results_of(cell, seeds, results)
     if not found:
         return None
     accuracy = [100 * r["accuracy"] for r in found]
+    before = [100 * r["views"]["before"] for r in found if "before" in r.get("views", {})]
     rounds, each = found[0]["rounds"], found[0]["clients_per_round"]
     return {
         "mean": statistics.fmean(accuracy),
         "std": statistics.stdev(accuracy) if len(accuracy) > 1 else None,
+        "best": statistics.fmean(100 * r["best"] for r in found),
+        "before": statistics.fmean(before) if len(before) == len(found) else None,
         "seeds": len(found),
         "up": statistics.fmean(r["bytes"]["up"] for r in found) / (rounds * each),
         "down": statistics.fmean(r["bytes"]["down"] for r in found) / (rounds * each),
@@ -98,39 +81,46 @@ def _said(mean: float, std: float | None) -> str:
     return f"{mean:.2f} ± {std:.2f}" if std is not None else f"{mean:.2f}"
 
 
-def table_rows(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> list[tuple[str, ...]]:
-    """A line for each cell: ours, the paper's, the difference, bytes and time."""
-    _, keys, _ = load_table(name)
-    out = []
-    for cell in cells:
-        place = {"dataset": cell.task["dataset"], "alpha": "-" if cell.alpha is None else f"{cell.alpha:g}",
-                 "density": f"{cell.density:g}"}  # fmt: skip
-        ours, theirs = figures(cell, seeds, results), cell.paper
-        paper = _said(theirs["mean"], theirs.get("std")) if theirs else "-"
-        row = [place[k] for k in keys] + [cell.column]
-        if ours is None:
-            out.append((*row, "not run", paper, *[""] * 5))
-            continue
-        difference = f"{ours['mean'] - theirs['mean']:+.2f}" if theirs else ""
-        said = _said(ours["mean"], ours["std"]) + (" (stale)" if ours["stale"] else "")
-        saved = {way: f", paper {theirs[way]:g}x" if theirs and way in theirs else "" for way in ("up", "down")}
-        savings = [f"{amount(ours[way])} ({ours['dense'] / ours[way]:.1f}x{saved[way]})" for way in saved]
-        out.append((*row, said, paper, difference, str(ours["seeds"]), *savings, f"{ours['seconds']:.0f}"))
-    return out
+_COLUMNS = ("method", "ours %", "best %", "before %", "paper %", "difference", "seeds", "up / client", "down / client")
 
 
-def columns(name: str) -> list[str]:
+def lines(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> list[list[str]]:
+    """The table's head, and a line for each cell: ours after the last round, at its best, the paper's, bytes and time.
+
+    Before: the model before the server's subsampling, a column only where a cell has such a model.
+    """
     _, keys, _ = load_table(name)
-    return [*keys, "method", "ours %", "paper %", "difference", "seeds", "up / client", "down / client", "seconds"]
+    rows = [{**_place(cell), **_row(cell, figures(cell, seeds, results))} for cell in cells]
+    head = [c for c in (*keys, *_COLUMNS, "seconds") if c != "before %" or any("before %" in row for row in rows)]
+    return [head, *([row.get(c, "") for c in head] for row in rows)]
+
+
+def _place(cell: Cell) -> dict[str, str]:
+    alpha = "-" if cell.alpha is None else f"{cell.alpha:g}"
+    return {"dataset": cell.task["dataset"], "alpha": alpha, "density": f"{cell.density:g}", "method": cell.column}
+
+
+def _row(cell: Cell, ours: Mapping[str, Any] | None) -> dict[str, str]:
+    theirs = cell.paper
+    row = {"ours %": "not run", "paper %": _said(theirs["mean"], theirs.get("std")) if theirs else "-"}
+    if ours is None:
+        return row
+    row["ours %"] = _said(ours["mean"], ours["std"]) + (" (stale)" if ours["stale"] else "")
+    row |= {f"{which} %": f"{ours[which]:.2f}" for which in ("best", "before") if ours[which] is not None}
+    row |= {"seeds": str(ours["seeds"]), "seconds": f"{ours['seconds']:.0f}"}
+    if theirs:
+        row["difference"] = f"{ours['mean'] - theirs['mean']:+.2f}"
+    for way in ("up", "down"):
+        said = f", paper {theirs[way]:g}x" if theirs and way in theirs else ""
+        row[f"{way} / client"] = f"{amount(ours[way])} ({ours['dense'] / ours[way]:.1f}x{said})"
+    return row
 
 
 def markdown(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> str:
     """The table as Markdown."""
     title, _, _ = load_table(name)
-    head = columns(name)
-    lines = [f"**{title}**", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in table_rows(name, cells, seeds, results)]
-    return "\n".join(lines) + "\n"
+    head, *rows = ("| " + " | ".join(line) + " |" for line in lines(name, cells, seeds, results))
+    return "\n".join([f"**{title}**", "", head, "|" + "---|" * (head.count(" | ") + 1), *rows]) + "\n"
 
 
 def panels(cells: Sequence[Cell], seeds: int | None, results: Path) -> dict[str, dict[str, list[Any]]]:
@@ -155,11 +145,9 @@ def page(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> 
     from html import escape
 
     title, _, _ = load_table(name)
-    head = "".join(f"<th>{escape(c)}</th>" for c in columns(name))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(x)}</td>" for x in row) + "</tr>\n"
-        for row in table_rows(name, cells, seeds, results)
-    )
+    first, *rest = lines(name, cells, seeds, results)
+    head = "".join(f"<th>{escape(c)}</th>" for c in first)
+    body = "".join("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in row) + "</tr>\n" for row in rest)
     style = (
         "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem}"
         ":root{color-scheme:light dark}"
@@ -169,7 +157,8 @@ def page(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> 
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{style}</style><h1>{escape(title)}</h1>"
-        f"<p>Ours beside the paper's, mean ± standard deviation over seeds; bytes per client and round, stage 1 "
+        f"<p>Ours after the last round beside the paper's, mean ± standard deviation over seeds. Best: a run's best "
+        f"evaluation. Before: the model before the server cuts it to its density. Bytes per client and round, stage 1 "
         f"included, and how many times fewer that is than the model's dense size.</p>"
         f"<div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></html>"
     )
