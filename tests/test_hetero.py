@@ -33,6 +33,35 @@ def tail(s: State, density: float) -> torch.Tensor:
     return METHOD.held(s, Client(0, 1, density)).statistics
 
 
+@pytest.mark.parametrize(
+    ("clients", "per_round", "expected"),
+    [
+        ((30, 30, 40), 10, [3, 3, 4]),
+        ((1020, 1020, 1360), 34, [10, 10, 14]),
+        ((6, 6, 8), 5, [2, 1, 2]),
+        ((1, 1, 98), 10, [1, 1, 8]),
+        ((2, 2, 2), 9, [2, 2, 2]),
+    ],
+)
+def test_a_cohort_has_as_many_clients_as_asked_for(
+    clients: tuple[int, ...], per_round: int, expected: list[int]
+) -> None:
+    s = started()
+    s = replace(s, plan=replace(s.plan, clients=sum(clients) + 3, per_round=per_round))
+    densities = [d for d, count in zip((0.1, 0.2, 0.4), clients, strict=True) for _ in range(count)]
+    cohort = METHOD.cohort(s, [Client(i, 5, d) for i, d in enumerate(densities)])
+    assert [[c.density for c in cohort].count(d) for d in (0.1, 0.2, 0.4)] == expected
+
+
+def test_every_density_has_its_turn_in_cohorts_smaller_than_their_number() -> None:
+    s = started()
+    s = replace(s, plan=replace(s.plan, per_round=2))
+    clients = [Client(i, 5, (0.1, 0.2, 0.4)[i % 3]) for i in range(9)]
+    cohorts = [METHOD.cohort(replace(s, round=r), clients) for r in range(20)]
+    assert {len(cohort) for cohort in cohorts} == {2}
+    assert {c.density for cohort in cohorts for c in cohort} == {0.1, 0.2, 0.4}
+
+
 def test_statistics_are_averaged_among_models_of_one_density() -> None:
     s = started()
     sums = Sums(s.layout)

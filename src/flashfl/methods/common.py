@@ -11,7 +11,7 @@ from ..core.errors import ConfigError
 from ..core.method import sample
 from ..core.rng import fold
 from ..core.state import Client, Mask, Plan, State, Sums, Weights
-from ..sparsity import random_mask, top_mask
+from ..sparsity import random_mask, share_out, top_mask
 
 
 def check_density(density: float) -> None:
@@ -33,14 +33,18 @@ def share_densities(
 
 
 def sample_each_density(s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-    """A round's cohort with the same share of the clients of every density, at least one of each."""
+    """A round's cohort: the same share of the clients of every density, at least one of each if it is that large."""
     groups: dict[float, list[Client]] = {}
     for c in clients:
         groups.setdefault(c.density or 0.0, []).append(c)
-    share = s.plan.per_round / s.plan.clients
-    picked = [
-        c for d, group in groups.items() for c in sample(s, group, max(1, round(share * len(group))), f"cohort {d}")
-    ]
+    count = min(s.plan.per_round, len(clients))
+    if count < len(groups):
+        return sample(s, clients, count)
+    sizes = [len(group) for group in groups.values()]
+    each = list(share_out(sizes, sizes, count))
+    while 0 in each:
+        each[each.index(0)], each[each.index(max(each))] = 1, max(each) - 1
+    picked = [c for (d, group), k in zip(groups.items(), each, strict=True) for c in sample(s, group, k, f"cohort {d}")]
     return tuple(sorted(picked, key=lambda c: c.id))
 
 
