@@ -199,7 +199,8 @@ def test_watching_follows_a_run_as_it_goes(compared: Path, tmp_path: Path, open_
     thread.start()
     try:
         browser = open_page(addresses[0])
-        assert "unfinished" in browser.execute_script("return document.querySelector('.sum').innerText")
+        said = browser.execute_script("return document.querySelector('.sum').innerText")
+        assert "unfinished, round 2 of 5" in said
         assert count(browser, "#accuracy-by-round .dot") == 2
         results.write_text("".join(lines))
         WebDriverWait(browser, 15).until(lambda b: count(b, "#accuracy-by-round .dot") == 5)

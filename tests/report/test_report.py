@@ -9,13 +9,12 @@ import shutil
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError, FlashError
-from flashfl.report import curves, figures, paper, tables
+from flashfl.report import curves, figures, tables
 from flashfl.report.command import page_for
 from flashfl.report.gather import groups_of, page_data, summary
 from flashfl.report.html import page, script_json
@@ -99,38 +98,6 @@ def test_a_summary_adds_up(compared: Path) -> None:
     assert found["up"] == sum(run.end["bytes"]["up"] for run in runs if run.end) / 2
     assert found["saving"] == pytest.approx(found["paper_saving"], rel=0.25)
     assert found["state"] == "finished"
-
-
-SETTING: dict[str, Any] = {
-    "task.dataset": "cifar10", "task.partition": "lda", "task.alpha": 1.0, "task.clients": 100, "train.per_round": 10,
-    "train.rounds": 600, "train.epochs": 1, "train.batch": 32, "method.name": "jmwst", "method.density": 0.05,
-    "method.r_int": 5, "method.nm": 0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "mean"), [
-    ({}, 85.9), ({"method.r_int": 1}, 85.34), ({"method.r_int": 7}, None), ({"task.alpha": 0.3}, None),
-    ({"task.partition": "iid"}, 87.18), ({"method.name": "spdst"}, 85.64), ({"task.synthetic": True}, None),
-    ({"method.name": "dense", "method.density": 1.0}, 87.13), ({"method.freeze_after": 300}, None),
-    ({"method.name": "spdst", "method.density": 0.2, "method.nm": 4}, 86.96), ({"task.clients": 1}, None),
-    ({"method.name": "pdst"}, 83.33), ({"method.name": "pdst", "method.allocation": "erk"}, None),
-    ({"method.name": "hetero-spdst", "method.densities": [0.1, 0.15, 0.2]}, 86.16),
-])  # fmt: skip
-def test_the_papers_figure_is_found_for_its_setting_alone(change: dict[str, Any], mean: float | None) -> None:
-    found = paper.match({**SETTING, **change}, "resnet18")
-    assert (found and found["mean"]) == mean
-    assert not found or found["differs"] == []
-
-
-def test_another_scale_than_the_papers_is_said() -> None:
-    found = paper.match({**SETTING, "train.rounds": 60}, "vgg16")
-    assert found
-    assert found["differs"] == ["model vgg16 here, resnet18 there", "rounds 60 here, 600 there"]
-
-
-def test_the_femnist_row_copied_by_mistake_is_not_shipped() -> None:
-    rows = [r for r in paper.published()["accuracy"] if r["dataset"] == "femnist" and r["density"] == 0.05]
-    assert [(r["method"], r["mean"]) for r in rows] == [("spdst", 81.18)]
 
 
 def test_tables_hold_every_group_and_every_round(compared: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import ConfigError, FlashError, unknown
 from . import curves, paper
-from .gather import groups_of
+from .gather import groups_of, titled
 from .load import RunData
 
 Groups = Mapping[str, Sequence[RunData]]
@@ -124,7 +124,7 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
         raise unknown("figure", name, NAMES)
     if not runs:
         raise FlashError("there is no run to draw: give the folders of runs")
-    groups = groups_of(runs)
+    groups = titled(groups_of(runs))
     if name in ONE:
         made = _blank((6.4, 4))
         ONE[name](made.subplots(), groups)
@@ -195,7 +195,7 @@ def overview(runs: Sequence[RunData]) -> Any:
     """What a paper shows on one page: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
     if not runs:
         raise FlashError("there is no run to draw: give the folders of runs")
-    groups, made = groups_of(runs), _blank((14, 8))
+    groups, made = titled(groups_of(runs)), _blank((14, 8))
     every = made.subplots(2, 3).flatten()
     for axes, draw in zip(every, ONE.values(), strict=False):
         draw(axes, groups)

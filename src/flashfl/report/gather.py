@@ -21,13 +21,37 @@ Heat = Callable[[RunData], tuple[list[int], Any]]
 
 
 def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
-    """Runs that differ in their seed alone, together, under a label that tells the groups apart."""
-    groups: dict[str, list[RunData]] = {}
-    for run in runs:
-        groups.setdefault(run.key, []).append(run)
+    """Runs that differ in their seed alone, together, under a label that tells the groups apart.
+
+    Runs that have not ended are a group of their own: their accuracy is that of another round.
+    """
+    keys = {key: i for i, key in enumerate(dict.fromkeys(run.key for run in runs))}
     order = {name: i for i, name in enumerate(METHODS)}  # from the plainest method to the most refined
-    ordered = sorted(groups.values(), key=lambda group: order.get(group[0].method, len(order)))
+    groups: dict[tuple[int, int, bool], list[RunData]] = {}
+    for run in runs:
+        place = (order.get(run.method, len(order)), keys[run.key], not run.ended)
+        groups.setdefault(place, []).append(run)
+    ordered = [groups[place] for place in sorted(groups)]
     return dict(zip(_labels(ordered), ordered, strict=True))
+
+
+def titled(groups: Mapping[str, list[RunData]]) -> dict[str, list[RunData]]:
+    """The same groups; the label of those that are not finished says how far they are."""
+    states = {label: _state(runs) for label, runs in groups.items()}
+    return {
+        label if states[label] == "finished" else f"{label} ({states[label]}, round {_rounds(runs)})": runs
+        for label, runs in groups.items()
+    }
+
+
+def _state(runs: Sequence[RunData]) -> str:
+    return ", ".join(sorted({run.state for run in runs}))
+
+
+def _rounds(runs: Sequence[RunData]) -> str:
+    """How far runs are: "5 of 10", or "3 to 5 of 10"."""
+    done, wanted = sorted({len(run.stage2) for run in runs}), runs[0].settings.get("train.rounds")
+    return " to ".join(map(str, dict.fromkeys((done[0], done[-1])))) + (f" of {wanted}" if wanted else "")
 
 
 def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
@@ -38,6 +62,9 @@ def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
         others = [g[0].settings for g in groups if g[0].method == group[0].method]
         differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
         parts = [f"{k.rpartition('.')[2]} {_brief(mine[k])}" for k in differ[:3]]
+        if not group[0].ended and any(g[0].ended and g[0].key == group[0].key for g in groups):
+            seeds = sorted(run.seed for run in group)
+            parts.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}")
         label, n = " · ".join([group[0].method, *parts]), 2
         while label in labels:
             label, n = f"{label} ({n})", n + 1
@@ -71,7 +98,7 @@ def _group(label: str, runs: Sequence[RunData], heat: Heat) -> dict[str, Any]:
     return {
         "label": label,
         "summary": summary(runs),
-        "paper": paper.match(last.settings, last.header["task"].get("info", {}).get("model", "")),
+        "paper": paper.match(last.settings),
         "accuracy": shown,
         "before": curves.band([curves.accuracy(run, "before") for run in runs]),
         "mismatch": curves.band([curves.mismatch(run) for run in runs]),
@@ -98,8 +125,8 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
     flops = [curves.total_flops(run) for run in runs]
     return {
         "seeds": len(runs),
-        "state": ", ".join(sorted({run.state for run in runs})),
-        "rounds": max(len(run.stage2) for run in runs),
+        "state": _state(runs),
+        "rounds": _rounds(runs),
         "accuracy": _mean(final),
         "std": curves.spread(final) if final else None,
         "best": _mean([max(values) for values in last if values]),
@@ -160,8 +187,7 @@ def _tasks(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
     """The ways data are split over clients, each once and by its first seed, cut to what can be shown."""
     seen: dict[str, dict[str, Any]] = {}
     for run in sorted((run for runs in groups.values() for run in runs), key=lambda run: run.seed):
-        info = run.header["task"].get("info") or {}
-        title = _split(info)
+        info, title = run.info, _split(run.info)
         if info.get("histogram") and title not in seen:
             counts = np.array(info["histogram"])
             seen[title] = {"title": f"{title}, seed {run.seed}", "clients": len(counts), **_cut(counts)}

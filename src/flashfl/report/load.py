@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from ..run.results import RESULTS, read_run
 
 # Settings that say where or for how long something is done, not what: runs that differ in these alone are one group.
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
+_LEFT = {"checkpoints", SNAPSHOTS, "masks"}  # what a run leaves in its folder beside its results
 MOST_MASKS = 48  # more cells than these by these cannot be told apart on a screen
 
 
@@ -36,20 +38,30 @@ class RunData:
     header: Mapping[str, Any]
     rounds: list[dict[str, Any]]
     end: Mapping[str, Any] | None
+    written: float = 0.0  # when the results file was last written to, in seconds
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Every setting by its full name; of a run started from Python, those its checkpoints are known by."""
+        """Every setting by its full name; of a run started from Python, what it recorded of its task and method."""
         if config := self.header.get("config"):
-            return _flat(config)
+            return flat({table: values for table, values in config.items() if table != "code"})
         identity = self.header.get("identity", {})
         described = str(identity.get("method", "?"))
         return {
             "method.name": described.partition("(")[0].lower(),
             "method.settings": described,
             "task.dataset": self.header["task"]["name"],
+            **{f"task.{k}": v for k, v in _split(self.info).items()},
             **{f"train.{k}": v for k, v in identity.get("settings", {}).items()},
+            # Digests: of the model's layers, and of how much data (and which density) each client has.
+            "task.layout": identity.get("layout"),
+            "task.holdings": identity.get("clients"),
         }
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What the task says of itself, if it is one made by name."""
+        return self.header["task"].get("info") or {}
 
     @property
     def method(self) -> str:
@@ -79,6 +91,11 @@ class RunData:
             return "unfinished"
         return "stopped" if self.end.get("stopped") else "finished"
 
+    @property
+    def ended(self) -> bool:
+        """Whether the run did all that its settings ask for: every round, or all that a recorded limit allows."""
+        return self.state == "finished" or (self.state == "stopped" and bool(self.settings.get("train.max_bytes")))
+
     def heat(self) -> tuple[list[int], Any]:
         """Rounds with a kept mask, and SM of every pair of them; damaged snapshots are passed over."""
         sizes = [_size(shape) for _, shape in self.header["task"]["layers"]]
@@ -105,9 +122,12 @@ class Found:
 
 
 def load(paths: Iterable[Path]) -> Found:
-    """Every run in these folders; a folder may be a run or hold runs, and is named if it is neither."""
+    """Every run in these folders; a folder may be a run or hold runs, and is named if it is neither.
+
+    Of runs with the same settings and seed one counts, and the others are named too.
+    """
     found = Found()
-    for folder in dict.fromkeys(_folders(paths)):
+    for folder in folders(paths):
         try:
             found.runs.append(_read(folder))
         except FlashError as error:
@@ -115,31 +135,58 @@ def load(paths: Iterable[Path]) -> Found:
         except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             why = f"{folder} is damaged: its results do not read as a run's ({type(error).__name__}: {error})"
             found.problems.append(Problem(str(folder), why))
+    _once(found)
     return found
 
 
-def _folders(paths: Iterable[Path]) -> Iterator[Path]:
+def folders(paths: Iterable[Path]) -> list[Path]:
+    """The folders of runs at any depth below these paths, each once; a path without any stands for itself."""
+    first: dict[str, Path] = {}
     for path in paths:
-        if (path / RESULTS).exists() or not path.is_dir():
-            yield path
-            continue
-        inside = sorted(p for p in path.iterdir() if p.is_dir())
-        runs = [p for p in inside if (p / RESULTS).exists() or _looks_like_a_run(p)]
-        deeper = [p.parent for p in sorted(path.glob(f"*/*/{RESULTS}")) if p.parent.parent not in runs]
-        yield from [*runs, *deeper] or [path]
+        for folder in list(_below(path, {os.path.realpath(path)})) or [path]:
+            first.setdefault(os.path.realpath(folder), folder)
+    return list(first.values())
 
 
-def _looks_like_a_run(folder: Path) -> bool:
-    """An empty folder, or one with what a run leaves, that has lost its results."""
-    names = {p.name for p in folder.iterdir()}
-    return not names or bool(names & {"checkpoints", SNAPSHOTS, "masks"})
+def _below(folder: Path, seen: set[str], depth: int = 0) -> Iterator[Path]:
+    """The runs in a folder, by name, or the folder itself if it is one; nothing inside a run is taken for a run."""
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError:  # not a folder, gone by now, or not ours to read: reading it as a run will say which
+        yield folder
+        return
+    names = {path.name for path in inside}
+    if RESULTS in names or (depth and names & _LEFT) or (depth == 1 and not names):
+        yield folder
+        return
+    for path in sorted(inside, key=lambda path: path.is_symlink()):  # last, as a link may be another name of a run here
+        if path.is_dir() and not path.name.startswith(".") and (real := os.path.realpath(path)) not in seen:
+            seen.add(real)
+            yield from _below(path, seen, depth + 1)
+
+
+def _once(found: Found) -> None:
+    """Of several runs of one seed, copies for example, keep the one last written to: it may be going on."""
+    same: dict[tuple[object, ...], list[RunData]] = {}
+    for run in found.runs:
+        # A task made in Python may have been split by a seed of its own: then it is no copy.
+        split = json.dumps(run.info.get("histogram"))
+        same.setdefault((run.key, run.seed, run.ended, split), []).append(run)
+    for runs in same.values():
+        kept = max(runs, key=lambda run: run.written)
+        for run in runs:
+            if run is not kept:
+                found.runs = [other for other in found.runs if other is not run]
+                how = "is a copy of" if run.rounds == kept.rounds else "has the settings and the seed of"
+                why = f"{run.folder} {how} {kept.folder}, which alone is counted"
+                found.problems.append(Problem(str(run.folder), why))
 
 
 def _read(folder: Path) -> RunData:
     """A run whose every line has what a report needs, or the error that says what is missing."""
     raw = read_run(folder)
-    run = RunData(folder, raw["header"], raw["rounds"], raw["end"])
-    _ = (run.key, run.layers, run.seed)
+    run = RunData(folder, raw["header"], raw["rounds"], raw["end"], (folder / RESULTS).stat().st_mtime)
+    _ = (run.key, run.layers, run.seed, run.info.get)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
     for line in run.rounds:
@@ -154,11 +201,21 @@ def _read(folder: Path) -> RunData:
     return run
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _split(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a task says of its data and how they are split, whatever the seed that split them."""
+    said = {k: v for k, v in info.items() if k != "histogram"}
+    if said.get("partition") not in ("lda", "dirichlet"):
+        said.pop("alpha", None)
+    if said.get("partition") == "shards" and info.get("histogram"):
+        said["classes_per_client"] = max(sum(n > 0 for n in row) for row in info["histogram"])
+    return said
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            out |= _flat(value, f"{prefix}{name}.")
+            out |= flat(value, f"{prefix}{name}.")
         else:
             out[f"{prefix}{name}"] = value
     return out

@@ -10,7 +10,7 @@ from typing import Any
 from ..run.display import amount
 from ..run.results import reported
 from . import paper
-from .gather import groups_of, summary
+from .gather import groups_of, summary, titled
 from .load import Found, RunData
 
 _HEAD = ("method", "seeds", "accuracy %", "best %", "paper %", "density", "up", "down", "saving", "FLOPs", "mismatch")
@@ -24,7 +24,7 @@ _COLUMNS = (
 def markdown(found: Found) -> str:
     """A table of groups, as GitHub and most papers' tools read it; folders that are no runs are named below it."""
     rows = [_HEAD, tuple("---" if i == 0 else "---:" for i in range(len(_HEAD)))]
-    rows += [_row(label, runs) for label, runs in groups_of(found.runs).items()]
+    rows += [_row(label, runs) for label, runs in titled(groups_of(found.runs)).items()]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", *(f"- not shown: {problem.why}" for problem in found.problems)] if found.problems else []
     return "\n".join(lines) + "\n"

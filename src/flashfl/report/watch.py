@@ -11,9 +11,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..core.errors import ConfigError
+from ..run.results import RESULTS
 from .gather import page_data
 from .html import clean, page
-from .load import RunData, load
+from .load import RunData, folders, load
 
 REFRESH_MS = 2000
 _HOSTS = ("127.0.0.1", "localhost")
@@ -38,11 +39,14 @@ class Feed:
 
     def _now(self) -> str:
         """Changes whenever a run has gone on, appeared or vanished."""
-        found = [*self.folder.glob("results.jsonl"), *self.folder.glob("*/*.jsonl"), *self.folder.glob("*/*/*.jsonl")]
-        stats = [(p, p.stat()) for p in sorted(found) if p.exists()]
-        marks = [f"{p}:{s.st_size}:{s.st_mtime_ns}" for p, s in stats]
-        names = sorted(p.name for p in self.folder.iterdir()) if self.folder.is_dir() else []
-        return f"{hash((*marks, *names)):x}"
+        marks = []
+        for run in folders([self.folder]):
+            try:
+                stat = (run / RESULTS).stat()
+                marks.append(f"{run}:{stat.st_size}:{stat.st_mtime_ns}")
+            except OSError:
+                marks.append(str(run))
+        return f"{hash(tuple(marks)):x}"
 
     def _heat(self, run: RunData) -> tuple[list[int], Any]:
         """Comparing masks is the one slow part: it is done again only when a run has kept another."""

@@ -1,0 +1,173 @@
+"""Which runs are found, and which of them are seeds of one experiment."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashfl import PDST, simulate, tasks
+from flashfl.cli import main
+from flashfl.report import figures, paper, tables
+from flashfl.report.gather import groups_of, page_data
+from flashfl.report.load import Found, load
+from flashfl.report.watch import Feed
+from tests.report.runs import edited
+
+
+def rows_of(found: Found) -> dict[str, list[str]]:
+    """The rows of the Markdown table by their label."""
+    lines = [line.strip("| ").split(" | ") for line in tables.markdown(found).splitlines() if line.startswith("|")]
+    return {line[0]: line[1:] for line in lines[2:]}
+
+
+@pytest.fixture(scope="module")
+def from_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs started from Python: one task with two seeds, and the same with another alpha."""
+    folder = tmp_path_factory.mktemp("python")
+    for alpha, seed in ((0.1, 0), (0.1, 1), (100.0, 0)):
+        task = tasks.digits(clients=4, alpha=alpha, limit=80)
+        where = folder / f"alpha{alpha:g}-seed{seed}"
+        simulate(PDST(0.1), task, 1, folder=where, per_round=2, seed=seed, workers=1, device="cpu")
+    return folder
+
+
+def test_runs_from_python_on_other_tasks_are_not_averaged(from_python: Path) -> None:
+    found = load([from_python])
+    seeds = {label: row[0] for label, row in rows_of(found).items()}
+    assert seeds == {"pdst · alpha 0.1": "2", "pdst · alpha 100.0": "1"}
+    assert found.problems == []
+    assert paper.match(found.runs[0].settings) is None
+
+
+def _shards(header: dict[str, Any], classes: int) -> dict[str, Any]:
+    held = [[3] * classes + [0] * (10 - classes) for _ in range(4)]
+    info = {**header["task"]["info"], "partition": "shards", "histogram": held}
+    return {**header, "task": {**header["task"], "info": info}}
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    (lambda h: h, lambda h: {**h, "identity": {**h["identity"], "clients": "other"}}),
+    (lambda h: h, lambda h: {**h, "identity": {**h["identity"], "layout": "other"}}),
+    (lambda h: _shards(h, 2), lambda h: _shards(h, 5)),
+])  # fmt: skip
+def test_what_is_recorded_of_a_task_tells_runs_from_python_apart(
+    from_python: Path, tmp_path: Path, one: Callable[[Any], Any], other: Callable[[Any], Any]
+) -> None:
+    edited(from_python / "alpha0.1-seed0", tmp_path / "a", one)
+    edited(from_python / "alpha0.1-seed1", tmp_path / "b", one)
+    assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2]
+    shutil.rmtree(tmp_path / "b")
+    edited(from_python / "alpha0.1-seed1", tmp_path / "b", other)
+    assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [1, 1]
+
+
+def test_a_task_split_by_another_seed_is_no_copy(from_python: Path, tmp_path: Path) -> None:
+    edited(from_python / "alpha0.1-seed0", tmp_path / "a")
+    edited(
+        from_python / "alpha0.1-seed0",
+        tmp_path / "b",
+        lambda h: {**h, "task": {**h["task"], "info": {**h["task"]["info"], "histogram": [[1] * 10] * 4}}},
+    )
+    assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2]
+
+
+def test_a_copy_of_a_run_counts_once_and_both_are_named(
+    compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(compared / "nst-seed0", tmp_path / name)
+    shutil.copytree(compared / "nst-seed1", tmp_path / "c")
+    assert main(["report", str(tmp_path), "--format", "md"]) == 0
+    out, err = capsys.readouterr()
+    assert "| nst | 2 |" in out
+    for text in (out, err):
+        assert f"{tmp_path / 'b'} is a copy of {tmp_path / 'a'}" in text
+    assert [p["folder"] for p in page_data(load([tmp_path]))["problems"]] == [str(tmp_path / "b")]
+
+
+def test_of_two_runs_of_a_seed_the_one_last_written_to_counts(compared: Path, tmp_path: Path) -> None:
+    edited(compared / "nst-seed0", tmp_path / "a", rounds=3)
+    edited(compared / "nst-seed0", tmp_path / "b", rounds=2)
+    for newest, oldest in (("a", "b"), ("b", "a")):
+        os.utime(tmp_path / oldest / "results.jsonl", (1, 1))
+        os.utime(tmp_path / newest / "results.jsonl", (2, 2))
+        found = load([tmp_path])
+        assert [run.folder.name for run in found.runs] == [newest]
+        why = f"{tmp_path / oldest} has the settings and the seed of {tmp_path / newest}, which alone is counted"
+        assert [p.why for p in found.problems] == [why]
+
+
+def test_a_run_cut_short_is_no_part_of_a_mean(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "nst-seed0", tmp_path / "a")
+    alone = rows_of(load([tmp_path]))["nst"]
+    edited(compared / "nst-seed1", tmp_path / "b", rounds=2)
+    found = load([tmp_path])
+    rows = rows_of(found)
+    assert list(rows) == ["nst", "nst · seed 1 (unfinished, round 2 of 5)"]
+    assert rows["nst"] == alone
+    data = page_data(found)
+    assert [(g["label"], g["summary"]["state"]) for g in data["groups"]] == [
+        ("nst", "finished"),
+        ("nst · seed 1", "unfinished"),
+    ]
+    assert [g["accuracy"]["round"] for g in data["groups"]] == [[1, 2, 3, 4, 5], [1, 2]]
+    pytest.importorskip("matplotlib")
+    legend = figures.figure("accuracy-rounds", found.runs).axes[0].get_legend_handles_labels()[1]
+    assert legend == list(rows)
+    assert {row["run"] for row in csv.DictReader(io.StringIO(tables.rounds_csv(found)))} == {
+        str(tmp_path / "a"), str(tmp_path / "b"),
+    }  # fmt: skip
+
+
+def test_where_no_run_is_finished_the_row_says_how_far_they_are(compared: Path, tmp_path: Path) -> None:
+    edited(compared / "nst-seed0", tmp_path / "a", rounds=2)
+    assert list(rows_of(load([tmp_path]))) == ["nst (unfinished, round 2 of 5)"]
+    edited(compared / "nst-seed1", tmp_path / "b", rounds=4)
+    assert {label: row[0] for label, row in rows_of(load([tmp_path])).items()} == {
+        "nst (unfinished, round 2 to 4 of 5)": "2"
+    }
+
+
+def test_a_run_stopped_by_a_limit_that_is_not_recorded_is_no_part_of_a_mean(from_python: Path, tmp_path: Path) -> None:
+    shutil.copytree(from_python / "alpha0.1-seed0", tmp_path / "a")
+    shutil.copytree(from_python / "alpha0.1-seed1", tmp_path / "b")
+    path = tmp_path / "b" / "results.jsonl"
+    path.write_text(path.read_text().replace('"stopped": null', '"stopped": "its limit was reached"'))
+    assert list(rows_of(load([tmp_path]))) == ["pdst", "pdst · seed 1 (stopped, round 1 of 1)"]
+
+
+def test_runs_are_found_at_any_depth_and_not_inside_runs(compared: Path, tmp_path: Path) -> None:
+    deep = tmp_path / "recipe1" / "mnist" / "alpha1"
+    for name in ("nst-seed0", "nst-seed1"):
+        shutil.copytree(compared / name, deep / name)
+    shutil.copytree(compared / "dense-seed0", deep / "nst-seed0" / "below")
+    (tmp_path / "recipe1" / "empty").mkdir()
+    (tmp_path / "recipe1" / "lost" / "checkpoints").mkdir(parents=True)
+    (deep / "circle").symlink_to(tmp_path)
+    (deep / "latest").symlink_to(deep / "nst-seed1")
+    found = load([tmp_path, deep / "nst-seed0"])
+    assert [run.folder for run in found.runs] == [deep / "nst-seed0", deep / "nst-seed1"]
+    assert [p.folder for p in found.problems] == [str(tmp_path / "recipe1" / "lost")]
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.md")]) == 0
+    assert "| nst | 2 |" in (tmp_path / "r.md").read_text()
+    pytest.importorskip("matplotlib")
+    assert main(["figure", "sm-heatmap", str(tmp_path), "--out", str(tmp_path / "r.png")]) == 0
+
+
+def test_watching_follows_a_run_at_any_depth_beside_a_finished_one(compared: Path, tmp_path: Path) -> None:
+    deep = tmp_path / "recipe1" / "mnist" / "alpha1"
+    shutil.copytree(compared / "nst-seed0", deep / "a")
+    edited(compared / "nst-seed1", deep / "b", rounds=2)
+    feed = Feed(tmp_path)
+    shown = {g["label"]: g["accuracy"]["round"] for g in feed.data()["groups"]}
+    assert shown == {"nst": [1, 2, 3, 4, 5], "nst · seed 1": [1, 2]}
+    assert feed.data()["groups"][1]["summary"]["rounds"] == "2 of 5"
+    shutil.copy(compared / "nst-seed1" / "results.jsonl", deep / "b" / "results.jsonl")
+    assert [(g["label"], g["summary"]["seeds"]) for g in feed.data()["groups"]] == [("nst", 2)]
