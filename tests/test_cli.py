@@ -241,7 +241,7 @@ def test_compare_prints_a_table_and_does_nothing_twice(
     monkeypatch.setattr(comparing, "simulate", never)
     assert cli.main(words) == 0
     again = capsys.readouterr()
-    assert not again.err
+    assert again.err.count(": taken from the run in c/") == len(again.err.splitlines()) == 6
     assert again.out == first.out
 
 

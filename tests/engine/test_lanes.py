@@ -309,6 +309,7 @@ def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, devic
     assert [list(line["failures"]) for line in done.history] == [["0"], ["0"]]
 
 
+@pytest.mark.filterwarnings("ignore:only 42%")
 @devices
 def test_a_client_with_one_sample_is_left_out_where_batch_norm_cannot_take_it(device: str) -> None:
     def net() -> torch.nn.Module:

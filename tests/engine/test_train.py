@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.state import Local, Mask, Order, Recipe, Update, Weights
+from flashfl.data.examples import Subset
 from flashfl.data.task import Task
 from flashfl.engine.train import ClientFailed, Trainer, remember
 from flashfl.sparsity import PruneRegrow, random_mask
@@ -213,17 +214,48 @@ def norm1d(n: int) -> Task:
     return Task(Norm1d, [blobs(n, (2,), 1)], blobs(9, (2,), 2))
 
 
-def test_a_last_batch_of_one_is_left_out_where_batchnorm1d_cannot_take_it() -> None:
-    trainer = Trainer(norm1d(5))
+class Norm1x1(nn.Module):
+    """BatchNorm2d after the map has shrunk to a pixel."""
+
+    prunable = "body"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)).flatten(1))
+        return out
+
+
+def norm1x1(n: int) -> Task:
+    return Task(Norm1x1, [blobs(n, (1, 2, 2), 1)], blobs(9, (1, 2, 2), 2))
+
+
+@pytest.mark.parametrize("make", [norm1d, norm1x1])
+def test_a_last_batch_of_one_is_left_out_where_batchnorm_cannot_take_it(make: Any) -> None:
+    trainer = Trainer(make(5))
     local = Local(batch=4)
-    assert [trainer.batches(n, local) for n in (4, 5, 6, 8, 9)] == [1, 1, 2, 2, 2]
+    assert [trainer.batches(make(n).train[0], local) for n in (4, 5, 6, 8, 9)] == [1, 1, 2, 2, 2]
+    assert trainer.batches(make(9).train[0], Local(batch=4, max_steps=2)) == 2, "the short one is not reached"
     update = trainer.train(ordered(trainer.task, batch=4), 0, trainer.task.train[0])
     assert update.n == 5
-    others = Trainer(make_task("norm"))
-    assert others.batches(5, local) == 2, "other layers can"
 
 
-def test_a_client_with_one_sample_and_batchnorm1d_is_left_out() -> None:
+def test_what_batchnorm_can_take_is_used_and_trying_leaves_no_trace() -> None:
+    task = make_task("norm")
+    fresh, tried = Trainer(task), Trainer(task)
+    data = Subset(task.train[0], torch.arange(5))
+    assert tried.batches(data, Local(batch=4)) == 2
+    order = ordered(task, batch=8)
+    update, other = (t.train(order, 0, data).weights for t in (tried, fresh))
+    assert update is not None
+    assert other is not None
+    assert torch.equal(update.vector, other.vector)
+
+
+@pytest.mark.parametrize("norm1d", [norm1d, norm1x1])
+def test_a_client_with_one_sample_and_batchnorm_is_left_out(norm1d: Any) -> None:
     trainer = Trainer(norm1d(1))
     with pytest.raises(ClientFailed, match="one sample"):
         trainer.train(ordered(trainer.task), 0, trainer.task.train[0])
@@ -425,3 +457,12 @@ def test_static_batchnorm_ends_with_gathered_statistics(static: bool) -> None:
     if static:  # every client is asked at the end, and answers with its statistics alone
         assert run.history[-1]["bytes"]["up"] > run.history[0]["bytes"]["up"]
         assert run.history[-1]["bytes"]["down"] > 2 * run.history[0]["bytes"]["down"]
+
+
+def test_a_client_whose_data_fail_while_statistics_are_gathered_leaves_no_trace() -> None:
+    trainer = Trainer(make_task("norm"))
+    data = trainer.task.train[0]
+    broken = type("Broken", (), {"__len__": lambda self: len(data), "fetch": lambda self, index, *a: 1 / 0})()
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(ordered(trainer.task, report="statistics"), 0, broken)
+    assert all(m.momentum is not None for m in trainer.norms)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_support import After, Killed, killed
 
 import flashfl as fl
 from flashfl.core.errors import CheckpointError, ConfigError, FlashError, RunStopped
@@ -39,27 +40,11 @@ def found(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
 
-class After:
-    """A watch that raises after some rounds."""
-
-    def __init__(self, rounds: int, what: BaseException) -> None:
-        self.left, self.what = rounds, what
-
-    def __call__(self, state: State, line: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise self.what
-
-
-class Gone(BaseException):
-    """As sudden as a kill: nothing is written on the way out."""
-
-
 @pytest.fixture
 def cut(tmp_path: Path) -> Path:
     """A folder of a run of four rounds (and one of stage 1) that was killed after three."""
-    with pytest.raises(Gone):
-        go(tmp_path, watch=After(4, Gone()))
+    with killed():
+        go(tmp_path, watch=After(4, Killed()))
     return tmp_path
 
 
@@ -70,7 +55,8 @@ def test_two_are_kept_and_nothing_partial(cut: Path) -> None:
 
 def test_nothing_is_pickled(cut: Path) -> None:
     for path in cut.rglob("*"):
-        assert path.is_dir() or path.suffix in (".json", ".jsonl", ".safetensors", ".mask", ".bits"), path
+        known = path.suffix in (".json", ".jsonl", ".safetensors", ".mask", ".bits") or path.name == "lock"
+        assert path.is_dir() or known, path
         assert path.is_dir() or not path.read_bytes().startswith(b"\x80\x04"), path
 
 
@@ -102,7 +88,7 @@ def test_damaged_tensors_are_warned_of_and_the_checkpoint_before_is_used(cut: Pa
 
 
 @pytest.mark.parametrize("how", ["cut", "empty"])
-def test_a_damaged_record_is_warned_of_and_the_checkpoint_before_is_used(cut: Path, how: str) -> None:
+def test_a_cut_record_is_warned_of_and_the_checkpoint_before_is_used(cut: Path, how: str) -> None:
     damage(cut / "checkpoints" / "checkpoint-00000003.json", how)
     with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\.json cannot be read"):
         resumed = go(cut, resume=True)
@@ -119,7 +105,7 @@ def test_if_all_are_damaged_that_is_an_error_that_names_them(cut: Path) -> None:
 def test_a_file_of_another_make_is_not_a_checkpoint(cut: Path) -> None:
     for number in (2, 3):
         (cut / "checkpoints" / f"checkpoint-0000000{number}.json").write_text('{"epoch": 3}')
-    with pytest.raises(CheckpointError, match="is not a flashfl checkpoint of format 1"):
+    with pytest.raises(CheckpointError, match="is not a flashfl checkpoint"):
         go(cut, resume=True)
 
 
@@ -157,8 +143,8 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None
 def test_a_new_run_in_an_old_folder_forgets_the_old_checkpoints(tmp_path: Path) -> None:
     """The old ones count further: they must neither push out the new ones nor be resumed from."""
     go(tmp_path, rounds=6)
-    with pytest.raises(Gone):
-        go(tmp_path, watch=After(3, Gone()))
+    with killed():
+        go(tmp_path, watch=After(3, Killed()))
     assert [name for name in found(tmp_path) if name.endswith("json")] == [
         "checkpoint-00000001.json",
         "checkpoint-00000002.json",
@@ -213,7 +199,9 @@ def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatc
         monkeypatch.setattr(runner.checkpoints, "save", full(real_save))
     else:
         monkeypatch.setattr(CPUEngine, "memory", full(real_memory))
-    with pytest.warns(RuntimeWarning, match=r"could not write a checkpoint .*No space left.*the last good one is kept"):
+    with pytest.warns(
+        RuntimeWarning, match=r"could not write a checkpoint to .*No space left.*the last good one is kept"
+    ):
         run = go(tmp_path)
     assert run.checksum == go(None).checksum
     assert "checkpoint-00000002.json" in found(tmp_path)
@@ -391,10 +379,10 @@ def test_two_kills_long_after_a_checkpoint_change_nothing(tmp_path: Path) -> Non
     """After a resume, too, the masks that a checkpoint names must outlive the rounds that follow it."""
     whole = go(None, rounds=24, method=NST)
     for checkpoint_every, rounds in ((5, 6), (100, 14)):
-        with pytest.raises(Gone):
+        with killed():
             go(
                 tmp_path, rounds=24, method=NST, checkpoint_every=checkpoint_every, resume=rounds > 6,
-                watch=After(rounds, Gone()),
+                watch=After(rounds, Killed()),
             )  # fmt: skip
     resumed = go(tmp_path, rounds=24, method=NST, resume=True)
     assert (resumed.checksum, resumed.traffic) == (whole.checksum, whole.traffic)
@@ -433,7 +421,7 @@ def test_results_that_cannot_be_written_are_made_up_for(tmp_path: Path, monkeypa
         return real(self, mode, *given, **named)
 
     monkeypatch.setattr(Path, "open", full)
-    with pytest.warns(RuntimeWarning, match="could not write results"):
+    with pytest.warns(RuntimeWarning, match=r"could not write results to .*results\.jsonl .*No space left"):
         done = go(tmp_path)
     assert [r["round"] for r in read_run(tmp_path)["rounds"]] == [r["round"] for r in done.history]
 

@@ -150,6 +150,10 @@ def test_every_method_has_options_with_defaults(name: str) -> None:
         ({"lr": "Infinity"}, "lr = inf: must be a number of at least 0"),
         ({"dropout": "1"}, "dropout = 1.0: must be at least 0 and below 1"),
         ({"max_bytes": "-1"}, "max_bytes = -1: must be at least 0"),
+        ({"lanes": "-3"}, "lanes = -3: must be at least 0"),
+        ({"threads": "1e20"}, "train.threads = 1e+20: expected int, got float"),
+        ({"threads": "100000000000000000000"}, "threads = 100000000000000000000: must be at most 1024"),
+        ({"workers": "5000"}, "workers = 5000: must be at most 1024"),
         ({"track": "tensorbord"}, "unknown tracker 'tensorbord': did you mean 'tensorboard'?"),
         ({"method": "hetero-spdst", "densities": "0.1,0.2"}, "2 densities but 3 shares"),
         ({"method": "hetero-spdst", "densities": "0.1,x"}, "expected tuple"),
@@ -178,6 +182,7 @@ def test_a_wrong_option_is_an_error_that_says_what_is_right(overrides: dict[str,
         ("[method]\ndensty = 0.1\n", "unknown setting in spdst 'densty': did you mean 'density'?"),
         ("[method]\nadapt = 'random'\n", "adapt = 'random': expected"),
         ("[method.adapt]\ngrow = 'random'\n", "unknown setting in spdst.adapt 'grow'"),
+        ("[method.adapt]\nis = 'Local'\n", "spdst.adapt is a Local: expected a PruneRegrow"),
     ],
 )
 def test_a_wrong_file_is_an_error_that_says_what_is_right(text: str, said: str, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def check_export(path: Path, run: fl.Run) -> None:
                 bits = run.weights.mask.bits[layer.start : layer.stop].view(layer.shape)
                 assert torch.equal(mask, bits)
                 assert not values[~mask].any()
-    assert names == {x.name for x in layout.travelling} | {f"{x.name}.mask" for x in layout.prunable}
+    assert names == {*run.task.build().state_dict(), *(f"{x.name}.mask" for x in layout.prunable)}
 
 
 @pytest.mark.parametrize("name", ["spdst", "nst", "hetero-jmwst"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,46 +136,66 @@ class Layout:
                 state[name].copy_(view)
 
 
-def _heads(module: nn.Module) -> list[str]:
-    """The weights of convolutions and linear maps, in order: what a rule without names chooses from."""
+# How layers call their weight matrices: most of them; attention; recurrent ones (hr: an LSTM's projection).
+_MATRIX = re.compile(r"weight|in_proj_weight|[qkv]_proj_weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?")
+_PARAMETRIZED = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)\.original1?")  # of a weight_norm's two the direction
+
+
+def _matrices(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
+    """Weight matrices in order, each with its layer: what a rule without names chooses from; and the model's last.
+
+    Embeddings are none, nor is a map tied to one, which is the last. Nor are parametrized weights, which may be the
+    last too: a zero there need not be one in the weight, and weight_norm divides by the length of a row.
+    """
     modules = dict(module.named_modules())
-    names = []
-    for name, p in module.named_parameters():
-        parent = modules[name.rpartition(".")[0]]
-        if p.dim() >= 2 and name.rpartition(".")[2] == "weight" and not isinstance(parent, nn.Embedding):
-            names.append(name)
-    return names
+    names = {p: name for name, p in module.named_parameters()}
+    owners: dict[str, nn.Module] = {}
+    embedded: set[str] = set()
+    uses: list[str] = []
+    for path, part in modules.items():
+        for leaf, p in part.named_parameters(recurse=False):
+            found = _PARAMETRIZED.fullmatch(f"{path}.{leaf}")
+            owner, matrix = (modules[found[1] or ""], found[2]) if found else (part, leaf)
+            if isinstance(owner, nn.Embedding):
+                embedded.add(names[p])
+            elif p.dim() >= 2 and _MATRIX.fullmatch(matrix):
+                uses.append(names[p])
+                if not found:
+                    owners.setdefault(names[p], owner)
+    tied = [name for name in uses if name in embedded]
+    last = (tied or uses or [""])[-1]
+    return {name: owner for name, owner in owners.items() if name not in embedded}, last
 
 
 def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], what: str) -> set[str]:
     """The names of `params` that a rule chooses.
 
     A rule is a predicate (name, parameter) -> bool, one or more glob patterns over names, or one of
-    `auto` (what the module's own `prunable` attribute says, else like `body`), `conv` (every convolution),
-    `body` (every weight matrix but the last), `inner` (all but the first and the last), `none`.
+    `auto` (what the module's own `prunable` attribute says, else like `body` if there are any), `conv` (every
+    convolution), `body` (every weight matrix but the last, of attention and recurrent layers too), `inner` (all but the
+    first and the last), `none`.
     """
-    if rule == "auto":
-        own = getattr(module, "prunable", None)
-        return _match(module, own if own is not None else "body", params, what)
+    if rule == "auto" and (own := getattr(module, "prunable", None)) is not None:
+        return _match(module, own, params, what)
     if rule == "none":
         return set()
     if callable(rule):
         names = {name for name, p in params.items() if rule(name, p)}
-    elif rule == "conv":
-        modules = dict(module.named_modules())
+    elif rule in ("auto", "conv", "body", "inner"):
+        matrices, last = _matrices(module)
         convs = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        names = {n for n in params if isinstance(modules[n.rpartition(".")[0]], convs) and n.endswith("weight")}
-    elif rule == "body":
-        names = set(_heads(module)[:-1]) & set(params)
-    elif rule == "inner":
-        names = set(_heads(module)[1:-1]) & set(params)
+        if rule == "conv":
+            names = {name for name, owner in matrices.items() if isinstance(owner, convs)}
+        else:
+            names = set(list(matrices)[rule == "inner" :]) - {last}
+        names &= set(params)
     else:
         globs = [rule] if isinstance(rule, str) else list(rule)
         names = {n for n in params if any(fnmatch.fnmatchcase(n, g) for g in globs)}
-    if not names:
+    if not names and rule != "auto":  # a model of one map, say, can be trained densely all the same
         raise ConfigError(
             f"the rule {rule!r} makes no parameter {what}; the model's parameters are: {', '.join(params) or 'none'}. "
             "Give a glob such as 'features.*.weight', a predicate (name, parameter) -> bool, or one of "
-            "auto, conv, body, inner, none"
+            "auto, conv, body, inner, none (nothing is sparse, for dense training)"
         )
     return names

@@ -180,6 +180,11 @@ class Local:
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} = {value}: must be a number of at least 0")
 
+    def batches(self, n: int) -> int:
+        """How many batches an epoch of n samples has."""
+        count = math.ceil(n / self.batch)
+        return min(count, self.max_steps) if self.max_steps else count
+
 
 @dataclass(frozen=True)
 class Client:

@@ -72,7 +72,7 @@ class Lazy:
         from torch.utils.data import default_collate
 
         *inputs, target = default_collate([self.dataset[i] for i in index.tolist()])
-        return tuple(x.to(self.device) for x in inputs), target.to(self.device)
+        return tuple(_single(x).to(self.device) for x in inputs), _single(target).to(self.device)
 
     def to(self, device: torch.device | str) -> Lazy:
         return Lazy(self.dataset, device)
@@ -96,17 +96,24 @@ class Subset:
 
 
 def source(data: Any) -> Source:
-    """A source from what users have: a source, a tuple of tensors or arrays, or a torch Dataset."""
+    """A source from what users have: a source, a tuple of tensors or arrays, or a torch Dataset.
+
+    What floats in tensors, arrays and data sets is cast to float32, in which models are trained; a source is as given.
+    """
     if isinstance(data, Source):
         return data
     if isinstance(data, Sequence) and 2 <= len(data) <= 16 and all(hasattr(x, "shape") for x in data):
-        *inputs, target = (torch.as_tensor(x) for x in data)
+        *inputs, target = (_single(torch.as_tensor(x)) for x in data)
         return Arrays(tuple(inputs), target)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Lazy(data)
     raise DataError(
         f"cannot read samples from {type(data).__name__}: give a tuple (inputs, targets) of tensors or a torch Dataset"
     )
+
+
+def _single(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() else x
 
 
 def on_device(sources: Sequence[Source], device: torch.device | str) -> list[Source]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -29,7 +30,7 @@ class Task:
     """What is learned, from whom, and how it is judged.
 
     model: a module, whose weights are kept as a pretrained start, or a function (or class) without arguments that
-        makes one, drawn anew for each seed.
+        makes one, drawn anew for each seed. It is trained in float32, whatever it is given in.
     clients: each client's samples: a tuple (inputs, targets) of tensors, a torch Dataset, or a source.
     test: the server's test samples; without it each client holds back `holdout` of its own and judges on that
     (0: nobody does, for clients of a server that has test samples).
@@ -72,7 +73,10 @@ class Task:
         return isinstance(self._model, nn.Module)
 
     def build(self, key: int = 0) -> nn.Module:
-        """A module of the task's own; `key` draws its weights, unless the model was given with weights."""
+        """A module of the task's own, all in float32; `key` draws its weights, unless the model was given with some."""
+        return self._given(key).float()
+
+    def _given(self, key: int) -> nn.Module:
         if isinstance(self._model, nn.Module):
             return copy.deepcopy(self._model).cpu()
         with torch.random.fork_rng(devices=[]):
@@ -81,7 +85,20 @@ class Task:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout.of(self.build(), self._prunable, self._fixed)
+        module = self._given(0)
+        found = {t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()} - {torch.float32}
+        if found:
+            warnings.warn(
+                f"the model's parameters and buffers of {', '.join(sorted(map(str, found)))} are trained and kept in "
+                "float32; values='fp16' makes them travel in half precision",
+                RuntimeWarning,
+            )
+        return Layout.of(module.float(), self._prunable, self._fixed)
+
+    @cached_property
+    def own_rule(self) -> bool:
+        """Whether it is the model itself that says which of its weights may be sparse."""
+        return self._prunable == "auto" and getattr(self.build(), "prunable", None) is not None
 
     def draw(self, key: int) -> Tensor:
         """Initial weights as a flat vector; the same for every key if the model was given with weights."""

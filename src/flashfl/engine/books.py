@@ -101,7 +101,7 @@ class Round:
     orders: list[tuple[Client, Order]] = field(default_factory=list)
     heard: list[_Heard] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
-    _changes: Tensor | None = None  # how far every client so far has moved its weights; infinity: not finite
+    _paces: Tensor | None = None  # how far every client so far has moved its weights a step; infinity: not finite
     _sizes: dict[tuple[Any, ...], tuple[Local, Parts]] = field(default_factory=dict)
 
     def sent(self, client: Client, order: Order) -> None:
@@ -118,7 +118,7 @@ class Round:
         judge = kernel("collect", "judge") if values.is_cuda else None
         norms, finite = (judge or _judge)(values, before, bits, layout.trained_size)
         finite = finite & losses.isfinite()
-        good = finite & self._believed(norms, finite) if reports == "weights" else finite
+        good = finite & self._believed(seats, norms, finite) if reports == "weights" else finite
         if reports != "counts":
             self._add(seats, values, bits, good, sums)
         self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), finite, good, losses))
@@ -126,17 +126,20 @@ class Round:
             for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
                 seat.mask = seat.order.weights.mask
 
-    def _believed(self, norms: Tensor, good: Tensor) -> Tensor:
-        """Whose change is not far above the median of those heard in this round so far, these included."""
-        trust, new = self.books.trust, norms.masked_fill(~good, float("inf"))
-        self._changes = new if self._changes is None else torch.cat([self._changes, new])
-        if trust.factor <= 0 or len(self._changes) < trust.least:
+    def _believed(self, seats: Sequence[Any], norms: Tensor, good: Tensor) -> Tensor:
+        """Whose change a step is not far above the median of those heard in this round so far, these included."""
+        trust, epochs = self.books.trust, seats[0].order.local.epochs
+        steps = torch.tensor([float(epochs * seat.batches) for seat in seats])
+        paces = norms / steps.to(norms.device, non_blocking=True)
+        new = paces.masked_fill(~good, float("inf"))
+        self._paces = new if self._paces is None else torch.cat([self._paces, new])
+        if trust.factor <= 0 or len(self._paces) < trust.least:
             return torch.ones_like(good)
-        ordered = self._changes.sort().values
+        ordered = self._paces.sort().values
         count = ordered.isfinite().sum()
         middle = torch.stack([((count - 1) // 2).clamp(min=0), (count // 2).clamp(max=len(ordered) - 1)])
         median = ordered.index_select(0, middle).mean()  # indexing by a number on the device would wait for it
-        return ~((norms > trust.factor * median) & (median > 0))
+        return ~((paces > trust.factor * median) & (median > 0))
 
     def _add(self, seats: Sequence[Any], values: Tensor, bits: Tensor, good: Tensor, sums: Sums) -> None:
         layout = self.books.layout
@@ -249,7 +252,7 @@ class Round:
             return Traffic()
         if not good:
             factor = self.books.trust.factor
-            self.failed(seat.client.id, f"it moved its weights by more than {factor:g} times the median so far")
+            self.failed(seat.client.id, f"it moved its weights by more than {factor:g} times the median so far, a step")
             return self._up(seat, mask_bytes, mean)
         sums.n += seat.n
         sums.clients += 1

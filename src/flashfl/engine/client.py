@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..core.errors import FlashError
 from ..core.layout import Layout
@@ -16,6 +21,9 @@ from ..wire.errors import WrongContent
 from ..wire.values import Form
 from .server import OWN
 from .train import ClientFailed, Trainer
+
+log = logging.getLogger("flashfl")
+_TORCH = Path(torch.__file__).parent
 
 # What a client remembers, as JSON: for each of its last rounds the tag and the hashes of the order's mask and its own.
 Memory = list[tuple[Tag, str, str | None]]
@@ -42,7 +50,10 @@ class ClientSide:
         self.trainer, self.layout, self.store, self.values = trainer, trainer.layout, store, values
 
     def work(self, client: int, data: Source, order_bytes: bytes, memory: Memory) -> Reply:
-        """Carry out an order. Raises ClientFailed where there is nothing worth sending."""
+        """Carry out an order. Raises ClientFailed where there is nothing worth sending, whatever the training raised.
+
+        The traceback of what it raised goes to the logger `flashfl`, at level debug.
+        """
         ledger = self._recall(memory)
         try:
             message = decode(order_bytes, self.layout, known=ledger.known())
@@ -60,7 +71,13 @@ class ClientSide:
         message = replace(message, values=None)
         del order_bytes
         own = ledger.own(message.start) if "mask" in local.keep else None
-        update = self.trainer.train(orders.pop(), client, data, own)
+        try:
+            update = self.trainer.train(orders.pop(), client, data, own)
+        except (FlashError, MemoryError):
+            raise
+        except Exception as error:  # of the user's model, loss or data, most likely: the others may still do
+            log.debug("client %d failed", client, exc_info=True)
+            raise ClientFailed(_said(error)) from error
         answer = update_message(update, message, self.layout)
         encoded = encode(answer, ledger.bases(message), self.values or coding.values)
         keeps = "mask" in local.keep and update.weights is not None
@@ -98,6 +115,14 @@ class ClientSide:
         tag = read_frame(memoryview(order_bytes), self.layout, len(order_bytes)).tag
         lack = encode(Message("lack", self.layout, tag, client, lacks=error.hash))
         return Reply(lack.data, [], lacks=True)
+
+
+def _said(error: Exception) -> str:
+    """An error in one line, with the innermost line of code outside torch that it passed."""
+    passed = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    file, line = next(place for place in reversed(passed) if _TORCH not in place[0].parents)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]} ({file.name}, line {line})"
 
 
 def update_message(update: Update, order: Order | Message, layout: Layout) -> Message:

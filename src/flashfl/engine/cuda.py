@@ -92,7 +92,7 @@ class LaneEngine:
                 round_.failed(client.id, "dropped out (simulated)")
                 continue
             try:
-                self.trainer.batches(len(self.train_data[client.id]), order.local)
+                self.trainer.batches(self.train_data[client.id], order.local)
             except ClientFailed as error:
                 round_.failed(client.id, str(error))
             else:
@@ -192,13 +192,13 @@ class LaneEngine:
         return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
 
     def _seat(self, client: Client, order: Order) -> Seat:
-        local, n = order.local, len(self.train_data[client.id])
+        local, data = order.local, self.train_data[client.id]
         mask = self.books.remembered(client.id, order)
         if mask is None and local.start is not None:
             recipe = local.start
             mask = random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
         mask = mask if mask is not None else order.weights.mask
-        return Seat(client, order, mask, n, self.trainer.batches(n, local), mask.counts)
+        return Seat(client, order, mask, len(data), self.trainer.batches(data, local), mask.counts)
 
     def _work(self, local: Local, seats: Sequence[Seat], crew: Any) -> None:
         """All clients' steps, with a stop wherever masks move."""

@@ -35,6 +35,7 @@ class Trainer:
         self.grad = torch.zeros(self.layout.trained_size, device=device)
         self.norms = [m for m in self.module.modules() if isinstance(m, _BATCH_NORMS)]
         self._bind()
+        self._takes_one: bool | None = None  # whether it can train on a batch of one sample; None: not tried yet
         # Buffers outside the layout (counters, tables) start every client's work as the model defines them.
         bound = {layer.name for layer in self.layout.of_kind("statistic")}
         self._buffers = {n: b.clone() for n, b in self.module.named_buffers() if n not in bound}
@@ -93,7 +94,7 @@ class Trainer:
         bits, counts = mask.bits.clone(), mask.counts
         full = sum(counts) == k  # then there is nothing to mask, and a mask's product is as large as the model
         stepper = Stepper(self, local, None if full else bits)
-        batches = self.batches(len(data), local)
+        batches = self.batches(data, local)
         moments = local.adapt.moments(local.epochs, batches) if local.adapt else {}
         self.module.train()
         total, seen = torch.zeros((), device=self.device), 0
@@ -118,18 +119,33 @@ class Trainer:
             mask = Mask(self.layout, bits, counts)
         return mask, float(total / max(1, seen))
 
-    def batches(self, n: int, local: Local) -> int:
-        """Batches an epoch; a last batch of one sample is left out where BatchNorm1d could not take it."""
-        count = math.ceil(n / local.batch)
-        if n % local.batch == 1 and any(isinstance(m, nn.BatchNorm1d) for m in self.norms):
+    def batches(self, data: Source, local: Local) -> int:
+        """Batches an epoch; a last batch of one sample is left out where BatchNorm could not take it."""
+        n = len(data)
+        count = local.batches(n)
+        if n % local.batch == 1 and count == math.ceil(n / local.batch) and self.norms and not self._one(data):
             count -= 1
         if count == 0:
-            raise ClientFailed("it has one sample, which BatchNorm1d cannot train on")
-        return min(count, local.max_steps) if local.max_steps else count
+            raise ClientFailed("it has one sample, which BatchNorm cannot train on")
+        return count
+
+    def _one(self, data: Source) -> bool:
+        """Whether the model can train on one sample: BatchNorm cannot if a channel has one value, flat or a 1x1 map."""
+        if self._takes_one is None:
+            kept = self.vector.clone()
+            self.module.train()
+            with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                try:
+                    self.module(*data.fetch(torch.zeros(1, dtype=torch.long))[0])
+                    self._takes_one = True
+                except ValueError:
+                    self._takes_one = False
+            self.load(kept)
+        return self._takes_one
 
     def _gather(self, local: Local, data: Source) -> float:
         """BatchNorm statistics of this client's data under the given weights, and the mean loss."""
-        batches, momenta = self.batches(len(data), local), [m.momentum for m in self.norms]
+        batches, momenta = self.batches(data, local), [m.momentum for m in self.norms]
         for m in self.norms:
             m.momentum = None  # a plain average over batches
             if m.num_batches_tracked is not None:
@@ -137,14 +153,16 @@ class Trainer:
         self.vector[self.layout.trained_size :] = 0
         self.module.train()
         total, seen = 0.0, 0
-        with torch.no_grad():
-            for b in range(batches):
-                index = torch.arange(b * local.batch, min(len(data), (b + 1) * local.batch))
-                inputs, target = data.fetch(index)
-                total += float(self.task.loss(self.module(*inputs), target)) * len(index)
-                seen += len(index)
-        for m, momentum in zip(self.norms, momenta, strict=True):
-            m.momentum = momentum
+        try:
+            with torch.no_grad():
+                for b in range(batches):
+                    index = torch.arange(b * local.batch, min(len(data), (b + 1) * local.batch))
+                    inputs, target = data.fetch(index)
+                    total += float(self.task.loss(self.module(*inputs), target)) * len(index)
+                    seen += len(index)
+        finally:  # a client that fails is left out, and this replica goes on to the next
+            for m, momentum in zip(self.norms, momenta, strict=True):
+                m.momentum = momentum
         return total / seen
 
     def evaluate(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> tuple[float, float]:

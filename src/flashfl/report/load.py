@@ -44,7 +44,7 @@ class RunData:
     def settings(self) -> dict[str, Any]:
         """Every setting by its full name; of a run started from Python, what it recorded of its task and method."""
         if config := self.header.get("config"):
-            return flat({table: values for table, values in config.items() if table != "code"})
+            return flat(config)
         identity = self.header.get("identity", {})
         described = str(identity.get("method", "?"))
         return {

@@ -6,7 +6,6 @@ a cell and seed, written when the run has ended; nothing in it is typed by hand.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ import torch
 
 from ..core.errors import ConfigError, unknown
 from ..methods import METHODS
+from .code import PACKAGE, digest
 from .config import RunConfig, make_config
 from .results import reported, versions
 
@@ -235,15 +235,7 @@ def commit() -> str:
         )
         return out.stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return "source " + source_digest(here.parent)
-
-
-def source_digest(package: Path) -> str:
-    """A digest of the package's Python files: names the code where no commit can."""
-    digest = hashlib.blake2b(digest_size=6)
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+        return "source " + digest(PACKAGE)
 
 
 def machine() -> str:

@@ -1,7 +1,7 @@
 """A run's state on disk: tensors as safetensors, the rest as JSON, written so that a crash leaves the last good one.
 
-A checkpoint is two files. The tensors are written first; the JSON, which holds their digest, is moved into place last
-and makes the checkpoint exist. Nothing is pickled.
+A checkpoint is two files. The tensors are written first; the JSON, which holds their digest and its own, is moved into
+place last and makes the checkpoint exist. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,12 @@ from ..core.errors import CheckpointError
 from ..core.layout import Layout
 from ..core.state import Mask, Plan, Recipe, State, Weights
 
-FORMAT = 1
+FORMAT = 2  # 1 had no digest of the JSON
 _NAME = re.compile(r"checkpoint-(\d{8})\.json")
+
+
+class Unusable(CheckpointError):
+    """A checkpoint that is damaged or of another format; the one before it may be sound."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, identity: Mapping[st
             "engine": checkpoint.engine,
             "progress": checkpoint.progress,
         }
-        _write(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(record)))
+        text = json.dumps({**record, "digest": _digest(record)})
+        _write(stem.with_suffix(".json"), lambda path: path.write_text(text))
     for old in sorted(folder.glob("checkpoint-*.json"))[:-keep]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
@@ -93,39 +98,58 @@ def _write(path: Path, write: Callable[[Path], object]) -> str:
 
 def load(folder: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
     """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is used."""
-    found = sorted((p for p in folder.glob("checkpoint-*.json") if _NAME.fullmatch(p.name)), reverse=True)
+    found = found_in(folder)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {folder}: start the run anew (--overwrite if it had begun)")
     damaged = []
     for path in found:
         try:
-            record = _read(path)
-        except CheckpointError as error:
+            record = read_record(path)
+            _check_tensors(path.with_suffix(".safetensors"), record["tensors"])
+            _check_identity(path, record["identity"], identity)
+            point = _restore(path, record, plan)
+        except Unusable as error:
             damaged.append(str(error))
             continue
         if damaged:
             warnings.warn(f"{'; '.join(damaged)}. Going on from {path.name}.", RuntimeWarning, stacklevel=2)
-        _check_identity(path, record["identity"], identity)
-        return _restore(path, record, plan)
+        return point
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(damaged)}")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def found_in(folder: Path) -> list[Path]:
+    """The records of a folder's checkpoints, the newest first."""
+    return sorted((p for p in folder.glob("checkpoint-*.json") if _NAME.fullmatch(p.name)), reverse=True)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON, if it is whole; its tensors are not looked at."""
     try:
         record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error})") from None
-    if not isinstance(record, dict) or record.get("flashfl checkpoint") != FORMAT:
-        raise CheckpointError(f"{path.name} is not a flashfl checkpoint of format {FORMAT}")
-    tensors = path.with_suffix(".safetensors")
+        if not isinstance(record, dict) or "flashfl checkpoint" not in record:
+            raise Unusable(f"{path.name} is not a flashfl checkpoint")
+        if (found := record["flashfl checkpoint"]) != FORMAT:
+            raise Unusable(f"{path.name} is of format {found!s:.20} and this version of flashfl reads format {FORMAT}")
+        if record.pop("digest", None) != _digest(record):
+            raise Unusable(f"{path.name} is damaged: its digest is not the one recorded")
+    except (OSError, ValueError, RecursionError) as error:
+        raise Unusable(f"{path.name} cannot be read ({error})") from None
+    return record
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """Of a record as JSON, which is the same text for the record and for what is read of it."""
+    return hashlib.blake2b(json.dumps(record).encode()).hexdigest()
+
+
+def _check_tensors(tensors: Path, recorded: str) -> None:
     try:
         with tensors.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"{tensors.name} cannot be read ({error.strerror})") from None
-    if digest != record.get("tensors"):
-        raise CheckpointError(f"{tensors.name} is damaged or truncated: its digest is not the one recorded")
-    return record
+        raise Unusable(f"{tensors.name} cannot be read ({error.strerror})") from None
+    if digest != recorded:
+        raise Unusable(f"{tensors.name} is damaged or truncated: its digest is not the one recorded")
 
 
 def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -180,7 +204,7 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         state = State(plan, weights, described["stage"], described["round"], described["attempt"], extra)
         return Checkpoint(state, record["engine"], record["progress"])
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise CheckpointError(f"{path} does not hold the state of this model ({error})") from None
+        raise Unusable(f"{path.name} does not hold the state of this model ({error})") from None
 
 
 def _mask(layout: Layout, packed: Tensor, recipe: Mapping[str, Any] | None, plan: Plan) -> Mask:
@@ -194,9 +218,7 @@ def _mask(layout: Layout, packed: Tensor, recipe: Mapping[str, Any] | None, plan
 def referenced(folder: Path) -> set[str]:
     """The hashes of all masks that a kept checkpoint still needs."""
     needed: set[str] = set()
-    for path in folder.glob("checkpoint-*.json"):
-        try:
-            needed |= set(json.loads(path.read_text())["engine"].get("masks", ()))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    for path in found_in(folder):
+        with suppress(Unusable):
+            needed |= set(read_record(path)["engine"].get("masks", ()))
     return needed

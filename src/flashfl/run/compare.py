@@ -12,6 +12,7 @@ from typing import Any
 from ..core.errors import CheckpointError, ConfigError, FlashError
 from ..core.rng import fold
 from ..data.tasks import build_task
+from .code import code_of
 from .config import RunConfig
 from .display import Display, amount
 from .results import read_run
@@ -63,8 +64,12 @@ def compare(
     quiet: bool = False,
     overwrite: bool = False,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every method with every seed. Runs that have ended are taken as they are, one that was interrupted goes on; those
-    of other settings are in the way unless they may be overwritten."""
+    """Every method with every seed.
+
+    A run that has ended is taken as it is and one that was interrupted goes on, if settings and code are the same. One
+    of other code, or of which the code is not known, is run anew from its start, as going on from its checkpoint would
+    mix two codes. One of other settings is in the way, unless it may be overwritten.
+    """
     wanted = {(name, seed): base(name, seed) for name in methods for seed in seeds}
     places = {(name, seed): folder / f"{name}-seed{seed}" for name, seed in wanted}
     before = {which: held(place) for which, place in places.items()}
@@ -77,32 +82,43 @@ def compare(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
     for at, (which, config) in enumerate(wanted.items(), 1):
         found, (name, seed) = before[which], which
-        done = found is not None and found["end"] and found["header"].get("config") == config.to_json()
-        label = f"[{at}/{len(wanted)}] {name} seed {seed}"
-        runs[name].append(found if done and found else run_or_continue(config, places[which], label, quiet))
+        label, code = f"[{at}/{len(wanted)}] {name} seed {seed}", code_of(config.method)
+        if found is None or found["header"].get("config") != config.to_json():
+            run = run_config(config, places[which], quiet=quiet, label=label)
+        elif code is None or found["header"].get("code") != code:
+            _say(f"{label}: the run in {places[which]} is of other code; starting anew", quiet)
+            run = run_config(config, places[which], quiet=quiet, label=label)
+        elif found["end"]:
+            _say(f"{label}: taken from the run in {places[which]}", quiet)
+            run = found
+        else:
+            run = run_or_continue(config, places[which], label, quiet)
+        runs[name].append(run)
     return runs
 
 
-def mean_std(values: Sequence[float]) -> tuple[float, float]:
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+def _say(text: str, quiet: bool) -> None:
+    if not quiet:
+        print(text, file=sys.stderr)
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a table says of one method's runs: means over seeds."""
+    """What a table says of one method's runs: means over seeds, and the accuracy's spread where there are several."""
+    mean = statistics.fmean
     ends = [run["end"] for run in runs]
     rounds = [[r for r in run["rounds"] if r["stage"] == 2] for run in runs]
     count = max(1, len(rounds[0]))
     tail = max(1, count // 6)
-    accuracy, spread = mean_std([end["accuracy"] for end in ends])
+    accuracy = [end["accuracy"] for end in ends]
     return {
-        "accuracy": accuracy,
-        "std": spread,
-        "best": mean_std([end["best"] for end in ends])[0],
-        "density": mean_std([r[-1]["density"] for r in rounds])[0],
-        "up": mean_std([end["bytes"]["up"] for end in ends])[0] / count,
-        "down": mean_std([end["bytes"]["down"] for end in ends])[0] / count,
-        "mismatch": mean_std([statistics.fmean(x.get("mismatch", 0.0) for x in r[-tail:]) for r in rounds])[0],
-        "seconds": mean_std([end["seconds"] for end in ends])[0],
+        "accuracy": mean(accuracy),
+        "std": statistics.stdev(accuracy) if len(accuracy) > 1 else None,
+        "best": mean(end["best"] for end in ends),
+        "density": mean(r[-1]["density"] for r in rounds),
+        "up": mean(end["bytes"]["up"] for end in ends) / count,
+        "down": mean(end["bytes"]["down"] for end in ends) / count,
+        "mismatch": mean(mean(x.get("mismatch", 0.0) for x in r[-tail:]) for r in rounds),
+        "seconds": mean(end["seconds"] for end in ends),
         "seeds": len(runs),
     }
 
@@ -118,7 +134,7 @@ def rows(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, ...
         out.append(
             (
                 name,
-                f"{100 * s['accuracy']:.2f} ± {100 * s['std']:.2f}",
+                f"{100 * s['accuracy']:.2f}" + ("" if s["std"] is None else f" ± {100 * s['std']:.2f}"),
                 f"{100 * s['best']:.2f}",
                 f"{s['density']:.3f}",
                 amount(s["up"]),
@@ -130,22 +146,39 @@ def rows(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[tuple[str, ...
     return out
 
 
+_SAID = {  # of each way two methods can stand: how the sentence begins, and what joins their names
+    "above": ("As in the paper,", "is above"),
+    "below": ("Unlike in the paper, on this task and these seeds", "is not above"),
+    "spread": ("Within the spread over seeds, so neither as in the paper nor unlike:", "against"),
+    "seed": ("One seed cannot tell whether this is as in the paper:", "against"),
+}
+
+
+def _standing(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """How two summaries stand: one is above the other where their ranges, mean ± spread, do not meet."""
+    if a["std"] is None or b["std"] is None:
+        return "seed"
+    apart = a["accuracy"] - b["accuracy"]
+    return "spread" if abs(apart) <= a["std"] + b["std"] else "above" if apart > 0 else "below"
+
+
 def verdict(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Whether these runs show the paper's story, said truthfully: consensus (spdst, jmwst) above pdst and nst."""
-    means = {name: summary(group)["accuracy"] for name, group in runs.items()}
-    ours = [n for n in ("spdst", "jmwst") if n in means]
-    theirs = [n for n in ("pdst", "nst") if n in means]
-    if not ours or not theirs:
-        return ""
-    against = [
-        f"{a} ({100 * means[a]:.2f}) is not above {b} ({100 * means[b]:.2f})"
-        for a in ours
-        for b in theirs
-        if means[a] <= means[b]
-    ]
-    if not against:
-        return "As in the paper, methods that agree on a sensitivity-aware mask (spdst, jmwst) end above pdst and nst."
-    return "Unlike in the paper, on this task and these seeds " + "; ".join(against) + "."
+    """Whether these runs show the paper's story, said truthfully: consensus (spdst, jmwst) above pdst and nst. Only
+    methods that were run are named."""
+    found = {name: summary(group) for name, group in runs.items()}
+    ours = [n for n in ("spdst", "jmwst") if n in found]
+    theirs = [n for n in ("pdst", "nst") if n in found]
+    pairs: dict[str, list[str]] = {}
+    for a, b in ((a, b) for a in ours for b in theirs):
+        how = _standing(found[a], found[b])
+        values = [f"{n} ({100 * found[n]['accuracy']:.2f})" for n in (a, b)]
+        pairs.setdefault(how, []).append(f" {_SAID[how][1]} ".join(values))
+    if list(pairs) == ["above"]:
+        which = "methods that agree" if len(ours) > 1 else "a method that agrees"
+        end = "end" if len(ours) > 1 else "ends"
+        agreed = f"{which} on a sensitivity-aware mask ({', '.join(ours)})"
+        return f"As in the paper, {agreed} {end} above {' and '.join(theirs)}."
+    return " ".join(f"{_SAID[how][0]} {'; '.join(said)}." for how, said in pairs.items())
 
 
 def replace_seed(config: RunConfig, seed: int) -> RunConfig:

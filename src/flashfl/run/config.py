@@ -9,6 +9,7 @@ import re
 import tomllib
 import types
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from ..data.task import Task
 from ..data.tasks import TaskConfig
 from ..methods import METHODS
 from .track import check_names
+
+_MOST = 1024  # workers, threads or lanes: more than any machine can use
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,12 @@ class TrainConfig:
         for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("max_bytes", "workers", "checkpoint_every", "retries"):
+        for name in ("max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
+        for name in ("workers", "threads", "lanes"):
+            if getattr(self, name) > _MOST:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
         check_names(self.track)
@@ -76,11 +82,34 @@ class TrainConfig:
         return Local(statistics=not self.static_bn, **{name: getattr(self, name) for name in names})
 
 
-def plan_of(train: TrainConfig, task: Task, clients: Sequence[Client], device: Any = "cpu") -> Plan:
-    """The plan these settings make for a task's model and these clients."""
+def plan_of(
+    train: TrainConfig, task: Task, clients: Sequence[Client], device: Any = "cpu", method: Method | None = None
+) -> Plan:
+    """The plan these settings make for a task's model and these clients; a sparse method is held against the model."""
+    if hasattr(method, "density"):
+        _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
         task.layout, task.draw, key, train.rounds, len(clients), train.per_round, train.local(), train.lr_end, device
+    )
+
+
+def _check_sparse(method: Any, task: Task) -> None:
+    """Refuse a model without prunable weights; warn of one whose weights are mostly dense, unless it is meant so."""
+    layout = task.layout
+    if not layout.prunable:
+        trained = ", ".join(layer.name for layer in layout.of_kind("dense"))
+        raise ConfigError(
+            f"{method.name} is a sparse method, and no weight of the model may be sparse (it has {trained or 'none'}): "
+            "name some in the task's `prunable`, or take the method dense"
+        )
+    if 2 * layout.prunable_size >= layout.size or method.density == 1 or task.own_rule:
+        return
+    largest = sorted(layout.of_kind("dense"), key=lambda layer: -layer.size)[:3]
+    warnings.warn(
+        f"only {layout.prunable_size / layout.size:.0%} of the model's values may be sparse; the largest that travel "
+        f"dense are {', '.join(f'{x.name} ({x.size})' for x in largest)}: see `prunable` of the task",
+        RuntimeWarning,
     )
 
 
@@ -115,7 +144,12 @@ def make_method(values: Mapping[str, Any]) -> Method:
     """A method from its name and fields."""
     values = dict(values)
     name = values.pop("name", "spdst")
-    return build(_known_method(name), values, name)
+    method = build(_known_method(name), values, name)
+    for part, hint in get_type_hints(type(method)).items():
+        found = getattr(method, part)
+        if isinstance(hint, type) and is_dataclass(hint) and not isinstance(found, hint):  # it said what it "is"
+            raise ConfigError(f"{name}.{part} is a {type(found).__name__}: expected a {hint.__name__}")
+    return method
 
 
 def _known_method(name: Any) -> type[Method]:

@@ -9,18 +9,26 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import ConfigError, FlashError
 from ..core.rng import fold
 from ..core.state import Weights
 
 
-def export_weights(weights: Weights, path: Path, about: Mapping[str, str]) -> Path:
-    """Write dense tensors (zeros outside the mask) and, for prunable ones, `<name>.mask` as booleans."""
+def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mapping[str, str]) -> Path:
+    """Write dense tensors (zeros outside the mask) and, for prunable ones, `<name>.mask` as booleans.
+
+    module: a fresh one of the task. It takes the weights, and all its tensors are written, so that a module of its kind
+    can load the file: those that are fixed, every buffer, and each name of a tensor that has several.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    vector = weights.vector.cpu()
-    tensors: dict[str, Tensor] = {name: view.clone() for name, view in weights.layout.views(vector).items()}
+    weights.layout.write(weights.vector.cpu(), module)
+    tensors: dict[str, Tensor] = {
+        name: value.detach().clone(memory_format=torch.contiguous_format)  # safetensors takes no shared memory
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
     bits = weights.mask.bits.cpu()
     for layer in weights.layout.prunable:
         tensors[f"{layer.name}.mask"] = bits[layer.start : layer.stop].view(layer.shape).clone().to(torch.bool)
@@ -38,15 +46,18 @@ def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path
     from ..data.tasks import build_task
     from . import checkpoint
     from .config import RunConfig, plan_of
-    from .results import read_run
+    from .results import RESULTS, read_run
 
     header = read_run(folder)["header"]
     if not header.get("config"):
         raise ConfigError(f"{folder} does not say how its task was made; use run.save() where it was run")
+    for name in ("config", "identity"):
+        if not isinstance(header.get(name), dict):
+            raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table {name!r}")
     config = RunConfig.from_json(header["config"])
     task = build_task(config.task, fold(config.train.seed, "task"))
     point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, task.clients), header["identity"])
     weights = config.method.view(point.state, view)
     about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
     name = f"model-{view.replace(' ', '-')}.safetensors" if view else "model.safetensors"
-    return export_weights(weights, target or folder / name, about)
+    return export_weights(weights, task.build(), target or folder / name, about)

@@ -37,6 +37,9 @@ def reported(line: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+OLD = f"{RESULTS}.old"  # the record of the run before, where one was begun anew
+
+
 class Results:
     """An append-only file of JSON lines: one `run`, one `round` for each round, one `end`."""
 
@@ -47,8 +50,27 @@ class Results:
 
     def begin(self, header: Mapping[str, Any]) -> None:
         self.lines = []
+        self._set_aside()
         self._rewrite()
         self.append({"type": "run", **header, "versions": versions(), "argv": sys.argv})
+
+    def earned(self) -> int | None:
+        """How many finished rounds the file tells of, damaged or not; None if there is no file."""
+        if self.path is None or not self.path.exists():
+            return None
+        return self.path.read_bytes().count(b'"type": "round"')
+
+    def _set_aside(self) -> None:
+        """What a run before this one had earned is kept in another file; one that had not ended is warned of."""
+        if self.path is None or not (rounds := self.earned()):
+            return
+        if b'"type": "end"' not in self.path.read_bytes():
+            warnings.warn(
+                f"starting anew in {self.path.parent}, where a run had not ended: its {rounds} finished rounds are now "
+                f"in {OLD}",
+                RuntimeWarning,
+            )
+        self.path.replace(self.path.with_name(OLD))
 
     def resume(self, rounds: int) -> None:
         """Keep what was known after `rounds` rounds; anything later was lost with the state it came from."""
@@ -82,18 +104,24 @@ class Results:
             self._behind = False
         except OSError as error:
             self._behind = True
-            warnings.warn(f"could not write results ({error}); tried again after the next round", RuntimeWarning)
+            warnings.warn(
+                f"could not write results to {self.path} ({error}); tried again after the next round", RuntimeWarning
+            )
 
     def _rewrite(self) -> None:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        with partial.open("w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in self.lines)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.path)
+        try:
+            with partial.open("w") as file:
+                file.writelines(json.dumps(line) + "\n" for line in self.lines)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path)
+        except OSError as error:
+            error.filename = error.filename or str(self.path)  # a full disk's names no file
+            raise
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
@@ -112,7 +140,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 )
             try:
                 line = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 bad = number
                 continue
             if isinstance(line, dict):

@@ -13,16 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from ..core.errors import ConfigError
+from ..core.errors import CheckpointError, ConfigError
 from ..core.loop import Record, run_rounds
 from ..core.method import Method
 from ..core.state import Client, Plan, State, Traffic, Weights
 from ..data.task import Task
 from ..engine import make_engine
 from . import checkpoint as checkpoints
+from .code import code_of
 from .config import TrainConfig, plan_of
+from .lock import alone
 from .record import Recorder
-from .results import Results, reported
+from .results import OLD, Results, reported
 from .track import Tracking
 
 Watch = Callable[[State, dict[str, Any]], None]
@@ -102,7 +104,8 @@ class Run:
         kept, self.results.path = self.results.path, target / "results.jsonl"
         self.results._rewrite()
         self.results.path = kept
-        return export_weights(self.weights, target / "model.safetensors", {"method": self.method.name})
+        about = {"method": self.method.name}
+        return export_weights(self.weights, self.task.build(), target / "model.safetensors", about)
 
 
 def simulate(
@@ -148,25 +151,30 @@ def drive(
     watch: Watch | None = None,
     header: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Run a method on any engine, for these clients; of the task only its model is used here."""
+    """Run a method on any engine, for these clients; of the task only its model is used here.
+
+    The folder is this process's alone until the run is over; it is an error if another process uses it.
+    """
     run = Run(method, task, config, folder)
-    plan = plan_of(config, task, getattr(clients, "planned", clients), engine.device)
+    plan = plan_of(config, task, getattr(clients, "planned", clients), engine.device, method)
     identity = _identity(method, task, config, clients, header or {})
     # Clients that come and go are admitted as they come, by whoever keeps the list of them.
     live = getattr(clients, "admit", None)
     clients = live(method, plan.key) if live else method.admit(clients, plan.key)
     keeper = _Keeper(run, engine, identity)
-    start = _resume(run, keeper, plan) if resume else None
-    if start is None:
-        start = method.init(plan)
-        keeper.begin()
-    if not run.results.lines:
-        run.results.begin({"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)})
-    run.state = start
-    step = start.round if start.stage == 2 else 0
-    tracking = Tracking(config.track, folder, folder.name if folder else "", header or identity, step)
-    with closing(tracking), keeper.on_the_way_out():
-        _loop(run, engine, clients, keeper, watch, tracking)
+    with alone(folder):
+        start = _resume(run, keeper, plan) if resume else None
+        if start is None:
+            start = method.init(plan)
+            keeper.begin()
+        if not run.results.lines:
+            about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
+            run.results.begin({**about, "code": code_of(method)})
+        run.state = start
+        step = start.round if start.stage == 2 else 0
+        tracking = Tracking(config.track, folder, folder.name if folder else "", header or identity, step)
+        with closing(tracking), keeper.on_the_way_out():
+            _loop(run, engine, clients, keeper, watch, tracking)
     return run
 
 
@@ -290,7 +298,7 @@ class _Keeper:
             point = checkpoints.Checkpoint(self.run.state, self.engine.memory(), progress)
             checkpoints.save(self.folder, self.rounds, point, self.identity)
         except OSError as error:
-            warnings.warn(f"could not write a checkpoint ({error}); the last good one is kept", RuntimeWarning)
+            self._failed(error)
             return
         self.engine.forget_masks(checkpoints.referenced(self.folder))
 
@@ -298,17 +306,29 @@ class _Keeper:
     def on_the_way_out(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, KeyboardInterrupt):  # whatever ends the run, its finished rounds are kept
+        except BaseException:  # whatever ends the run, its finished rounds are kept
             try:
                 self.keep()
             except Exception as error:  # of a device that is lost, say: what ended the run is what must be told
-                warnings.warn(f"could not write a checkpoint ({error}); the last good one is kept", RuntimeWarning)
+                self._failed(error)
             raise
 
+    def _failed(self, error: Exception) -> None:
+        said = f"could not write a checkpoint to {self.folder} ({error}); the last good one is kept"
+        warnings.warn(said, RuntimeWarning)
 
-def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State:
+
+def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State | None:
+    """The state to go on from; None if the run in the folder has neither a checkpoint nor a finished round."""
     if keeper.folder is None:
         raise ConfigError("resume needs the folder of the run to continue")
+    if not checkpoints.found_in(keeper.folder) and (earned := run.results.earned()) is not None:
+        if not earned:
+            return None
+        raise CheckpointError(
+            f"{run.folder} holds {earned} finished rounds and no checkpoint to go on from: start the run anew, without "
+            f"resume (--overwrite on the command line); these rounds are then kept in {OLD}"
+        )
     point = checkpoints.load(keeper.folder, plan, keeper.identity)
     keeper.engine.restore(point.engine)
     keeper.engine.forget_masks(checkpoints.referenced(keeper.folder))  # from now on, too, what checkpoints name is kept

@@ -69,6 +69,8 @@ class PruneRegrow:
         scores: |gradient| or |momentum| of every prunable weight, for growth by score. Weights that are dropped
         become 0, and so do regrown ones.
         """
+        if not layout.prunable:
+            raise ConfigError("no weight of the model may be sparse, so no mask can move: see `prunable` of the task")
         keys = [fold(key, "grow") for key in keys]
         drops = [[math.ceil(rate * c) for c in row] for row in counts]
         kept = [[c - d for c, d in zip(row, drop, strict=True)] for row, drop in zip(counts, drops, strict=True)]

@@ -1,0 +1,42 @@
+"""What must be one process's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..core.errors import ConfigError
+
+
+@contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Whether a file is this process's alone, until the block ends or the process does, however it ends.
+
+    A claim within a claim of the same file is granted, and its end is the end of both. Where there are no locks, on
+    this system or in this folder, whoever starts two processes must keep them apart.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        ours = True
+        try:
+            import fcntl
+
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of those it forks
+        except (BlockingIOError, PermissionError):
+            ours = False
+        except (ImportError, OSError):
+            pass
+        yield ours
+
+
+@contextmanager
+def alone(folder: Path | None) -> Iterator[None]:
+    """A run's folder is this process's alone, if there is one; it is an error if another process uses it."""
+    if folder is None:
+        yield
+        return
+    with claim(folder / "lock") as ours:
+        if not ours:
+            raise ConfigError(f"{folder} is being used by another process")
+        yield

@@ -1,0 +1,182 @@
+"""Models and data that are not what training expects: they fail in one line, or are made fit."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flashfl as fl
+from flashfl.core.errors import ConfigError, RunStopped
+from flashfl.core.state import Local, Mask, Order, Weights
+from flashfl.data.examples import Arrays
+from flashfl.data.task import Task
+from flashfl.engine.client import ClientSide
+from flashfl.engine.server import ServerSide
+from flashfl.engine.train import ClientFailed, Trainer
+from tests.conftest import DropoutNet, blobs
+
+Data = tuple[Any, Any]
+
+
+def clients(count: int = 4) -> list[Data]:
+    return [blobs(9 + i, (6,), i) for i in range(count)]
+
+
+def simulate(task: Task, method: Any = None, **settings: Any) -> Any:
+    return fl.simulate(
+        method or fl.PDST(density=0.3), task, 2, **{"per_round": len(task.train), "workers": 1, **settings}
+    )
+
+
+# -- errors in training ---------------------------------------------------------------------------------------------
+
+
+def wide(data: Data) -> Data:
+    return torch.cat([data[0], data[0]], 1), data[1]
+
+
+ODD = {
+    "int32 targets": (lambda data: (data[0], data[1].int()), "RuntimeError: expected target dtype"),
+    "targets out of range": (lambda data: (data[0], data[1] + 7), "IndexError: Target"),
+    "wrong width": (wide, r"RuntimeError: mat1 and mat2 shapes cannot be multiplied .*\(conftest.py, line"),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("odd", ODD)
+def test_a_client_whose_data_do_not_fit_is_left_out_and_the_run_goes_on(odd: str, workers: int) -> None:
+    spoil, said = ODD[odd]
+    good = clients()
+    run = simulate(Task(DropoutNet, [*good, spoil(good[0])], blobs(9, (6,), 9)), workers=workers)
+    assert [list(line["failures"]) for line in run.history] == [["4"]] * 2
+    assert re.match(said, run.history[0]["failures"]["4"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_if_all_fail_the_run_stops_and_says_why_in_one_line(workers: int) -> None:
+    task = Task(DropoutNet, [wide(data) for data in clients()], blobs(9, (6,), 9))
+    with pytest.raises(RunStopped, match="client 0: RuntimeError: mat1 and mat2 shapes cannot be") as caught:
+        simulate(task, workers=workers)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_learning_rate_beyond_float32_is_such_an_error() -> None:
+    with pytest.raises(RunStopped, match="value cannot be converted to type float without overflow"):
+        simulate(Task(DropoutNet, clients(), blobs(9, (6,), 9)), lr=1e308)
+
+
+class Raising(Arrays):
+    error: Exception = OSError("the disk\nis gone")
+
+    def fetch(self, *given: Any) -> Any:
+        raise self.error
+
+
+class Exhausted(Raising):
+    error = MemoryError()
+
+
+class Refusing(Raising):
+    error = ConfigError("not like this")
+
+
+def work(kind: type[Raising]) -> Any:
+    x, y = blobs(9, (6,), 5)
+    task = Task(DropoutNet, [kind((x,), y)], (x, y))
+    order = Order(Weights(Mask.full(task.layout), task.draw(0)), Local(), 1, (2, 0, 0))
+    server = ServerSide(task.layout)
+    data = server.encode(server.message(task.clients[0], order)).data
+    return ClientSide(Trainer(task), {}).work(0, task.train[0], data, [])
+
+
+def test_what_training_raised_is_the_cause_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "flashfl"), pytest.raises(ClientFailed) as caught:
+        work(Raising)
+    assert str(caught.value).startswith("OSError: the disk is gone (test_odd_models.py, line ")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert "in fetch" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Exhausted, MemoryError), (Refusing, ConfigError)])
+def test_what_no_client_is_to_blame_for_is_raised(kind: type[Raising], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        work(kind)
+
+
+# -- numbers that are not float32 -----------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Frozen, trained and normalised layers, and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.frozen.requires_grad_(False)
+        self.bn = nn.BatchNorm1d(16)
+        self.register_buffer("scale", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.relu(self.bn(self.a(torch.relu(self.frozen(x * self.scale))))))
+        return out
+
+
+def cast(data: Data, dtype: torch.dtype) -> Data:
+    return data[0].to(dtype), data[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_other_numbers_is_trained_in_float32(dtype: torch.dtype) -> None:
+    given = [cast(data, dtype) for data in clients()]
+    task = Task(Mixed().to(dtype), given, cast(blobs(9, (6,), 9), dtype))
+    with pytest.warns(RuntimeWarning, match=f"of {dtype} are trained and kept in float32"):
+        layout = task.layout
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert task.layout is layout, "it is said once"
+        run = simulate(task)
+    assert run.history[-1]["failures"] == {}
+    assert {t.dtype for t in run.model().state_dict().values() if t.is_floating_point()} == {torch.float32}
+
+
+def test_float64_arrays_give_what_float32_gives() -> None:
+    def run(kind: Any) -> str:
+        data = [(x.numpy().astype(kind), y.numpy()) for x, y in [*clients(), blobs(9, (6,), 9)]]
+        return str(simulate(Task(DropoutNet, data[:-1], data[-1])).checksum)
+
+    assert run(np.float64) == run(np.float32)
+
+
+def test_data_sets_of_float64_samples_and_float_targets() -> None:
+    data = [[(x.double().numpy(), float(t)) for x, t in zip(*each, strict=True)] for each in clients()]
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
+    task = Task(model, data, loss=nn.functional.mse_loss, metric=nn.functional.l1_loss)
+    assert simulate(task).history[-1]["failures"] == {}
+
+
+def test_whole_numbers_stay_what_they_are() -> None:
+    task = Task(DropoutNet, [(np.zeros((4, 6), np.uint8), np.zeros(4, np.int32))], holdout=0)
+    (x,), y = task.train[0].fetch(torch.arange(2))
+    assert (x.dtype, y.dtype) == (torch.uint8, torch.int32)
+
+
+# -- nothing to prune -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", [fl.SPDST(density=0.3, warmup_clients=2), fl.JMWST(density=0.3), fl.NST(density=0.3)]
+)
+def test_masks_that_are_to_move_need_prunable_weights(method: Any) -> None:
+    with pytest.raises(ConfigError, match="no weight of the model may be sparse"):
+        simulate(Task(DropoutNet, clients(), blobs(9, (6,), 9), prunable="none"), method)
+
+
+def test_dense_training_needs_none() -> None:
+    assert simulate(Task(nn.Linear(6, 3), clients(), blobs(9, (6,), 9), prunable="none"), fl.Dense()).state.done

@@ -1,0 +1,240 @@
+"""A comparison: which runs it takes as they are, which it runs anew, and what it says of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashfl.core.errors import ConfigError
+from flashfl.methods import METHODS, Dense
+from flashfl.run import code
+from flashfl.run import compare as comparing
+from flashfl.run.code import code_of
+from flashfl.run.compare import compare, replace_seed, rows, verdict
+from flashfl.run.config import RunConfig, make_config
+from flashfl.run.export import export_run
+from flashfl.run.results import RESULTS, read_run
+
+TINY = {
+    "rounds": "3", "per_round": "2", "clients": "4", "limit": "80", "max_steps": "1", "eval_every": "1",
+    "workers": "1", "device": "cpu",
+}  # fmt: skip
+
+
+def base(name: str, seed: int) -> RunConfig:
+    return replace_seed(make_config({}, {**TINY, "method": name}), seed)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """One entry for each run carried out: whether it went on from a checkpoint."""
+    seen: list[bool] = []
+    simulate = comparing.simulate
+
+    def count(*given: Any, **named: Any) -> Any:
+        seen.append(named["resume"])
+        return simulate(*given, **named)
+
+    monkeypatch.setattr(comparing, "simulate", count)
+    yield seen
+    code.digest.cache_clear()
+
+
+@pytest.fixture
+def edit(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Stands for an edit of the package, and a new process that runs it."""
+
+    def changed() -> None:
+        monkeypatch.setattr(code, "digest", cache(lambda source: "other"))
+
+    return changed
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A comparison of one run, cut off after its second round."""
+    calls = iter(range(9))
+
+    def stop(self: object, state: object, line: object) -> None:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flashfl.run.display.Display.__call__", stop)
+        with pytest.raises(KeyboardInterrupt):
+            compare(base, ["pdst"], [0], folder)
+    assert read_run(folder / "pdst-seed0")["end"] is None
+
+
+# -- old rows -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_same_code_are_taken_and_that_is_said(
+    tmp_path: Path, begun: list[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = compare(base, ["pdst"], [0, 1], tmp_path)
+    capsys.readouterr()
+    again = compare(base, ["pdst"], [0, 1], tmp_path)
+    assert len(begun) == 2
+    assert [run["end"] for run in again["pdst"]] == [run["end"] for run in first["pdst"]]
+    said = [f"[{i + 1}/2] pdst seed {i}: taken from the run in {tmp_path}/pdst-seed{i}" for i in (0, 1)]
+    assert capsys.readouterr().err.splitlines() == said
+    compare(base, ["pdst"], [0, 1], tmp_path, quiet=True)
+    assert not capsys.readouterr().err
+
+
+def test_rows_of_other_code_are_run_anew(
+    tmp_path: Path, begun: list[bool], edit: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare(base, ["pdst"], [0], tmp_path)
+    capsys.readouterr()
+    edit()
+    compare(base, ["pdst"], [0], tmp_path)
+    assert begun == [False, False]
+    assert f"the run in {tmp_path}/pdst-seed0 is of other code; starting anew" in capsys.readouterr().err
+    assert read_run(tmp_path / "pdst-seed0")["header"]["code"] == {"flashfl": "other"}
+    compare(base, ["pdst"], [0], tmp_path)
+    assert len(begun) == 2, "what ran then is known now"
+
+
+def test_rows_of_unknown_code_are_run_anew(tmp_path: Path, begun: list[bool]) -> None:
+    compare(base, ["pdst"], [0], tmp_path)
+    path = tmp_path / "pdst-seed0" / RESULTS
+    first, rest = path.read_text().split("\n", 1)
+    header = json.loads(first)
+    header.pop("code", None)
+    path.write_text(json.dumps(header) + "\n" + rest)
+    compare(base, ["pdst"], [0], tmp_path)
+    assert begun == [False, False]
+
+
+def test_overwrite_replaces_runs_of_other_settings_alone(tmp_path: Path, begun: list[bool]) -> None:
+    def other(method: str, seed: int) -> RunConfig:
+        return replace_seed(base(method, 0), seed + 1 if method == "pdst" else seed)
+
+    compare(base, ["dense", "pdst"], [0], tmp_path)
+    with pytest.raises(ConfigError, match="other settings"):
+        compare(other, ["dense", "pdst"], [0], tmp_path)
+    compare(other, ["dense", "pdst"], [0], tmp_path, overwrite=True)
+    assert begun == [False] * 3
+
+
+def test_an_interrupted_run_goes_on_with_the_same_code(
+    tmp_path: Path, begun: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = compare(base, ["pdst"], [0], tmp_path / "whole")["pdst"][0]["end"]
+    interrupt(monkeypatch, tmp_path)
+    found = compare(base, ["pdst"], [0], tmp_path)["pdst"][0]["end"]
+    assert begun == [False, False, True]
+    assert found["checksum"] == whole["checksum"]
+
+
+def test_an_interrupted_run_of_other_code_starts_anew(
+    tmp_path: Path, begun: list[bool], edit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, tmp_path)
+    edit()
+    with pytest.warns(RuntimeWarning, match="its 2 finished rounds are now in"):
+        found = compare(base, ["pdst"], [0], tmp_path)["pdst"][0]
+    assert begun == [False, False]
+    assert len(found["rounds"]) == 3
+    assert found["header"]["code"] == {"flashfl": "other"}
+
+
+MINE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from flashfl.methods import PDST
+
+@dataclass(frozen=True)
+class Mine(PDST):
+    name: ClassVar[str] = "mine"
+"""
+
+
+def test_a_method_in_a_file_of_ones_own_counts_as_code(
+    tmp_path: Path, begun: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a_file_of_mine.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(source: str) -> None:
+        """As a new process would."""
+        path.write_text(source)
+        sys.modules.pop(path.stem, None)
+        importlib.invalidate_caches()
+        monkeypatch.setitem(METHODS, "mine", importlib.import_module(path.stem).Mine)
+        code.digest.cache_clear()
+
+    try:
+        for source in (MINE, MINE, MINE + "# another thought\n"):
+            load(source)
+            compare(base, ["mine", "pdst"], [0], tmp_path / "c")
+    finally:
+        sys.modules.pop(path.stem, None)
+    assert len(begun) == 3, "both, none, and the changed one"
+    found = [read_run(tmp_path / "c" / f"{name}-seed0")["header"]["code"] for name in ("mine", "pdst")]
+    assert [list(one) for one in found] == [["flashfl", "a_file_of_mine"], ["flashfl"]]
+
+
+def test_code_that_cannot_be_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert code_of(Dense())
+    typed = type("Typed", (Dense,), {"__module__": "__main__"})
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    assert code_of(typed()) is None
+
+
+def test_the_code_is_written_beside_the_settings_and_is_none_of_them(tmp_path: Path) -> None:
+    compare(base, ["pdst"], [0], tmp_path)
+    header = read_run(tmp_path / "pdst-seed0")["header"]
+    assert header["code"] == code_of(base("pdst", 0).method)
+    assert header["config"] == base("pdst", 0).to_json()
+    assert "code" not in header["identity"]
+    assert export_run(tmp_path / "pdst-seed0").exists()
+
+
+# -- what is said of them -----------------------------------------------------------------------------------------
+
+
+def some(*accuracies: float) -> list[dict[str, Any]]:
+    """Runs, one a seed, that ended with these accuracies in percent."""
+    rounds = [{"stage": 2, "density": 0.1, "mismatch": 0.0}]
+    end = {"bytes": {"up": 1, "down": 1}, "seconds": 1.0}
+    return [{"rounds": rounds, "end": {**end, "accuracy": a / 100, "best": a / 100}} for a in accuracies]
+
+
+def test_one_seed_has_no_spread() -> None:
+    assert [row[1] for row in rows({"pdst": some(7.81), "nst": some(7, 8, 9)})] == ["7.81", "8.00 ± 1.00"]
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ({"spdst": [97, 97.5], "jmwst": [97, 98], "pdst": [93, 94], "nst": [90, 92]},
+         "As in the paper, methods that agree on a sensitivity-aware mask (spdst, jmwst) end above pdst and nst."),
+        ({"dense": [99, 99], "spdst": [97, 97.5], "pdst": [93, 94]},
+         "As in the paper, a method that agrees on a sensitivity-aware mask (spdst) ends above pdst."),
+        ({"spdst": [90.01], "pdst": [90.00]},
+         "One seed cannot tell whether this is as in the paper: spdst (90.01) against pdst (90.00)."),
+        ({"spdst": [90.01, 90.61], "pdst": [90.00, 90.60]},
+         "Within the spread over seeds, so neither as in the paper nor unlike: spdst (90.31) against pdst (90.30)."),
+        ({"spdst": [90.00, 90.60], "pdst": [90.01, 90.61]},
+         "Within the spread over seeds, so neither as in the paper nor unlike: spdst (90.30) against pdst (90.31)."),
+        ({"spdst": [90, 91], "jmwst": [89, 90], "pdst": [93, 94]},
+         "Unlike in the paper, on this task and these seeds spdst (90.50) is not above pdst (93.50); "
+         "jmwst (89.50) is not above pdst (93.50)."),
+        ({"spdst": [93, 94], "pdst": [93, 94], "nst": [90, 91]},
+         "Within the spread over seeds, so neither as in the paper nor unlike: spdst (93.50) against pdst (93.50). "
+         "As in the paper, spdst (93.50) is above nst (90.50)."),
+        ({"spdst": [93, 94], "jmwst": [93, 94]}, ""),
+        ({"dense": [93, 94], "nst": [93, 94]}, ""),
+    ],
+)  # fmt: skip
+def test_the_verdict_names_what_ran_and_claims_what_it_can_know(runs: dict[str, Sequence[float]], said: str) -> None:
+    assert verdict({name: some(*values) for name, values in runs.items()}) == said

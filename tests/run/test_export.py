@@ -1,0 +1,57 @@
+"""An exported model is one that the user's own module can load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import flashfl as fl
+from flashfl.data.task import Task
+
+
+class Frozen(nn.Module):
+    """A frozen parameter, a buffer that is no statistic, and BatchNorm's counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.c = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.shift = nn.Parameter(torch.randn(16), requires_grad=False)
+        self.register_buffer("scale", torch.full((16,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.relu(self.b(torch.relu(self.norm(self.a(x))) * self.scale + self.shift)))
+        return out
+
+
+class Tied(nn.Module):
+    """One matrix under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+        return out
+
+
+@pytest.mark.parametrize("net", [Frozen, Tied])
+@pytest.mark.parametrize("given", ["class", "module"])
+def test_the_users_own_module_loads_the_file(net: type[nn.Module], given: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    clients = [(torch.randn(12, 6), torch.randint(0, 3, (12,))) for _ in range(4)]
+    task = Task(net if given == "class" else net(), clients)
+    run = fl.simulate(fl.PDST(density=0.5), task, 2, per_round=2, workers=1)
+    saved = load_file(run.save(tmp_path))
+    masks = {name.removesuffix(".mask"): saved.pop(name) for name in list(saved) if name.endswith(".mask")}
+    assert set(masks) == {layer.name for layer in task.layout.prunable}
+    assert not any(saved[name][~mask].any() for name, mask in masks.items())
+    module, inputs = net().eval(), clients[0][0]
+    module.load_state_dict(saved)
+    assert torch.equal(module(inputs), run.model()(inputs))
+    assert set(saved) == set(net().state_dict())
