@@ -15,17 +15,18 @@ from flashfl.aggregate import add, average
 from flashfl.core.errors import FlashError
 from flashfl.core.layout import Layout
 from flashfl.core.method import Method
-from flashfl.core.state import Client, Local, Mask, Order, Recipe, State, Sums, Update, Weights
+from flashfl.core.state import Client, Extra, Local, Mask, Order, Recipe, State, Sums, Update, Weights
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide, Reply, update_message
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.cuda import LaneEngine
-from flashfl.engine.server import Inbox, ServerSide
+from flashfl.engine.server import OWN, Inbox, ServerSide
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.runner import drive
 from flashfl.wire import Message, encode, seal
+from flashfl.wire.errors import WrongContent
 from tests.conftest import make_task
 
 STATISTICS = [("bn.running_mean", (1,)), ("bn.running_var", (1,))]
@@ -155,6 +156,35 @@ def test_of_two_clients_none_is_too_far_from_the_other() -> None:
     inbox.arrived(1, answer(order, 1, value=1e6))
     _, failures = finished(inbox)
     assert not failures
+
+
+def test_extras_nobody_asked_for_are_refused_before_they_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashfl.wire import tensors
+
+    inbox, order = started(1)
+    update = Update(0, 10, Weights.masked(MASK, torch.ones(LAYOUT.size)), MASK.counts)
+    large = replace(update, extra={"x": Extra("bits", torch.ones(1 << 16, dtype=torch.bool))})
+    data = encode(update_message(large, order, LAYOUT), (MASK,)).data
+    monkeypatch.setattr(tensors, "_read_bits", lambda *_: pytest.fail("it was unpacked"))
+    inbox.arrived(0, data)
+    assert finished(inbox)[1][0].startswith("TooLarge: 1 extras, at most 0")
+
+
+def test_extras_of_the_order_may_be_answered_and_a_mask_given_back_may_not() -> None:
+    server = ServerSide(LAYOUT)
+    asked = {"a": Extra("dense", torch.zeros(3)), OWN: Extra("bits", MASK.bits)}
+    order = Order(Weights(MASK, torch.zeros(LAYOUT.size)), Local(), 1, TAG, asked)
+    message = server.message(Client(0, 10), order)
+
+    def sent(**extra: Extra) -> bytes:
+        update = Update(0, 10, Weights.masked(MASK, torch.ones(LAYOUT.size)), MASK.counts, extra=extra)
+        return encode(update_message(update, order, LAYOUT), (MASK,)).data
+
+    assert server.decode(sent(a=Extra("dense", torch.ones(3))), message).extra["a"].value.tolist() == [1.0] * 3
+    with pytest.raises(WrongContent, match="shape"):
+        server.decode(sent(a=Extra("dense", torch.ones(4))), message)
+    with pytest.raises(WrongContent, match=OWN):
+        server.decode(sent(**{OWN: Extra("bits", MASK.bits)}), message)
 
 
 def test_counts_are_held_against_the_recipe_a_client_starts_from() -> None:

@@ -16,13 +16,14 @@ from flwr.app import Message
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.state import State
 from flashfl.flower import client_app, records
-from flashfl.flower.roster import Roster
+from flashfl.flower.fixed import fingerprint
+from flashfl.flower.roster import Roster, Terms
 from tests.conftest import make_task
 from tests.test_every_method import small
 
 
 def roster_of(grid: Any, task: Any, need: int = 1) -> Roster:
-    return Roster(grid, task.layout.hash, need, wait=0.1, poll=0.01)
+    return Roster(grid, Terms(task.layout.hash, fingerprint(task)), need, wait=0.1, poll=0.01)
 
 
 def test_clients_are_known_by_their_own_ids() -> None:

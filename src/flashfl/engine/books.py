@@ -22,7 +22,6 @@ from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Tag, 
 from ..wire import Message, ServerLedger, mask_sizes, size, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
-from ..wire.trust import Trust
 from ..wire.values import Form
 from .memories import Memories
 from .server import HISTORY_BYTES
@@ -39,8 +38,7 @@ class _Heard:
 
     seats: list[Any]
     bytes: list[int | Tensor]  # of each mask
-    finite: Tensor
-    good: Tensor  # finite, and not too large a change
+    good: Tensor  # weights and loss are finite
     losses: Tensor
 
 
@@ -48,7 +46,7 @@ class Books:
     """A server's ledger and its clients' memories, for masks that live on a device."""
 
     def __init__(self, layout: Layout, values: Form = "fp32", folder: Path | None = None) -> None:
-        self.layout, self.values, self.trust = layout, values, Trust()
+        self.layout, self.values = layout, values
         self.ledger = ServerLedger(layout, bytes=HISTORY_BYTES)
         self.memories = Memories(MaskStore(layout, folder))
         self.own: dict[int, tuple[Tag, Mask, Mask]] = {}  # client -> round, its order's mask, the mask it kept
@@ -101,7 +99,6 @@ class Round:
     orders: list[tuple[Client, Order]] = field(default_factory=list)
     heard: list[_Heard] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
-    _paces: Tensor | None = None  # how far every client so far has moved its weights a step; infinity: not finite
     _sizes: dict[tuple[Any, ...], tuple[Local, Parts]] = field(default_factory=dict)
 
     def sent(self, client: Client, order: Order) -> None:
@@ -111,35 +108,16 @@ class Round:
         self.failures[client] = why
 
     def received(self, seats: list[Any], values: Tensor, losses: Tensor, sums: Sums) -> None:
-        """Add a stack of updates to the sums, without those that are not finite or change too much, and no waiting."""
-        layout, reports = self.books.layout, seats[0].order.local.report
+        """Add a stack of updates to the sums, without those that are not finite, and no waiting."""
         bits = stacked([seat.mask.bits for seat in seats])
-        before = stacked([seat.order.weights.vector for seat in seats])
-        judge = kernel("collect", "judge") if values.is_cuda else None
-        norms, finite = (judge or _judge)(values, before, bits, layout.trained_size)
-        finite = finite & losses.isfinite()
-        good = finite & self._believed(seats, norms, finite) if reports == "weights" else finite
-        if reports != "counts":
+        finite = kernel("collect", "finite") if values.is_cuda else None
+        good = (finite or _finite)(values) & losses.isfinite()
+        if seats[0].order.local.report != "counts":
             self._add(seats, values, bits, good, sums)
-        self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), finite, good, losses))
+        self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), good, losses))
         if "mask" not in seats[0].order.local.keep:
             for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
                 seat.mask = seat.order.weights.mask
-
-    def _believed(self, seats: Sequence[Any], norms: Tensor, good: Tensor) -> Tensor:
-        """Whose change a step is not far above the median of those heard in this round so far, these included."""
-        trust, epochs = self.books.trust, seats[0].order.local.epochs
-        steps = torch.tensor([float(epochs * seat.batches) for seat in seats])
-        paces = norms / steps.to(norms.device, non_blocking=True)
-        new = paces.masked_fill(~good, float("inf"))
-        self._paces = new if self._paces is None else torch.cat([self._paces, new])
-        if trust.factor <= 0 or len(self._paces) < trust.least:
-            return torch.ones_like(good)
-        ordered = self._paces.sort().values
-        count = ordered.isfinite().sum()
-        middle = torch.stack([((count - 1) // 2).clamp(min=0), (count // 2).clamp(max=len(ordered) - 1)])
-        median = ordered.index_select(0, middle).mean()  # indexing by a number on the device would wait for it
-        return ~((paces > trust.factor * median) & (median > 0))
 
     def _add(self, seats: Sequence[Any], values: Tensor, bits: Tensor, good: Tensor, sums: Sums) -> None:
         layout = self.books.layout
@@ -204,7 +182,7 @@ class Round:
         counted += [b for heard in self.heard for b in heard.bytes if isinstance(b, Tensor)]
         parts = [torch.stack(counted).double()] if counted else []
         for heard in self.heard:
-            parts += [heard.finite.double(), heard.good.double(), heard.losses.double()]
+            parts += [heard.good.double(), heard.losses.double()]
         on_device = torch.cat(parts) if parts else None
         traffic = sum((self._down(*each) for each in self.orders), Traffic())  # the device is still at work
         numbers = iter([] if on_device is None else on_device.tolist())
@@ -213,9 +191,9 @@ class Round:
         up = [[int(next(numbers)) if isinstance(b, Tensor) else b for b in heard.bytes] for heard in self.heard]
         for heard, sizes in zip(self.heard, up, strict=True):
             rows = len(heard.seats)
-            finite, good, losses = ([next(numbers) for _ in range(rows)] for _ in range(3))
-            for seat, taken, sends, fine, loss in zip(heard.seats, sizes, finite, good, losses, strict=True):
-                traffic += self._settle(seat, taken, bool(sends), bool(fine), loss, sums)
+            good, losses = ([next(numbers) for _ in range(rows)] for _ in range(2))
+            for seat, taken, fine, loss in zip(heard.seats, sizes, good, losses, strict=True):
+                traffic += self._settle(seat, taken, bool(fine), loss, sums)
         return Outcome(sums, traffic, dict(sorted(self.failures.items())))
 
     def _down(self, client: Client, order: Order) -> Traffic:
@@ -241,19 +219,15 @@ class Round:
                 self._sizes[alike] = known
         return known[1]
 
-    def _settle(self, seat: Any, mask_bytes: int, sends: bool, good: bool, loss: float, sums: Sums) -> Traffic:
-        """Count a client in, or say why not; what its update took, which is also sent if it is not believed."""
+    def _settle(self, seat: Any, mask_bytes: int, good: bool, loss: float, sums: Sums) -> Traffic:
+        """Count a client in, or say why not; what its update took."""
         order: Order = seat.order
         local = order.local
         steps = min(seat.batches * local.batch, seat.n) * local.epochs
         mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
-        if not sends:
+        if not good:
             self.failed(seat.client.id, "its weights or its loss are not finite after training")
             return Traffic()
-        if not good:
-            factor = self.books.trust.factor
-            self.failed(seat.client.id, f"it moved its weights by more than {factor:g} times the median so far, a step")
-            return self._up(seat, mask_bytes, mean)
         sums.n += seat.n
         sums.clients += 1
         sums.counts = [a + b for a, b in zip(sums.counts, seat.counts, strict=True)]
@@ -291,11 +265,9 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     return rows[0][None] if all(row is rows[0] for row in rows) else torch.stack(list(rows))
 
 
-def _judge(values: Tensor, before: Tensor, bits: Tensor, trained: int) -> tuple[Tensor, Tensor]:
-    """See `kernels.collect.judge`."""
-    change = values[:, :trained] - before[:, :trained]
-    change[:, : bits.shape[1]] *= bits
-    return torch.linalg.vector_norm(change, dim=1, dtype=torch.float64), values.isfinite().all(1)
+def _finite(values: Tensor) -> Tensor:
+    """See `kernels.collect.finite`."""
+    return values.isfinite().all(1)
 
 
 def _add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: Tensor, first: int) -> None:

@@ -46,7 +46,8 @@ class CPUEngine:
         folder: Path | None = None,
     ) -> None:
         self.task, self.dropout = task, dropout
-        self.server = ServerSide(task.layout, values, trust)
+        # Simulated clients are honest: whatever is finite is believed, however far one has moved.
+        self.server = ServerSide(task.layout, values, trust or Trust(factor=0))
         self.memories = Memories(MaskStore(task.layout, folder))
         # What models are judged by is written here, where every worker sees it.
         self._board = torch.zeros(task.layout.size).share_memory_()

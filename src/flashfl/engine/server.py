@@ -11,10 +11,10 @@ import numpy as np
 from torch import Tensor
 
 from ..core.layout import Layout
-from ..core.state import Client, Extra, Mask, Order, Traffic, Update, Weights
-from ..wire import Encoded, Message, ServerLedger, WireError, decode, encode
+from ..core.state import Client, Extra, Local, Mask, Order, Traffic, Update, Weights
+from ..wire import Encoded, Limits, Message, ServerLedger, WireError, decode, encode
 from ..wire.errors import WrongContent
-from ..wire.trust import Trust, change_norm, check_cohort, check_update
+from ..wire.trust import Seen, Trust, activations, change_norm, check_cohort, check_statistics, check_update
 from ..wire.values import Form
 from .spool import Spool
 
@@ -67,7 +67,9 @@ class ServerSide:
 
     def decode(self, data: bytes, order: Message) -> Message:
         """An update that answers `order`, or the WireError that says why it does not."""
-        update = decode(data, self.layout, known=self.ledger.known(order.client, order.mask))
+        order = replace(order, extra={name: extra for name, extra in order.extra.items() if name != OWN})
+        known, limits = self.ledger.known(order.client, order.mask), _limits(order)
+        update = decode(data, self.layout, known=known, limits=limits)
         check_update(update, order, active=_expected(order))
         if update.n != order.n:  # an average weighted by it must not be at the mercy of what a client says today
             raise WrongContent(f"client {update.client} reports {update.n} samples and is known to have {order.n}")
@@ -90,6 +92,8 @@ class Inbox:
         self.server = server
         self.spool = Spool(folder=folder)
         self.norms: dict[int, float] = {}
+        self.paces: dict[int, float] = {}  # the change a step: a client with more data goes further
+        self.seen: dict[int, Seen] = {}
         self.failures: dict[int, str] = {}
         self.traffic = Traffic()
         self._orders: dict[int, Message] = {}
@@ -116,6 +120,10 @@ class Inbox:
         judged = self.server.trust.factor > 0 or self.server.clip > 0
         if judged and update.carries != "statistics" and update.mask is not None:
             self.norms[client] = change_norm(update, order)
+            local = order.local or Local()
+            self.paces[client] = self.norms[client] / (local.epochs * local.batches(update.n))
+        if self.server.trust.factor > 0 and (after := activations(update)):
+            self.seen[client] = Seen(update.n, activations(order), after)
         self.spool.put(client, data)
         self._keep_base(client, order, update)
         if self.server.clip:
@@ -126,7 +134,8 @@ class Inbox:
 
     def updates(self) -> Iterator[Update]:
         """The good updates in ascending client id; each is accepted as it is handed on."""
-        for client, why in check_cohort(self.norms, self.server.trust).items():
+        trust = self.server.trust
+        for client, why in (check_statistics(self.seen, trust) | check_cohort(self.paces, trust)).items():
             self.failed(client, f"{type(why).__name__}: {why}")
         most = self._longest()
         for client in sorted(self._orders):
@@ -171,6 +180,12 @@ def _expected(order: Message) -> int | None:
     """How many active weights an answer must have: those of the mask the client starts from."""
     recipe = order.local.start if order.local is not None else None
     return sum(recipe.budgets) if recipe is not None else None
+
+
+def _limits(order: Message) -> Limits:
+    """No more extras than were asked for, and none larger than those or a mask: checked before any is read."""
+    most = max([order.layout.prunable_size, *(extra.value.numel() for extra in order.extra.values())])
+    return Limits(extras=len(order.extra), elements=most)
 
 
 def _update(message: Message, order: Message) -> Update:

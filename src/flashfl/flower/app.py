@@ -53,6 +53,8 @@ def read_config(flat: Mapping[str, Any]) -> AppConfig:
             raise unknown("setting of the app", key, [*_OWN, *(f"{t}.…" for t in tables)])
     options = build(FlowerOptions, tables.pop("flower"), "flower")
     data: Mapping[str, Any] = load_toml(Path(str(flat["config"]))) if flat.get("config") else tables
+    if isinstance(table := data.get("train", {}), Mapping):  # a server that may be killed keeps every round
+        data = {**data, "train": {"checkpoint_every": 1, **table}}
     settings = _settings(str(flat.get("settings", "")))
     name = settings.get("method", data.get("method", {}).get("name", "spdst"))
     run = make_config(data, {**settings, "method": name})
@@ -87,7 +89,7 @@ def server_main(grid: Grid, context: Context) -> None:
             f"{config.folder} already holds a run: continue it with --run-config 'resume=true', "
             "or choose another place with --run-config 'folder=\"...\"'"
         )
-    task = _task(json.dumps(config.run.to_json()["task"]), config.run.train.seed)
+    task = _task(json.dumps(config.run.to_json()["task"]), config.run.train.seed, context.run_id)
     strategy = FlashStrategy(
         config.run.method, task, config.run.train, config.options,
         folder=config.folder, resume=config.resume, header=config.run.to_json(),
@@ -109,10 +111,10 @@ def task_of(context: Context) -> Task:
         task = replace(task, clients=int(node["num-partitions"]))
     if "data-root" in node:
         task = replace(task, data_root=str(node["data-root"]))
-    return _task(json.dumps(RunConfig(task=task).to_json()["task"]), config.train.seed)
+    return _task(json.dumps(RunConfig(task=task).to_json()["task"]), config.train.seed, context.run_id)
 
 
-@functools.lru_cache(2)
-def _task(described: str, seed: int) -> Task:
-    """Shared by all the nodes that a process plays."""
+@functools.lru_cache(1)
+def _task(described: str, seed: int, run_id: int) -> Task:
+    """Shared by all the nodes that a process plays, and read anew for another run."""
     return build_task(build(TaskConfig, json.loads(described), "task"), fold(seed, "task"))

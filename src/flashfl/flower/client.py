@@ -30,9 +30,9 @@ def client_app(task: Task | TaskFn | str, mods: list[Any] | None = None) -> Clie
     the one its `partition-id` names. The node's settings may also say `client-id` (else the partition is the id),
     `density` and `threads`.
 
-    A task is made once in a process and kept, with the model and the data. Where Flower starts a process for every
-    message, as it does in a deployment, a task given by name is kept by a worker process beside it; the node's setting
-    `worker=false` does without.
+    A task is made once in a process and kept for the run, with the model and the data. Where Flower starts a process
+    for every message, as it does in a deployment, a task given by name is kept by a worker process beside it; the
+    node's setting `worker=false` does without.
     """
 
     def serve(kind: str, seat: Seat, data: bytes, held: Held, context: Context) -> Answer:
@@ -59,7 +59,7 @@ def app_around(serve: Serve, mods: list[Any] | None = None) -> ClientApp:
     app = ClientApp(mods=mods)
 
     def answer(kind: str, message: Message, context: Context) -> Message:
-        seat = Seat(dict(context.node_config), dict(context.run_config))
+        seat = Seat(dict(context.node_config), dict(context.run_config), context.run_id)
         data = b"" if kind == "query" else records.read_blob(message.content, "order")[1]
         return reply_to(message, context, serve(kind, seat, data, recall(context.state), context))
 

@@ -13,10 +13,11 @@ Memory = list[Any]  # as `engine.client.Memory`, which is not imported here: tha
 
 @dataclass(frozen=True)
 class Seat:
-    """What a message says of whom it is for: the node's settings and the run's."""
+    """What a message says of whom it is for: the node's settings, the run's, and which run it is."""
 
     node: Mapping[str, Any]
     run: Mapping[str, Any] = field(default_factory=dict)
+    run_id: int = 0
 
     @property
     def client(self) -> int:

@@ -22,6 +22,7 @@ from ..engine.train import Trainer
 from ..wire import Message, UnknownMask, decode, encode
 from ..wire.frame import VERSION
 from .exchange import Answer, Held, Seat
+from .fixed import fingerprint
 from .memory import HeldMasks
 
 _EVAL_BATCH = 250
@@ -48,7 +49,7 @@ class Host:
         """Who this client is and what it runs."""
         fields = {
             "client": seat.client, "n": len(self._samples(seat)), "held": len(self._judges(seat) or ()),
-            "layout": self.task.layout.hash, "wire": VERSION, "package": __version__,
+            "layout": self.task.layout.hash, "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
         }  # fmt: skip
         density = seat.node.get("density", self.task.clients[self._at(seat)].density)
         return Answer("client", fields=fields | ({} if density is None else {"density": float(density)}))
@@ -108,13 +109,14 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-TaskFn = Callable[[Any], Task]  # called with the seat: anything that has `node_config` and `run_config`
+TaskFn = Callable[[Any], Task]  # called with anything that has `node_config`, `run_config` and `run_id`
 
 
 # What a process keeps between messages. Flower may hand an app to a process anew for every message (Ray does), so it
-# is kept here and not in the app: by the function that makes a task, and by the task. Both are bounded.
+# is kept here and not in the app: by the function that makes a task, and by the task. Both are bounded. Another run
+# reads its data anew, as they may have changed.
 _MOST = 8
-_TASKS: OrderedDict[tuple[Any, str], Task] = OrderedDict()
+_TASKS: OrderedDict[tuple[Any, int, str], Task] = OrderedDict()
 _HOSTS: OrderedDict[int, Host] = OrderedDict()
 
 
@@ -129,9 +131,11 @@ def find(make: Task | TaskFn, seat: Seat, context: Any) -> Host:
 
 
 def _task(make: TaskFn, seat: Seat, context: Any) -> Task:
-    key = (make, repr((sorted(seat.node.items()), sorted(seat.run.items()))))
+    key = (make, seat.run_id, repr((sorted(seat.node.items()), sorted(seat.run.items()))))
     task = _TASKS.get(key)
     if task is None:
+        for old in [k for k in _TASKS if k[0] == make and k[1] != seat.run_id]:
+            _HOSTS.pop(id(_TASKS.pop(old)), None)
         task = make(context)
     _keep(_TASKS, key, task)
     return task

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..core.errors import RunStopped
 from ..core.state import Client, Order, Traffic
 from ..engine.server import ServerSide
 from ..wire import encode
+from ..wire.trust import LARGEST_METRIC
 from . import records
 from .roster import Entry
 
@@ -62,7 +62,7 @@ class Jury:
         held = self.entries[client.id].held
         try:
             n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
-            if n != held or not (math.isfinite(loss) and math.isfinite(metric)):
+            if n != held or not (abs(loss) <= LARGEST_METRIC and abs(metric) <= LARGEST_METRIC):
                 raise ValueError(f"loss {loss} and metric {metric} of {n} samples, expected {held} samples")
         except (KeyError, ValueError, TypeError, OverflowError) as error:
             self._out[client.id] = why or f"its verdict cannot be read ({error})"

@@ -21,9 +21,20 @@ from ..core.method import Method
 from ..core.state import Client
 from ..wire.frame import VERSION
 from . import records
+from .fixed import NONE, difference
 
 log = logging.getLogger("flwr.flashfl")
 _ERRORS = 3  # failed questions to a node before it is refused
+_SAMPLES = 1 << 32  # of one client: sums of any cohort's fit 64 bits
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a node must have to take part."""
+
+    layout: str  # the model's hash
+    fixed: str = NONE  # the fingerprint of its fixed tensors
+    samples: int = 0  # the most that a client may register; 0: no cap but the format's own
 
 
 @dataclass(frozen=True)
@@ -35,22 +46,31 @@ class Entry:
     held: int  # samples it judges models on
 
     @staticmethod
-    def read(node: int, fields: Mapping[str, Any], layout: str) -> Entry:
+    def read(node: int, fields: Mapping[str, Any], terms: Terms) -> Entry:
         """What a node says of itself, or a ConfigError that says why it cannot take part."""
         try:
             client, n, held = (int(fields[name]) for name in ("client", "n", "held"))
             theirs, wire, package = str(fields["layout"]), int(fields["wire"]), str(fields["package"])
             density = float(fields["density"]) if "density" in fields else None
+            other = difference(terms.fixed, str(fields.get("fixed", NONE)))
         except (KeyError, ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"its registration cannot be read ({error!r})") from None
-        if not (0 <= client < 2**63 and 1 <= n < 2**63 and held >= 0):
-            raise ConfigError(f"it registers as client {client} with {n} samples")
+        if not (0 <= client < 2**63 and 1 <= n <= _SAMPLES and 0 <= held <= _SAMPLES):
+            raise ConfigError(f"it registers as client {client} with {n} samples and {held} held back")
+        if terms.samples and n > terms.samples:
+            raise ConfigError(f"client {client} registers {n} samples, flower.max_samples is {terms.samples}")
         if wire != VERSION:
             raise ConfigError(f"client {client} speaks version {wire} of the wire format, the server {VERSION}")
-        if theirs != layout:
+        if theirs != terms.layout:
             raise ConfigError(
-                f"client {client} has another model: its layout is {theirs[:40]}, the server's {layout}. "
+                f"client {client} has another model: its layout is {theirs[:40]}, the server's {terms.layout}. "
                 "Model, prunable weights and fixed weights must be the same on both sides"
+            )
+        if other is not None:
+            raise ConfigError(
+                f"client {client} has other fixed weights: {other[:100]!r} is not the server's. They do not travel: "
+                "load them from the same file on both sides, or give the task a class or a function in place of a "
+                "module, so that both sides draw them from one seed"
             )
         if package != __version__:
             log.warning("client %d runs flashfl %s, the server %s", client, package[:40], __version__)
@@ -60,8 +80,8 @@ class Entry:
 class Roster(Sequence[Client]):
     """The clients that are present, ascending by id; looked up anew when a round has passed since the last look."""
 
-    def __init__(self, grid: Grid, layout: str, need: int = 1, wait: float = 300.0, poll: float = 0.2) -> None:
-        self.grid, self.layout, self.need, self.wait, self.poll = grid, layout, max(1, need), wait, poll
+    def __init__(self, grid: Grid, terms: Terms, need: int = 1, wait: float = 300.0, poll: float = 0.2) -> None:
+        self.grid, self.terms, self.need, self.wait, self.poll = grid, terms, max(1, need), wait, poll
         self.entries: dict[int, Entry] = {}  # by client id
         self.refused: dict[int, str] = {}  # node -> why
         self.densities: dict[int, float] = {}  # what the method gave clients that have none of their own
@@ -137,7 +157,7 @@ class Roster(Sequence[Client]):
         asked = {*self._told, *self._asked.values(), *self.refused}
         new = sorted(self._nodes - asked)
         if new:
-            messages = [Message(records.fields("query", {"layout": self.layout}), node, "query") for node in new]
+            messages = [Message(records.fields("query", {"layout": self.terms.layout}), node, "query") for node in new]
             ids = self.grid.push_messages(messages)
             self._asked |= {i: node for i, node in zip(ids, new, strict=True) if i}
         if self._asked:
@@ -162,7 +182,7 @@ class Roster(Sequence[Client]):
         try:
             if (why := records.failure(reply.content)) is not None:
                 raise ConfigError(why)
-            self._told[node] = Entry.read(node, records.read_fields(reply.content, "client"), self.layout)
+            self._told[node] = Entry.read(node, records.read_fields(reply.content, "client"), self.terms)
         except ConfigError as error:
             self._refuse(node, str(error))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from ..core.errors import ConfigError
 from ..core.method import Method
 from ..core.state import State, Weights
 from ..data.task import Task
+from ..run import checkpoint
 from ..run.config import TrainConfig, plan_of
 from ..run.display import Display
 from ..run.runner import Run, Watch, drive
 from .engine import FlowerEngine
+from .fixed import fingerprint
 from .options import FlowerOptions
-from .roster import Roster
+from .roster import Roster, Terms
 from .round import Round
 
 log = logging.getLogger("flwr.flashfl")
@@ -32,7 +34,8 @@ class FlashStrategy(Strategy):
     """Runs a method on the nodes of a grid.
 
     method: any Method. task: the model and how it is judged (`server_task`); with test samples the server judges,
-    without them the clients do. train: the run's settings. options: how to deal with clients.
+    without them the clients do. train: the run's settings; without any, the usual ones and a checkpoint after each
+    round. options: how to deal with clients.
     folder: where results and checkpoints go. resume: go on from the last checkpoint there, if there is one.
     header: what the results file says of the run's settings. watch: called after every round; progress is shown unless
     quiet.
@@ -55,7 +58,7 @@ class FlashStrategy(Strategy):
         quiet: bool = False,
     ) -> None:
         self.method, self.task = method, task
-        self.train, self.options = train or TrainConfig(), options or FlowerOptions()
+        self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
         self.run: Run | None = None
@@ -97,7 +100,8 @@ class FlashStrategy(Strategy):
     def connect(self, grid: Grid) -> FlowerEngine:
         """Wait for clients; the engine that reaches them."""
         need, options = self.train.min_replies, self.options
-        roster = Roster(grid, self.task.layout.hash, need, options.wait, options.poll)
+        terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples)
+        roster = Roster(grid, terms, need, options.wait, options.poll)
         if self.resume and (record := _latest(self.folder)) is not None:
             roster.restore(record["engine"].get("roster", {}))
         roster.gather(options.clients or min(self.train.per_round, roster.size or self.train.per_round))
@@ -116,7 +120,8 @@ class FlashStrategy(Strategy):
         """The orders of the next round. Arrays and config are Flower's to give and not ours to need."""
         if self._engine is None or self.state is None:
             self._engine = self.connect(grid)
-            plan = plan_of(self.train, self.task, self._engine.roster.planned)  # type: ignore[arg-type]
+            planned: Any = self._engine.roster.planned
+            plan = plan_of(self.train, self.task, planned, method=self.method)
             self._engine.roster.admit(self.method, plan.key)
             self.state = self.method.init(plan)
         self._round = self._engine.open()
@@ -162,14 +167,10 @@ class FlashStrategy(Strategy):
 
 
 def _latest(folder: Path | None) -> dict[str, Any] | None:
-    """The newest checkpoint's record that can be read; whether it is sound is checked when it is loaded."""
-    for path in sorted((folder / "checkpoints").glob("checkpoint-*.json"), reverse=True) if folder else ():
-        try:
-            record = json.loads(path.read_text())
-            if isinstance(record["engine"], dict):
-                return dict(record)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    """The newest checkpoint's record that is whole; whether its tensors are is checked when it is loaded."""
+    for path in checkpoint.found_in(folder / "checkpoints") if folder else ():
+        with suppress(checkpoint.Unusable):
+            return checkpoint.read_record(path)
     return None
 
 

@@ -43,7 +43,8 @@ def ask(reference: str, kind: str, seat: Seat, data: bytes, held: Held) -> Answe
         json.dumps([parent, reference, sys.path, sys.executable]).encode(), digest_size=8
     ).hexdigest()
     with _connect(folder / f"{name}.sock", parent, reference) as connection:
-        _send(connection, {"kind": kind, "node": dict(seat.node), "run": dict(seat.run)}, data, held)
+        asked = {"kind": kind, "node": dict(seat.node), "run": dict(seat.run), "run_id": seat.run_id}
+        _send(connection, asked, data, held)
         fields, reply, kept = _receive(connection)
     if "raised" in fields:
         raise RuntimeError(f"in the worker: {fields['raised']}")
@@ -117,11 +118,11 @@ def serve(socket: Path, parent: int, reference: str) -> None:
 
 def _answer(connection: Any, reference: str) -> None:
     fields, data, held = _receive(connection)
-    seat = Seat(fields["node"], fields["run"])
+    seat = Seat(fields["node"], fields["run"], fields["run_id"])
     try:
         from .host import find
 
-        context = SimpleNamespace(node_config=dict(seat.node), run_config=dict(seat.run))
+        context = SimpleNamespace(node_config=dict(seat.node), run_config=dict(seat.run), run_id=seat.run_id)
         answer = find(resolve(reference), seat, context).serve(fields["kind"], seat, data, held)
     except Exception as error:  # the caller raises it again, as Flower expects of an app
         _send(connection, {"raised": f"{type(error).__name__}: {error}"}, b"", Held())

@@ -1,4 +1,4 @@
-"""A stack of updates in two passes: one finds whom to believe, one adds up those who are; nothing is copied."""
+"""A stack of updates in two passes: one finds those that are finite, one adds these up; nothing is copied."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _judge(values, before, bits, squares, finite, size, trained, K, before_step, bits_step, BLOCK: tl.constexpr):
-    """Of a block of a row: the sum of squared changes over active weights, and whether all values are finite."""
+def _finite(values, found, size, BLOCK: tl.constexpr):
+    """Whether all values of a block of a row are finite."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(values + row * size + at, mask=at < size, other=0.0)
-    active = tl.load(bits + row * bits_step + at, mask=at < K, other=1) != 0
-    old = tl.load(before + row * before_step + at, mask=at < trained, other=0.0)
-    change = tl.where((at < trained) & active, value - old, 0.0).to(tl.float64)
-    here = row * tl.num_programs(0) + block
-    tl.store(squares + here, tl.sum(change * change, 0))
-    tl.store(finite + here, tl.min((tl.abs(value) < float("inf")).to(tl.int32), 0))
+    tl.store(found + row * tl.num_programs(0) + block, tl.min((tl.abs(value) < float("inf")).to(tl.int32), 0))
 
 
 @triton.jit
@@ -44,22 +39,20 @@ def _add(values, bits, share, weights, holders, rows, first, size, K, bits_step,
     tl.store(holders + at, held, mask=prunable)
 
 
-def judge(values: Tensor, before: Tensor, bits: Tensor, trained: int) -> tuple[Tensor, Tensor]:
-    """For each row the norm of its change over active weights, and whether its values are finite.
-
-    before and bits may be [1, ...]: the same for all rows.
-    """
+def finite(values: Tensor) -> Tensor:
+    """For each row, whether its values are finite."""
     rows, size = values.shape
     blocks = triton.cdiv(size, _BLOCK)
-    squares = torch.empty(rows, blocks, dtype=torch.float64, device=values.device)
-    finite = torch.empty(rows, blocks, dtype=torch.int32, device=values.device)
-    steps = [0 if len(x) == 1 else x.shape[1] for x in (before, bits)]
-    _judge[(blocks, rows)](values, before, bits, squares, finite, size, trained, bits.shape[1], *steps, _BLOCK)
-    return squares.sum(1).sqrt(), finite.amin(1) > 0
+    found = torch.empty(rows, blocks, dtype=torch.int32, device=values.device)
+    _finite[(blocks, rows)](values, found, size, _BLOCK)
+    return found.amin(1) > 0
 
 
 def add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: Tensor, first: int) -> None:
-    """weights[first:] += share @ values[:, first:] in double precision; holders += share @ bits."""
+    """weights[first:] += share @ values[:, first:] in double precision; holders += share @ bits.
+
+    bits may be [1, ...]: the same for all rows.
+    """
     rows, size = values.shape
     step = 0 if len(bits) == 1 else bits.shape[1]
     grid = (triton.cdiv(size, _BLOCK),)
