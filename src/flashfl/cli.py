@@ -102,7 +102,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
-    comparison.add_argument("--overwrite", action="store_true", help="replace runs of other settings in that folder")
+    comparison.add_argument(
+        "--overwrite", action="store_true", help="replace runs of other settings or code in that folder"
+    )
     comparison.add_argument("--quick", action="store_true", help="shrink everything to a smoke run")
     comparison.add_argument("--data-root", dest="root", help="where data sets lie")
     comparison.add_argument("--quiet", action="store_true", help="show the table only")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from flashfl.core.state import Local, Mask, Order, Weights
 from flashfl.data.examples import Arrays
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide
+from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.server import ServerSide
 from flashfl.engine.train import ClientFailed, Trainer
+from flashfl.run.config import TrainConfig
+from flashfl.run.runner import drive
 from tests.conftest import DropoutNet, blobs
 
 Data = tuple[Any, Any]
@@ -180,3 +184,75 @@ def test_masks_that_are_to_move_need_prunable_weights(method: Any) -> None:
 
 def test_dense_training_needs_none() -> None:
     assert simulate(Task(nn.Linear(6, 3), clients(), blobs(9, (6,), 9), prunable="none"), fl.Dense()).state.done
+
+
+class Raw(nn.Module):
+    """A norm right behind raw features, as tables have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.BatchNorm1d(6), nn.Linear(6, 64), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(self.norm(x)).relu())
+        return out
+
+
+def raw(scale: float) -> fl.Task:
+    generator = torch.Generator().manual_seed(0)
+    data = [(scale * torch.randn(12, 6, generator=generator) + scale, torch.arange(12) % 3) for _ in range(4)]
+    return fl.Task(Raw, data, data[0])
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_features_need_not_be_scaled(static: bool) -> None:
+    run = fl.simulate(fl.PDST(density=0.5), raw(3e7), 2, per_round=3, workers=1, static_bn=static)
+    assert not any(line["failures"] for line in run.history)
+    assert float(run.model().norm.running_mean.min()) > 1e6
+
+
+def test_statistics_that_nobody_can_report_end_the_run_and_single_failures_are_recorded() -> None:
+    def run(broken: set[int]) -> Any:
+        task = raw(1.0)
+        method = fl.PDST(density=0.5)
+        engine = CPUEngine(task, workers=1)
+        train = engine.train
+
+        def sometimes(s: Any, orders: Any) -> Any:
+            outcome = train(s, (o for o in orders if o[1].local.report != "statistics" or o[0].id not in broken))
+            return replace(outcome, failures={**outcome.failures, **dict.fromkeys(broken, "gone")})
+
+        engine.train = sometimes  # type: ignore[method-assign]
+        config = TrainConfig(rounds=1, per_round=3, static_bn=True)
+        try:
+            return drive(method, task, config, engine, task.clients)
+        finally:
+            engine.close()
+
+    assert run({2}).history[-1]["failures"] == {"2": "gone"}
+    with pytest.raises(RunStopped, match="no client could report the statistics"):
+        run({0, 1, 2, 3})
+
+
+class Words(dict[str, torch.Tensor]):
+    """What tokenizers give: a mapping of its own kind, which can be moved."""
+
+    def to(self, device: Any) -> Words:
+        return Words({k: v.to(device) for k, v in self.items()})
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 2)
+
+    def forward(self, words: Words) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(words["x"]).relu())
+        return out
+
+
+def test_inputs_may_be_mappings_that_can_be_moved() -> None:
+    data = [(Words(x=torch.randn(4)), i % 2) for i in range(8)]
+    task = fl.Task(Reading, [data, data], data)
+    run = fl.simulate(fl.PDST(density=0.5), task, 1, per_round=2, workers=1)
+    assert not run.history[0]["failures"]

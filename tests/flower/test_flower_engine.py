@@ -17,6 +17,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 import flashfl as fl
+from flashfl.core.errors import CheckpointError
 from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, client_app, server_task
@@ -157,6 +158,17 @@ def test_results_are_those_of_a_simulation(tmp_path: Path) -> None:
     assert here["end"].keys() == there["end"].keys()
     assert here["end"]["checksum"] == there["end"]["checksum"]
     assert set(here["rounds"][0]) == set(there["rounds"][0])
+
+
+def test_checkpoints_that_cannot_be_used_are_an_error_and_stay(tmp_path: Path) -> None:
+    task = make_task()
+    train(small("pdst"), task, federation(task), tmp_path)
+    kept = sorted((tmp_path / "checkpoints").glob("*.json"))
+    for path in kept:
+        path.write_text(path.read_text().replace('"flashfl checkpoint": ', '"flashfl checkpoint": 9'))
+    with pytest.raises(CheckpointError, match="reads format"):
+        train(small("pdst"), task, federation(task), tmp_path, resume=True)
+    assert sorted((tmp_path / "checkpoints").glob("*.json")) == kept
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed_and_starts(tmp_path: Path) -> None:

@@ -38,6 +38,41 @@ def test_costs_of_a_small_net_by_hand() -> None:
     assert dense == (0.5 * 576 + 576) + (0.25 * 2 * 576 + 576) + 3 * 96
 
 
+class Sequences(nn.Module):
+    """Attention over three places, two directions of an LSTM over them, a cell, and attention of unequal widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.recurrent = nn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.cell = nn.GRUCell(10, 6)
+        self.across = nn.MultiheadAttention(6, 1, kdim=10, vdim=4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, _ = self.attention(x, x, x, need_weights=False)
+        steps, _ = self.recurrent(seen)
+        now: torch.Tensor = self.cell(steps[:, -1])
+        out: torch.Tensor = self.across(query=now[:, None], key=steps, value=seen)[0]
+        return out
+
+
+def test_costs_of_attention_and_recurrent_layers_by_hand() -> None:
+    module = Sequences()
+    layout = Layout.of(module, "*weight*")
+    costs = layer_costs(module, layout, (torch.zeros(1, 3, 4),))
+    assert set(costs) == {layer.name for layer in layout.prunable}
+    assert costs["attention.in_proj_weight"] == Cost(2 * 48 * 3, 0, 2 * 48 * 3)
+    assert costs["attention.out_proj.weight"].fwd == 2 * 16 * 3
+    assert costs["recurrent.weight_ih_l0_reverse"] == Cost(*[2 * 80 * 3] * 3)
+    assert costs["recurrent.weight_hh_l1"] == Cost(*[2 * 100 * 3] * 3)
+    assert costs["recurrent.weight_ih_l1"].fwd == 2 * 200 * 3
+    assert costs["cell.weight_ih"].fwd == 2 * 180
+    assert costs["across.q_proj_weight"].fwd == 2 * 36
+    assert costs["across.k_proj_weight"].fwd == 2 * 60 * 3
+    assert costs["across.v_proj_weight"].fwd == 2 * 24 * 3
+    assert costs["across.out_proj.weight"].fwd == 2 * 36
+
+
 def test_growth_by_score_needs_the_whole_gradient_and_random_growth_does_not() -> None:
     module = net()
     layout = Layout.of(module, "conv")

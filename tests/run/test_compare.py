@@ -89,32 +89,33 @@ def test_rows_of_the_same_code_are_taken_and_that_is_said(
     assert not capsys.readouterr().err
 
 
-def test_rows_of_other_code_are_run_anew(
-    tmp_path: Path, begun: list[bool], edit: Callable[[], None], capsys: pytest.CaptureFixture[str]
+def test_rows_of_other_code_are_in_the_way_unless_they_may_be_replaced(
+    tmp_path: Path, begun: list[bool], edit: Callable[[], None]
 ) -> None:
     compare(base, ["pdst"], [0], tmp_path)
-    capsys.readouterr()
     edit()
-    compare(base, ["pdst"], [0], tmp_path)
+    with pytest.raises(ConfigError, match="pdst-seed0 holds a run with other code"):
+        compare(base, ["pdst"], [0], tmp_path)
+    compare(base, ["pdst"], [0], tmp_path, overwrite=True)
     assert begun == [False, False]
-    assert f"the run in {tmp_path}/pdst-seed0 is of other code; starting anew" in capsys.readouterr().err
     assert read_run(tmp_path / "pdst-seed0")["header"]["code"] == {"flashfl": "other"}
     compare(base, ["pdst"], [0], tmp_path)
     assert len(begun) == 2, "what ran then is known now"
 
 
-def test_rows_of_unknown_code_are_run_anew(tmp_path: Path, begun: list[bool]) -> None:
+def test_rows_of_unknown_code_are_of_other_code(tmp_path: Path, begun: list[bool]) -> None:
     compare(base, ["pdst"], [0], tmp_path)
     path = tmp_path / "pdst-seed0" / RESULTS
     first, rest = path.read_text().split("\n", 1)
     header = json.loads(first)
     header.pop("code", None)
     path.write_text(json.dumps(header) + "\n" + rest)
-    compare(base, ["pdst"], [0], tmp_path)
-    assert begun == [False, False]
+    with pytest.raises(ConfigError, match="other code"):
+        compare(base, ["pdst"], [0], tmp_path)
+    assert begun == [False]
 
 
-def test_overwrite_replaces_runs_of_other_settings_alone(tmp_path: Path, begun: list[bool]) -> None:
+def test_overwrite_replaces_what_is_in_the_way_alone(tmp_path: Path, begun: list[bool]) -> None:
     def other(method: str, seed: int) -> RunConfig:
         return replace_seed(base(method, 0), seed + 1 if method == "pdst" else seed)
 
@@ -135,13 +136,13 @@ def test_an_interrupted_run_goes_on_with_the_same_code(
     assert found["checksum"] == whole["checksum"]
 
 
-def test_an_interrupted_run_of_other_code_starts_anew(
+def test_an_interrupted_run_of_other_code_does_not_go_on(
     tmp_path: Path, begun: list[bool], edit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, tmp_path)
     edit()
     with pytest.warns(RuntimeWarning, match="its 2 finished rounds are now in"):
-        found = compare(base, ["pdst"], [0], tmp_path)["pdst"][0]
+        found = compare(base, ["pdst"], [0], tmp_path, overwrite=True)["pdst"][0]
     assert begun == [False, False]
     assert len(found["rounds"]) == 3
     assert found["header"]["code"] == {"flashfl": "other"}
@@ -175,7 +176,7 @@ def test_a_method_in_a_file_of_ones_own_counts_as_code(
     try:
         for source in (MINE, MINE, MINE + "# another thought\n"):
             load(source)
-            compare(base, ["mine", "pdst"], [0], tmp_path / "c")
+            compare(base, ["mine", "pdst"], [0], tmp_path / "c", overwrite=True)
     finally:
         sys.modules.pop(path.stem, None)
     assert len(begun) == 3, "both, none, and the changed one"

@@ -114,11 +114,19 @@ def test_tensors_of_another_model_fall_back_too(tmp_path: Path) -> None:
         assert checkpoint.load(tmp_path, plan, {}).progress == {"rounds": 1}
 
 
-def test_an_older_format_is_one_clear_line(done: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_older_format_had_no_digest_and_is_read(done: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(done[0], tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "checkpoints").glob("*.json"):
         put(**{"flashfl checkpoint": 1, "digest": None})(path)
-    said = r"can be used: checkpoint-00000003.json is of format 1 and this version of flashfl reads format 2"
+    assert checkpoint.read_record(checkpoint.found_in(tmp_path / "checkpoints")[0])["progress"]
+    go(tmp_path, resume=True)
+
+
+def test_another_format_is_one_clear_line(done: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(done[0], tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "checkpoints").glob("*.json"):
+        put(**{"flashfl checkpoint": 3})(path)
+    said = r"can be used: checkpoint-00000003.json is of format 3 and this version of flashfl reads format 2"
     with pytest.raises(CheckpointError, match=said):
         go(tmp_path, resume=True)
 

@@ -68,10 +68,10 @@ def run_rounds(
             continue
         trained = time.perf_counter()
         after, traffic, lost = method.aggregate(state, outcome.sums), lost + outcome.traffic, Traffic()
-        last = after.done or enough(traffic)
+        last, failures = after.done or enough(traffic), dict(outcome.failures)
         if last and not after.plan.local.statistics:
-            after, gathering = gather_statistics(method, after, clients, engine)
-            traffic += gathering
+            after, gathered = gather_statistics(method, after, clients, engine)
+            traffic, failures = traffic + gathered.traffic, failures | dict(gathered.failures)
         aggregated = time.perf_counter()
         metrics = _judge(method, after, engine, last) if last or _due(after, eval_every) else {}
         seconds = {
@@ -83,7 +83,7 @@ def run_rounds(
         record = Record(
             *state.tag,
             tuple(c.id for c in cohort),
-            dict(outcome.failures),
+            failures,
             traffic,
             outcome.sums.mean_loss,
             seconds,
@@ -121,9 +121,12 @@ def _judge(method: Method, state: State, engine: Engine, last: bool) -> dict[str
     }
 
 
-def gather_statistics(method: Method, state: State, clients: Sequence[Client], engine: Engine) -> tuple[State, Traffic]:
+def gather_statistics(method: Method, state: State, clients: Sequence[Client], engine: Engine) -> tuple[State, Outcome]:
     """Static BatchNorm's last act: every client reports the statistics of its data under the final weights."""
     local = replace(state.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
     outcome = engine.train(state, ((c, state.order(c, local, method.held(state, c))) for c in clients))
+    if not outcome.sums.clients and state.layout.size > state.layout.trained_size:
+        reasons = "; ".join(f"client {c}: {why}" for c, why in list(outcome.failures.items())[:3])
+        raise RunStopped(f"no client could report the statistics that static BatchNorm needs in the end ({reasons})")
     # The average before subsampling has no statistics of its own, so it is no longer one to judge.
-    return method.with_statistics(replace(state, before=None), outcome.sums), outcome.traffic
+    return method.with_statistics(replace(state, before=None), outcome.sums), outcome

@@ -112,8 +112,8 @@ def source(data: Any) -> Source:
     )
 
 
-def _single(x: Tensor) -> Tensor:
-    return x.float() if x.is_floating_point() else x
+def _single(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def on_device(sources: Sequence[Source], device: torch.device | str) -> list[Source]:

@@ -79,7 +79,7 @@ class FlashStrategy(Strategy):
             raise ConfigError("initial_arrays: the method draws the weights; to start from some, give Task that module")
         self.train = replace(self.train, rounds=num_rounds) if num_rounds else self.train
         self.options = replace(self.options, timeout=timeout) if timeout else self.options
-        resume = self.resume and _latest(self.folder) is not None
+        resume = self.resume and self.folder is not None and bool(checkpoint.found_in(self.folder / "checkpoints"))
         engine = self.connect(grid)
         self.summary()
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet)

@@ -1,8 +1,8 @@
 """FLOPs of local training, layer by layer: d * (fwd + back_in) + s * back_wt.
 
 d is the layer's density; s is d where no gradient of inactive weights is needed (frozen masks, random growth) and 1
-where it is. What counts is the arithmetic of convolutions and linear maps that hardware which skips zeros would do;
-norms, activations, pooling and the products inside attention are left out.
+where it is. What counts is the arithmetic of convolutions and linear maps, those of attention and recurrent layers too,
+that hardware which skips zeros would do; norms, activations, pooling and the products of attention are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..core.layout import Layout
 from ..core.state import Local
@@ -38,7 +39,7 @@ class Cost:
 
 
 def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -> dict[str, Cost]:
-    """The cost of each weight of a convolution or linear map, by its name, found by one forward pass of one sample.
+    """The cost of each weight matrix, by its name, found by one forward pass of one sample.
 
     A layer whose input needs no gradient (the first) has no back_in, a fixed one no back_wt.
     """
@@ -48,17 +49,19 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
     costs: dict[str, Cost] = {}
 
     def watch(name: str) -> Any:
-        def hook(part: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
-            weight = part.get_parameter("weight")
-            flops = 2 * _products(part, given[0], output) // max(1, len(inputs[0]))
-            cost = Cost(flops, flops * given[0].requires_grad, flops * weight.requires_grad)
-            key = f"{name}.weight" if name else "weight"
-            costs[key] = costs.get(key, Cost()) + cost
+        def hook(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+            for leaf, (given, products) in _uses(part, [*args, *named.values()], output).items():
+                flops = 2 * products // max(1, len(inputs[0]))
+                weight = part.get_parameter(leaf)
+                cost = Cost(flops, flops * (given is None or given.requires_grad), flops * weight.requires_grad)
+                key = f"{name}.{leaf}" if name else leaf
+                costs[key] = costs.get(key, Cost()) + cost
 
         return hook
 
-    parts = [(n, m) for n, m in module.named_modules() if isinstance(m, (*_CONVS, *_TURNED, nn.Linear))]
-    handles = [part.register_forward_hook(watch(name)) for name, part in parts]
+    kinds = (*_CONVS, *_TURNED, nn.Linear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+    parts = [(n, m) for n, m in module.named_modules() if isinstance(m, kinds)]
+    handles = [part.register_forward_hook(watch(name), with_kwargs=True) for name, part in parts]
     module.eval()
     try:
         with torch.enable_grad():
@@ -69,14 +72,38 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
     return costs
 
 
-def _products(part: nn.Module, given: Tensor, output: Tensor) -> int:
-    """Multiplications of a dense forward pass: every weight is used once for each place of the map."""
+def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple[Tensor | None, int]]:
+    """Each weight matrix of a layer: what it is applied to (None: something inside), and how many multiplications that
+    takes. Every weight is used once for each place of the map, or each step of the sequence."""
+    if isinstance(part, nn.MultiheadAttention):
+        return _attention(part, *given[:3])
+    first = given[0]
+    if isinstance(part, nn.RNNBase | nn.RNNCellBase):
+        first = first.data if isinstance(first, PackedSequence) else first
+        steps = first.numel() // part.input_size
+        matrices = {leaf: p for leaf, p in part.named_parameters(recurse=False) if p.dim() > 1}
+        entry = ("weight_ih", "weight_ih_l0", "weight_ih_l0_reverse")
+        return {leaf: (first if leaf in entry else None, p.numel() * steps) for leaf, p in matrices.items()}
     weight = part.get_parameter("weight")
     if isinstance(part, nn.Linear):
-        return weight.numel() * (output.numel() // part.out_features)
-    if isinstance(part, _TURNED):
-        return weight.numel() * (given.numel() // given.shape[-1 - len(part.kernel_size)])
-    return weight.numel() * (output.numel() // output.shape[-1 - len(part.kernel_size)])  # type: ignore[arg-type]
+        return {"weight": (first, weight.numel() * (output.numel() // part.out_features))}
+    map_ = first if isinstance(part, _TURNED) else output
+    places = map_.numel() // map_.shape[-1 - len(part.kernel_size)]  # type: ignore[arg-type]
+    return {"weight": (first, weight.numel() * places)}
+
+
+def _attention(
+    part: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
+) -> dict[str, tuple[Tensor | None, int]]:
+    """The four maps of an attention layer, of which three may be one matrix."""
+    width, given = part.embed_dim, (query, key, value)
+    leaves = [f"{which}_proj_weight" for which in "qkv"]
+    places = [x.numel() // x.shape[-1] for x in given]
+    uses: dict[str, tuple[Tensor | None, int]] = {"out_proj.weight": (None, width * width * places[0])}
+    if part._qkv_same_embed_dim:
+        return {"in_proj_weight": (query, width * width * sum(places)), **uses}
+    each = zip(leaves, given, places, strict=True)
+    return uses | {leaf: (x, part.get_parameter(leaf).numel() * n) for leaf, x, n in each}
 
 
 def task_costs(task: Any) -> dict[str, Cost]:
@@ -84,7 +111,7 @@ def task_costs(task: Any) -> dict[str, Cost]:
     for source in [*task.judges, *task.train]:
         if len(source):
             inputs, _ = source.fetch(torch.arange(1))
-            return layer_costs(task.build(), task.layout, tuple(x.cpu() for x in inputs))
+            return layer_costs(task.build(), task.layout, tuple(x.to("cpu") for x in inputs))
     return {}
 
 

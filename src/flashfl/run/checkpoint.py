@@ -26,7 +26,8 @@ from ..core.errors import CheckpointError
 from ..core.layout import Layout
 from ..core.state import Mask, Plan, Recipe, State, Weights
 
-FORMAT = 2  # 1 had no digest of the JSON
+FORMAT = 2
+_OLDER = 1  # had no digest of the JSON, and is read all the same
 _NAME = re.compile(r"checkpoint-(\d{8})\.json")
 
 
@@ -128,9 +129,10 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
         if not isinstance(record, dict) or "flashfl checkpoint" not in record:
             raise Unusable(f"{path.name} is not a flashfl checkpoint")
-        if (found := record["flashfl checkpoint"]) != FORMAT:
+        found, digest = record["flashfl checkpoint"], record.pop("digest", None)
+        if found not in (FORMAT, _OLDER):
             raise Unusable(f"{path.name} is of format {found!s:.20} and this version of flashfl reads format {FORMAT}")
-        if record.pop("digest", None) != _digest(record):
+        if found != _OLDER and digest != _digest(record):
             raise Unusable(f"{path.name} is damaged: its digest is not the one recorded")
     except (OSError, ValueError, RecursionError) as error:
         raise Unusable(f"{path.name} cannot be read ({error})") from None

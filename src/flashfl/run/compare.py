@@ -67,29 +67,26 @@ def compare(
     """Every method with every seed.
 
     A run that has ended is taken as it is and one that was interrupted goes on, if settings and code are the same. One
-    of other code, or of which the code is not known, is run anew from its start, as going on from its checkpoint would
-    mix two codes. One of other settings is in the way, unless it may be overwritten.
+    of other settings or code, or of which the code is not known, is in the way, unless it may be overwritten.
     """
     wanted = {(name, seed): base(name, seed) for name in methods for seed in seeds}
     places = {(name, seed): folder / f"{name}-seed{seed}" for name, seed in wanted}
     before = {which: held(place) for which, place in places.items()}
     for which, run in before.items():
-        if run is not None and run["header"].get("config") != wanted[which].to_json() and not overwrite:
+        if run is not None and (what := _other(run, wanted[which])) and not overwrite:
             raise ConfigError(
-                f"{places[which]} holds a run with other settings: choose another folder with --out, "
+                f"{places[which]} holds a run with other {what}: choose another folder with --out, "
                 "or replace it with --overwrite"
             )
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
     for at, (which, config) in enumerate(wanted.items(), 1):
         found, (name, seed) = before[which], which
-        label, code = f"[{at}/{len(wanted)}] {name} seed {seed}", code_of(config.method)
-        if found is None or found["header"].get("config") != config.to_json():
-            run = run_config(config, places[which], quiet=quiet, label=label)
-        elif code is None or found["header"].get("code") != code:
-            _say(f"{label}: the run in {places[which]} is of other code; starting anew", quiet)
+        label = f"[{at}/{len(wanted)}] {name} seed {seed}"
+        if found is None or _other(found, config):
             run = run_config(config, places[which], quiet=quiet, label=label)
         elif found["end"]:
-            _say(f"{label}: taken from the run in {places[which]}", quiet)
+            if not quiet:
+                print(f"{label}: taken from the run in {places[which]}", file=sys.stderr)
             run = found
         else:
             run = run_or_continue(config, places[which], label, quiet)
@@ -97,9 +94,12 @@ def compare(
     return runs
 
 
-def _say(text: str, quiet: bool) -> None:
-    if not quiet:
-        print(text, file=sys.stderr)
+def _other(run: Mapping[str, Any], config: RunConfig) -> str:
+    """In what a run is not of this configuration and this code; code that is not known is other code."""
+    header, code = run["header"], code_of(config.method)
+    if header.get("config") != config.to_json():
+        return "settings"
+    return "code" if code is None or header.get("code") != code else ""
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 The codec has already refused what is not finite or not well formed; here are the checks that need to know what was
 asked for. Norms are taken over the weights the client reports as active, without a dense vector.
 
-Weights and running means are bounded for any cohort, running variances by the square of that: no model that works comes
-near, and a number of 1e30, once averaged, would leave weights from which nobody's loss is finite again. An attacker who
-stays below is stopped by the cohort alone.
+Where clients may lie, weights and statistics are bounded for any cohort: no model that works comes near, and a weight
+of 1e30, once averaged, would leave a model from which nobody's loss is finite again. Statistics are bounded far more
+loosely, as a norm may see inputs that nobody has scaled. An attacker who stays below is stopped by the cohort alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from .errors import ChangeTooLarge, NegativeVariance, NonFinite, WrongContent, W
 from .geometry import count_layers, same
 from .message import Message
 
-LARGEST = 1e6  # of a weight or a running mean; its square of a running variance
+LARGEST = 1e6  # of a weight
+LARGEST_MEAN = 1e12  # of a running mean; its square of a running variance
 LARGEST_METRIC = 1e30  # of a metric or an extra: far above any that means something, and sums of it stay finite
 _PART = 1 << 20  # values that are looked at in double precision at a time
 _UNIT = 0.1  # activations below this count as this: of a layer that is dead at most clients any median is too small
@@ -38,10 +39,11 @@ class Trust:
     least: int = 3  # cohorts smaller than this have no median worth the name
 
 
-def check_update(update: Message, order: Message, active: int | None = None) -> None:
+def check_update(update: Message, order: Message, active: int | None = None, bounded: bool = True) -> None:
     """Raise what is wrong with `update` as an answer to `order`.
 
-    `active`: how many weights the client's mask must have; None: as many as the order's.
+    `active`: how many weights the client's mask must have; None: as many as the order's. `bounded`: whether numbers no
+    working model has are refused.
     """
     if update.kind != "update" or update.tag != order.tag or update.client != order.client:
         raise WrongTag(
@@ -58,7 +60,7 @@ def check_update(update: Message, order: Message, active: int | None = None) -> 
     if report == "statistics":
         if update.carries != "statistics":
             raise WrongContent(f"client {update.client} was asked for statistics and sent {update.carries!r}")
-        _check_values(update)
+        _check_values(update, bounded)
         return
     counts = count_layers(update.mask) if update.mask is not None else update.counts
     if (update.values is None) != (report == "counts") or counts is None:
@@ -70,7 +72,7 @@ def check_update(update: Message, order: Message, active: int | None = None) -> 
     if report == "weights":
         if update.mask is None or update.carries != order.carries:
             raise WrongContent(f"client {update.client} sent {update.carries!r} for {order.carries!r}")
-        _check_values(update)
+        _check_values(update, bounded)
 
 
 def _check_extras(update: Message, order: Message) -> None:
@@ -88,7 +90,7 @@ def _check_extras(update: Message, order: Message) -> None:
             raise WrongContent(f"the extra {name!r} of client {update.client} holds a number above {LARGEST_METRIC:g}")
 
 
-def _check_values(update: Message) -> None:
+def _check_values(update: Message, bounded: bool) -> None:
     """Finite, of a size that a model can have, and no variance below zero."""
     if update.values is None:
         raise WrongContent(f"client {update.client} sent no values")
@@ -100,8 +102,8 @@ def _check_values(update: Message) -> None:
         variance = name.rsplit(".", 1)[-1] == "running_var"
         if variance and part.numel() and float(part.min()) < 0:
             raise NegativeVariance(f"client {update.client}: {name} is {float(part.min())}")
-        most = LARGEST**2 if variance else LARGEST
-        if not _within(part, most):
+        most = LARGEST if part is trained else LARGEST_MEAN**2 if variance else LARGEST_MEAN
+        if bounded and not _within(part, most):
             raise ChangeTooLarge(f"client {update.client}: {name} is above {most:g}")
 
 
