@@ -149,7 +149,7 @@ def page(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> 
     head = "".join(f"<th>{escape(c)}</th>" for c in first)
     body = "".join("<tr>" + "".join(f"<td>{escape(x)}</td>" for x in row) + "</tr>\n" for row in rest)
     style = (
-        "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem}"
+        "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:90rem;padding:0 1rem}"
         ":root{color-scheme:light dark}"
         "table{border-collapse:collapse;width:100%}div{overflow-x:auto}th,td{padding:.3rem .6rem;text-align:left;"
         "border-bottom:1px solid #8884;white-space:nowrap}th{position:sticky;top:0;background:Canvas}"
