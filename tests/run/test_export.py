@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import flashfl as fl
+from flashfl.core.errors import FlashError
+from flashfl.core.state import Mask, Weights
 from flashfl.data.task import Task
+from flashfl.run.export import export_weights
+from tests.conftest import make_task
 
 
 class Frozen(nn.Module):
@@ -55,3 +60,13 @@ def test_the_users_own_module_loads_the_file(net: type[nn.Module], given: str, t
     module.load_state_dict(saved)
     assert torch.equal(module(inputs), run.model()(inputs))
     assert set(saved) == set(net().state_dict())
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    task = make_task()
+    weights = Weights(Mask.full(task.layout), task.draw(0))
+    with pytest.raises(FlashError, match="it is not a file"):
+        export_weights(weights, task.build(), path, {})
+    assert path.is_fifo()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..core import files
 from ..core.errors import CheckpointError
 from ..core.layout import Layout
 from ..core.state import Mask
@@ -39,10 +40,7 @@ class MaskStore(Mapping[str, Mask]):
         """Keep a mask; its hash."""
         path = self._path(mask.hash)
         if not path.exists():  # even if it is in our cache: another process may have dropped it from the folder
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(mask.packed.tobytes())
-            partial.replace(path)
+            files.put(path, mask.packed.tobytes())
         self._remember(mask)
         return mask.hash
 

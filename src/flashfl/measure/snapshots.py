@@ -7,7 +7,6 @@ come"), Huffman-coded by zlib, within a few percent of the entropy bound. `b`: o
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import files
 from ..core.errors import DataError
 
 Bits = NDArray[np.bool_]
@@ -67,10 +67,7 @@ class Snapshots:
         name = digest.hexdigest()
         path = self.path(name)
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_bytes(pack(bits))
-            partial.replace(path)
+            files.put(path, pack(bits))
         return name
 
     def get(self, name: str, size: int) -> Bits:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import files
 from ..core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,14 +54,12 @@ def _report(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def write(found: Found, path: Path, form: str = "html") -> Path:
     """A report in a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     if form == "png":
         from . import figures
 
+        path.parent.mkdir(parents=True, exist_ok=True)
         return figures.save(figures.overview(found.runs), path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(_text(form, found), encoding="utf-8")
-    partial.replace(path)
+    files.put(path, _text(form, found).encode())
     return path
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ConfigError, unknown
+from ..core.files import put
 from ..methods import METHODS
 from .code import PACKAGE, digest
 from .config import RunConfig, make_config
@@ -196,11 +197,8 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
         "config": config,
     }  # fmt: skip
     path = folder / f"{cell.place(seed)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
-    partial.write_text("{\n" + lines + "\n}\n")
-    partial.replace(path)
+    put(path, ("{\n" + lines + "\n}\n").encode())
     return path
 
 

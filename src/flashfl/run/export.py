@@ -22,6 +22,8 @@ def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mappi
     module: a fresh one of the task. It takes the weights, and all its tensors are written, so that a module of its kind
     can load the file: those that are fixed, every buffer, and each name of a tensor that has several.
     """
+    if path.exists() and not path.is_file():
+        raise FlashError(f"{path} cannot be written: it is not a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     weights.layout.write(weights.vector.cpu(), module)
     tensors: dict[str, Tensor] = {

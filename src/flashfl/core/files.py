@@ -1,0 +1,23 @@
+"""Files that are either there or not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a file whole: through another one that is moved into its place.
+
+    A device or a pipe is written to and never replaced. An error names the file, as that of a full disk does not.
+    """
+    whole = path.is_file() or not path.exists()
+    through = path.with_suffix(f".{os.getpid()}") if whole else path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        through.write_bytes(data)
+        if whole:
+            through.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
