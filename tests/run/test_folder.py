@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from run_support import After, Killed, killed
 import flashfl as fl
 from flashfl.cli import main
 from flashfl.core.errors import CheckpointError, ConfigError
-from flashfl.run import results as results_module
 from flashfl.run.compare import compare, replace_seed
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.results import OLD, RESULTS, read_lines, read_run
@@ -174,7 +174,7 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path, monkeypatch: Any, cap
     def full(number: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(results_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     assert main(["run", *WORDS, "--method", "nst", "--out", str(tmp_path / "x"), "--quiet"]) == 1
     path = tmp_path / "x" / RESULTS
     assert capsys.readouterr().err == f"flashfl: [Errno 28] No space left on device: '{path}'\n"

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 
-def put(path: Path, data: bytes) -> None:
-    """Write a file whole: through another one that is moved into its place.
+def put(path: Path, data: bytes, sync: bool = False) -> None:
+    """Write a file whole: through another one that is moved into its place, after it has reached the disk if `sync`.
 
     A device or a pipe is written to and never replaced. An error names the file, as that of a full disk does not.
     """
@@ -16,6 +16,9 @@ def put(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         through.write_bytes(data)
+        if sync:
+            with through.open("rb") as file:
+                os.fsync(file.fileno())
         if whole:
             through.replace(path)
     except OSError as error:

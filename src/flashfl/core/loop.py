@@ -102,11 +102,14 @@ def _orders(method: Method, state: State, cohort: Sequence[Client]) -> Iterator[
 
 def _raise_if_hopeless(state: State, outcome: Outcome, retries: int) -> None:
     if state.attempt >= retries:
-        reasons = "; ".join(f"client {c}: {why}" for c, why in list(outcome.failures.items())[:3])
         raise RunStopped(
             f"round {state.round} of stage {state.stage} failed {state.attempt + 1} times, too few clients replied "
-            f"({reasons}). The state before it is kept."
+            f"({_reasons(outcome)}). The state before it is kept."
         )
+
+
+def _reasons(outcome: Outcome) -> str:
+    return "; ".join(f"client {c}: {why}" for c, why in list(outcome.failures.items())[:3])
 
 
 def _due(state: State, every: int) -> bool:
@@ -126,7 +129,8 @@ def gather_statistics(method: Method, state: State, clients: Sequence[Client], e
     local = replace(state.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
     outcome = engine.train(state, ((c, state.order(c, local, method.held(state, c))) for c in clients))
     if not outcome.sums.clients and state.layout.size > state.layout.trained_size:
-        reasons = "; ".join(f"client {c}: {why}" for c, why in list(outcome.failures.items())[:3])
-        raise RunStopped(f"no client could report the statistics that static BatchNorm needs in the end ({reasons})")
+        raise RunStopped(
+            f"no client could report the statistics that static BatchNorm needs in the end ({_reasons(outcome)})"
+        )
     # The average before subsampling has no statistics of its own, so it is no longer one to judge.
     return method.with_statistics(replace(state, before=None), outcome.sums), outcome

@@ -81,7 +81,10 @@ def _said(mean: float, std: float | None) -> str:
     return f"{mean:.2f} ± {std:.2f}" if std is not None else f"{mean:.2f}"
 
 
-_COLUMNS = ("method", "ours %", "best %", "before %", "paper %", "difference", "seeds", "up / client", "down / client")
+_COLUMNS = (
+    "method", "ours %", "best %", "before %", "paper %", "difference", "seeds", "up / client", "down / client",
+    "seconds",
+)  # fmt: skip
 
 
 def lines(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) -> list[list[str]]:
@@ -91,7 +94,7 @@ def lines(name: str, cells: Sequence[Cell], seeds: int | None, results: Path) ->
     """
     _, keys, _ = load_table(name)
     rows = [{**_place(cell), **_row(cell, figures(cell, seeds, results))} for cell in cells]
-    head = [c for c in (*keys, *_COLUMNS, "seconds") if c != "before %" or any("before %" in row for row in rows)]
+    head = [c for c in (*keys, *_COLUMNS) if c != "before %" or any("before %" in row for row in rows)]
     return [head, *([row.get(c, "") for c in head] for row in rows)]
 
 

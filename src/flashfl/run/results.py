@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 import warnings
@@ -16,6 +15,7 @@ import torch
 
 from .. import __version__
 from ..core.errors import FlashError
+from ..core.files import put
 
 RESULTS = "results.jsonl"
 
@@ -111,17 +111,7 @@ class Results:
     def _rewrite(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        try:
-            with partial.open("w") as file:
-                file.writelines(json.dumps(line) + "\n" for line in self.lines)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path)
-        except OSError as error:
-            error.filename = error.filename or str(self.path)  # a full disk's names no file
-            raise
+        put(self.path, "".join(json.dumps(line) + "\n" for line in self.lines).encode(), sync=True)
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
