@@ -42,6 +42,7 @@ VARIANTS = [
     ("spdst", {"nm": 4}),
     ("spdst", {"mask_init": "magnitude"}),
     ("jmwst", {"nm": 4}),
+    ("hetero-jmwst", {"nm": 4}),
     ("jmwst", {"r_int": 2}),
     ("jmwst", {"freeze_after": 2}),
     ("jmwst", {"aggregator": "wfa", "adapt": fl.PruneRegrow(growth="gradient")}),

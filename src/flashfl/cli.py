@@ -122,7 +122,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     said = "also write the table there (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf)"
     again.add_argument("--out", type=Path, help=said)
 
-    export = add("export", _export, "write a run's final model as safetensors, with its mask")
+    export = add("export", _export, "write a run's final model as safetensors, with its masks in a file beside it")
     export.add_argument("run", type=Path, help="the folder of a run")
     export.add_argument("--to", type=Path, help="the file to write (default: RUN/model[-VIEW].safetensors)")
     export.add_argument("--view", default="", help="another model than the reported one: 'density 0.1' of several, say")
@@ -190,7 +190,8 @@ def _clear(folder: Path) -> None:
 
     for name in ("checkpoints", "masks", "snapshots", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    (folder / "model.safetensors").unlink(missing_ok=True)
+    for name in ("model.safetensors", "model.masks.safetensors"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -265,6 +266,7 @@ def _options(methods: Sequence[str]) -> set[str]:
 
 
 def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .core.files import put
     from .run.cells import chosen, load_table
     from .run.reproduce import markdown, page, panels, reproduce
 
@@ -275,6 +277,8 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         raise ConfigError(f"--out {args.out}: must end in one of {', '.join(text_too + plot)}")
     _, _, cells = load_table(args.table)
     cells = chosen(cells, args.dataset, args.alpha, args.density, args.method)
+    if not args.budget_minutes >= 0:  # nor a number that is none
+        raise ConfigError(f"--budget-minutes {args.budget_minutes:g}: must be 0 (only show) or more")
     if not args.budget_minutes and not args.results.is_dir():
         raise ConfigError(f"there is no folder {args.results}: --results says where they lie (the checkout has some)")
     failed = 0
@@ -291,9 +295,8 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
             raise ConfigError(f"--out {args.out}: none of these cells has been run, so there is nothing to draw")
         print(save(accuracy_bytes_of_cells(shown), args.out), file=sys.stderr)
     elif args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         html = args.out.suffix == ".html"
-        args.out.write_text(page(args.table, cells, args.seeds, args.results) if html else text)
+        put(args.out, (page(args.table, cells, args.seeds, args.results) if html else text).encode())
     return 1 if failed else 0
 
 

@@ -18,12 +18,15 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
     assert list(path.parent.iterdir()) == [path]
 
     def full(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[:2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*report\.html'"):
         files.put(path, b"second")
     assert path.read_bytes() == b"first"
+    assert list(path.parent.iterdir()) == [path], "no half of it is left behind"
 
 
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:

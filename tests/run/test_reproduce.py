@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 
 from flashfl.cli import _config, _parser, _settings_apart, main
 from flashfl.core.errors import ConfigError
-from flashfl.engine.train import Trainer
+from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run import cells as cells_module
+from flashfl.run import compare as comparing
 from flashfl.run.cells import Cell, chosen, command_of, load_table, pending, result_of, stale, tables
 from flashfl.run.config import make_config
 from flashfl.run.reproduce import markdown, page, panels, reproduce
@@ -49,6 +51,8 @@ def test_every_table_is_made_of_cells_that_can_be_run(name: str) -> None:
         assert config.train.seed == 1
         assert config.method.name == cell.method["name"]
     assert len({c.place(0) + c.column for c in cells}) == len(cells)
+    for cell in cells:
+        assert cell in chosen(cells, "", "", "", cell.column), "a column can be asked for by its name"
 
 
 def test_an_unknown_table_names_the_nearest() -> None:
@@ -212,10 +216,144 @@ def test_a_damaged_result_is_run_again(tmp_path: Path) -> None:
     cell = small_cell()
     path = tmp_path / f"{cell.place(0)}.json"
     path.parent.mkdir(parents=True)
-    for text in ('{"accuracy": 0.', "5", '{"accuracy": 0.5}'):
+    for text in ('{"accuracy": 0.', "5", '{"accuracy": 0.5}', "[" * 100_000):
         path.write_text(text)
-        with pytest.warns(RuntimeWarning, match="counts as not run: it lacks"):
+        with pytest.warns(RuntimeWarning, match="counts as not run: it"):
             assert list(pending([cell], 1, tmp_path)) == [(cell, 0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"best": None}, "its best is missing or no number"),
+        ({"accuracy": "0.9"}, "its accuracy is"),
+        ({"accuracy": float("nan")}, "its accuracy is"),
+        ({"bytes": {}}, "its bytes up, bytes down is missing or not above 0"),
+        ({"rounds": 0}, "its rounds is missing or not above 0"),
+        ({"views": None}, "its view"),
+        ({"curve": [[1, None, 2, 3]]}, "its curve is not made of rounds"),
+        ({"seed": 1}, "it is of seed 1"),
+        ({"config": None}, "it does not say its task settings"),
+        (
+            {"config": {"task": {}, "method": {"density": 0.1}, "train": {}}},
+            r"its density is 0\.1 and the cell's is 0\.2",
+        ),
+    ],
+)
+def test_what_is_no_result_of_the_cell_is_not_shown(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    cell, results = small_cell(), tmp_path / "results"
+    reproduce([cell], 1, results, tmp_path / "runs", 5, {})
+    path = results / f"{cell.place(0)}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.warns(RuntimeWarning, match=f"counts as not run: {said}"):
+        assert "not run" in markdown("main", [cell], None, results)
+
+
+def test_a_result_under_another_name_is_not_another_seed(tmp_path: Path) -> None:
+    cell, results = small_cell(), tmp_path / "results"
+    reproduce([cell], 1, results, tmp_path / "runs", 5, {})
+    text = (results / f"{cell.place(0)}.json").read_text()
+    for name in ("1", "00"):
+        (results / f"{cell.place(0).removesuffix('0')}{name}.json").write_text(text)
+    with pytest.warns(RuntimeWarning, match="it is of seed 0"):
+        assert len(cells_module.results_of(cell, None, results)) == 1
+
+
+def test_fresh_results_are_not_averaged_with_stale_ones(tmp_path: Path) -> None:
+    cell, results = small_cell(), tmp_path / "results"
+    reproduce([cell], 2, results, tmp_path / "runs", 5, {})
+    path = results / f"{cell.place(1)}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "recipe": 0}))
+    assert [found["seed"] for found in cells_module.results_of(cell, None, results)] == [0]
+    path.unlink()
+    path = results / f"{cell.place(0)}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "recipe": 0}))
+    assert "(stale)" in markdown("main", [cell], None, results)
+
+
+def test_clients_that_were_left_out_are_told_of(tmp_path: Path, monkeypatch: Any) -> None:
+    cell, results, real = small_cell(), tmp_path / "results", Trainer.train
+
+    def fails(self: Trainer, order: Any, client: int, *given: Any) -> Any:
+        if order.tag == (2, 1, 0) and client == min(calls.setdefault(order.tag, {client})):
+            raise ClientFailed("it has had enough")
+        return real(self, order, client, *given)
+
+    calls: dict[Any, set[int]] = {}
+    monkeypatch.setattr(Trainer, "train", fails)
+    assert reproduce([cell], 1, results, tmp_path / "runs", 5, {}) == (1, 0)
+    assert "(1 clients left out)" in markdown("main", [cell], None, results)
+
+
+def stopped_at(monkeypatch: Any, rounds: int) -> None:
+    """Let the budget end after so many rounds, those of stage 1 included."""
+    seen: list[int] = []
+
+    def clock() -> float:
+        return 1e9 if len(seen) >= rounds else 0.0
+
+    real = comparing.Display.__call__
+    monkeypatch.setattr(comparing.Display, "__call__", lambda *given: seen.append(1) or real(*given))
+    monkeypatch.setattr(comparing.time, "monotonic", clock)
+
+
+def test_a_budget_ends_in_the_middle_of_a_cell_which_goes_on_from_there(tmp_path: Path, capsys: Any) -> None:
+    cell, results, runs = small_cell({**LONG, "rounds": 8}), tmp_path / "results", tmp_path / "runs"
+    whole = tmp_path / "whole"
+    assert reproduce([cell], 1, whole, tmp_path / "other", 5, {}) == (1, 0)
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        stopped_at(patch, 4)
+        assert reproduce([cell, small_cell()], 1, results, runs, 5, {}) == (0, 0)
+    assert "2 cells are left (one is begun, and goes on from its checkpoint)" in capsys.readouterr().err
+    # However the data and the device are named: the run is the same.
+    assert reproduce([cell], 1, results, runs, 5, {"device": "cpu", "data_root": str(tmp_path)}) == (1, 0)
+    assert "starting anew" not in capsys.readouterr().err
+    [there, asked] = (json.loads((at / f"{cell.place(0)}.json").read_text()) for at in (results, whole))
+    for name in ("checksum", "curve", "bytes", "rounds"):
+        assert there[name] == asked[name]
+
+
+@pytest.mark.parametrize("damage", ["cut", "line", "empty", "gone"])
+def test_a_cell_whose_record_is_damaged_is_run_anew(tmp_path: Path, capsys: Any, damage: str) -> None:
+    cell, results, runs = small_cell({**LONG, "rounds": 6}), tmp_path / "results", tmp_path / "runs"
+    with pytest.MonkeyPatch.context() as patch:
+        stopped_at(patch, 5)
+        assert reproduce([cell], 1, results, runs, 5, {}) == (0, 0)
+    record = runs / f"recipe{cells_module.RECIPE}" / cell.place(0) / "results.jsonl"
+    lines = record.read_text().splitlines(keepends=True)
+    made = {"cut": lines[:3], "line": [*lines[:2], "{\n", *lines[2:]], "empty": [], "gone": []}[damage]
+    record.write_text("".join(made))
+    if damage == "gone":
+        record.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that of rounds set aside
+        assert reproduce([cell], 1, results, runs, 5, {}) == (1, 0)
+    assert "cannot go on" in capsys.readouterr().err
+    found = result_of(cell, 0, results)
+    assert found is not None
+    assert (found["rounds"], len(found["curve"])) == (6, 6)
+
+
+def test_what_cannot_be_kept_is_not_run(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="nothing can be written there"):
+        reproduce([small_cell()], 1, tmp_path / "file", tmp_path / "runs", 5, {})
+    for minutes in ("-5", "nan"):
+        assert main(["reproduce", "main", "--budget-minutes", minutes]) == 1
+    assert capsys.readouterr().err.count("must be 0 (only show) or more") == 2
+
+
+def test_a_commit_is_of_the_code_not_of_a_checkout_it_lies_in(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.delenv("FLASHFL_COMMIT", raising=False)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(cells_module, "PACKAGE", tmp_path)
+    cells_module.commit.cache_clear()
+    try:
+        assert cells_module.commit().startswith("source ")
+    finally:
+        cells_module.commit.cache_clear()
 
 
 def test_a_cell_that_cannot_be_run_does_not_stop_the_others(tmp_path: Path, capsys: Any) -> None:
@@ -223,6 +361,30 @@ def test_a_cell_that_cannot_be_run_does_not_stop_the_others(tmp_path: Path, caps
         {"dataset": "cifar100", "alpha": 1.0, "data_root": str(tmp_path)}, {"name": "dense"}, "dense", None, {}
     )
     assert reproduce([missing, small_cell()], 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (1, 1)
+    assert "could not be run" in capsys.readouterr().err
+
+
+def test_a_missing_data_set_is_said_once(tmp_path: Path, capsys: Any) -> None:
+    task = {"dataset": "cifar100", "alpha": 1.0, "data_root": str(tmp_path)}
+    cells = [Cell(task, {"name": "pdst", "density": d}, "PDST", None, {}) for d in (0.1, 0.05, 0.01)]
+    assert reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (0, 3)
+    said = capsys.readouterr().err
+    assert said.count("could not be run") == 1
+    assert "cifar100: 2 other cells were not tried" in said
+
+
+def test_an_error_that_is_nobodys_names_its_cell_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
+    real = Trainer.train
+
+    def breaks(self: Trainer, order: Any, *given: Any) -> Any:
+        if order.tag[1] == 0 and order.local.lr == 0.7:
+            raise RuntimeError("the device is lost")
+        return real(self, order, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train", breaks)
+        cells = [small_cell({**SMALL, "lr": 0.7}), small_cell()]
+        assert reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 5, {})[0] == 1
     assert "could not be run" in capsys.readouterr().err
 
 

@@ -45,17 +45,23 @@ def test_a_torn_last_line_is_passed_over(results: Results, tmp_path: Path, torn:
     assert list(read_lines(path)) == whole
 
 
-@pytest.mark.parametrize("rounds", [0, 2, 4, 9])
+@pytest.mark.parametrize("rounds", [0, 2, 4])
 def test_resuming_forgets_what_came_after_the_checkpoint(results: Results, tmp_path: Path, rounds: int) -> None:
     path = tmp_path / RESULTS
     path.write_text(path.read_text()[:-20])  # the end is torn too
     again = Results(tmp_path)
     again.resume(rounds)
-    kept = min(rounds, 4)
-    assert again.rounds == [line(i) for i in range(kept)]
-    assert [x["type"] for x in read_lines(path)] == ["run"] + ["round"] * kept
-    again.append(line(kept))
-    assert [x.get("round") for x in read_lines(path)] == [None, *range(kept + 1)]
+    assert again.rounds == [line(i) for i in range(rounds)]
+    assert [x["type"] for x in read_lines(path)] == ["run"] + ["round"] * rounds
+    again.append(line(rounds))
+    assert [x.get("round") for x in read_lines(path)] == [None, *range(rounds + 1)]
+
+
+def test_rounds_that_are_not_in_the_record_are_said(results: Results, tmp_path: Path) -> None:
+    again = Results(tmp_path)
+    with pytest.warns(RuntimeWarning, match="lacks 5 of the 9 rounds"):
+        again.resume(9)
+    assert again.rounds == [line(i) for i in range(4)]
 
 
 def test_an_end_is_forgotten_when_a_run_goes_on(results: Results, tmp_path: Path) -> None:

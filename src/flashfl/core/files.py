@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -22,5 +23,8 @@ def put(path: Path, data: bytes, sync: bool = False) -> None:
         if whole:
             through.replace(path)
     except OSError as error:
+        if whole:
+            with contextlib.suppress(OSError):
+                through.unlink(missing_ok=True)
         error.filename = error.filename or str(path)
         raise

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .errors import RunStopped
+from .errors import FlashError, RunStopped
 from .method import Method
 from .state import Client, Order, Outcome, State, Traffic, Weights
 
@@ -118,9 +118,16 @@ def _due(state: State, every: int) -> bool:
 
 def _judge(method: Method, state: State, engine: Engine, last: bool) -> dict[str, dict[str, float]]:
     use_running = state.plan.local.statistics or last  # static BatchNorm has no statistics before the end
+    views = method.views(state)
+    for name, weights in views.items():
+        if not weights.is_masked():
+            raise FlashError(
+                f"{method.name or type(method).__name__} gives a model ({name}) with weights outside its mask, by "
+                "which it would be judged and which never travel: make it with Weights.masked(mask, vector)"
+            )
     return {
         name: {**engine.evaluate(weights, use_running), "density": weights.mask.density}
-        for name, weights in method.views(state).items()
+        for name, weights in views.items()
     }
 
 

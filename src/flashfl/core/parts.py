@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import types
 import typing
 from collections.abc import Mapping
@@ -70,6 +71,26 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         return cls(**made)
     except TypeError as error:
         raise ConfigError(f"{where or cls.__name__}: {error}") from None
+
+
+_PLAIN: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, str: str, bool: bool}
+
+
+def check_fields(value: Any) -> None:
+    """An error if a field of this dataclass, made in Python where nothing checks it, is not of its type or none of
+    its choices. Fields of other types are its own business."""
+    try:
+        hints = get_type_hints(type(value))
+    except Exception:  # a class whose annotations mean nothing here
+        return
+    for f in dataclasses.fields(value):
+        hint, found = hints[f.name], getattr(value, f.name)
+        if get_origin(hint) is typing.Literal:
+            coerce(found, hint, f.name)
+        elif hint in _PLAIN and (not isinstance(found, _PLAIN[hint]) or (hint is not bool and isinstance(found, bool))):
+            raise ConfigError(f"{f.name} = {found!r}: expected {hint.__name__}, got {type(found).__name__}")
+        elif dataclasses.is_dataclass(found) and not isinstance(found, type):
+            check_fields(found)
 
 
 def coerce(value: Any, hint: Any, name: str) -> Any:

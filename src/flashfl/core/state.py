@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
+from .errors import ConfigError, FlashError
 from .layout import Layout
 from .parts import part
 from .rng import fold
@@ -116,6 +116,11 @@ class Weights:
         out[: mask.layout.prunable_size].masked_fill_(~mask.bits, 0.0)  # a product would leave zeros of both signs
         return Weights(mask, out)
 
+    def is_masked(self) -> bool:
+        """Whether it is what it should be: zero outside its mask."""
+        k = self.layout.prunable_size
+        return self.mask.active == k or not bool((self.vector[:k].bool() & ~self.mask.bits).any())
+
     @staticmethod
     def unpack(mask: Mask, values: Tensor) -> Weights:
         """The model whose `packed()` is `values`, which a dense model shares."""
@@ -179,6 +184,8 @@ class Local:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} = {value}: must be a number of at least 0")
+        if other := set(self.keep) - {"mask"}:
+            raise ConfigError(f"keep = {', '.join(sorted(other))}: a client can remember its mask only")
 
     def batches(self, n: int) -> int:
         """How many batches an epoch of n samples has."""
@@ -270,6 +277,14 @@ class State:
     before: Weights | None = None  # the average before subsampling, where it differs; not kept
     _made: dict[str, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        for name, value in self.extra.items():
+            if not isinstance(value, Mask | Tensor):
+                raise FlashError(
+                    f"a method keeps {name!r} as {type(value).__name__}: a state holds masks and tensors only, which "
+                    "checkpoints can write (torch.tensor(value) for a number)"
+                )
+
     @property
     def layout(self) -> Layout:
         return self.plan.layout
@@ -316,10 +331,10 @@ class State:
         """The same round once more, with fresh randomness: a new cohort."""
         return replace(self, attempt=self.attempt + 1)
 
-    def order(self, client: Client, local: Local, weights: Weights | None = None, **extra: Extra) -> Order:
+    def order(self, client: Client, local: Local, weights: Weights | None = None) -> Order:
         """An order of this round for one client; its key is the client's own."""
         key = self.key("client", client.id)
-        return Order(weights if weights is not None else self.weights, local, key, self.tag, extra)
+        return Order(weights if weights is not None else self.weights, local, key, self.tag)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DataError
+
+_ASKED = "each a tensor or an array: a model with inputs in a dict or a list needs a wrapper that takes them one by one"
 
 Inputs = tuple[Tensor, ...]
 Prepare = Callable[[Inputs], Inputs]
@@ -71,7 +73,10 @@ class Lazy:
     def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[Inputs, Tensor]:
         from torch.utils.data import default_collate
 
-        *inputs, target = default_collate([self.dataset[i] for i in index.tolist()])
+        batch = default_collate([self.dataset[i] for i in index.tolist()])
+        if not isinstance(batch, Sequence) or len(batch) < 2 or not all(hasattr(x, "to") for x in batch):
+            raise DataError(f"a sample must be (input, ..., target), {_ASKED}")
+        *inputs, target = batch
         return tuple(_single(x).to(self.device) for x in inputs), _single(target).to(self.device)
 
     def to(self, device: torch.device | str) -> Lazy:
@@ -105,6 +110,9 @@ def source(data: Any) -> Source:
     if isinstance(data, Sequence) and 2 <= len(data) <= 16 and all(hasattr(x, "shape") for x in data):
         *inputs, target = (_single(torch.as_tensor(x)) for x in data)
         return Arrays(tuple(inputs), target)
+    mixed = isinstance(data, Sequence) and any(hasattr(x, "shape") for x in data[:16])
+    if mixed or isinstance(data, Mapping):
+        raise DataError(f"samples must be a tuple (inputs, ..., targets), {_ASKED}")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Lazy(data)
     raise DataError(

@@ -19,6 +19,7 @@ Index = NDArray[np.int64]
 Partition = list[Index]
 SCHEMES = ("lda", "dirichlet", "shards", "natural", "iid")
 _UNIFORM = 100.0  # from this alpha on, LDA counts as uniform
+_EQUAL = 1e6  # from this alpha on all clients of a Dirichlet split get the same; infinity is no number to draw with
 
 
 def split(
@@ -128,7 +129,7 @@ def dirichlet(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) 
     rng = _rng(key)
     owner = np.empty(len(labels), dtype=np.int64)
     for pool in _pools(labels, rng):
-        ends = np.cumsum(rng.dirichlet(np.full(clients, alpha)))
+        ends = np.cumsum(rng.dirichlet(np.full(clients, min(alpha, _EQUAL))))
         owner[pool] = np.searchsorted(ends[:-1], (np.arange(len(pool)) + 0.5) / len(pool))
     held = np.bincount(owner, minlength=clients)
     for client in np.flatnonzero(held == 0):

@@ -65,7 +65,10 @@ class Task:
         self.info: dict[str, Any] = {}  # what a report may say about it, as plain JSON data
         self._model, self._prunable, self._fixed = model, prunable, fixed
         self.test = None if test is None else source(test)
+        if self.test is not None and len(self.test) == 0:
+            raise DataError("the test set has no samples: leave `test` out, and clients hold back some of theirs")
         self.train, self.held = (sources, []) if test is not None else _hold_out(sources, holdout)
+        self.holders = [i for i, s in enumerate(sources) if len(s) > 1] if self.held else []  # who holds `held`
 
     @property
     def pretrained(self) -> bool:
@@ -129,6 +132,4 @@ def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[S
         train.append(Subset(s, order[count:].sort().values))
         if count:
             held.append(Subset(s, order[:count].sort().values))
-    if not held:
-        raise DataError("no client has samples to spare for judging the model: give `test`")
     return train, held

@@ -77,7 +77,7 @@ class ClientSide:
             raise
         except Exception as error:  # of the user's model, loss or data, most likely: the others may still do
             log.debug("client %d failed", client, exc_info=True)
-            raise ClientFailed(_said(error)) from error
+            raise ClientFailed(said(error)) from error
         answer = update_message(update, message, self.layout)
         encoded = encode(answer, ledger.bases(message), self.values or coding.values)
         keeps = "mask" in local.keep and update.weights is not None
@@ -117,7 +117,7 @@ class ClientSide:
         return Reply(lack.data, [], lacks=True)
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """An error in one line, with the innermost line of code outside torch that it passed."""
     passed = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
     file, line = next(place for place in reversed(passed) if _TORCH not in place[0].parents)

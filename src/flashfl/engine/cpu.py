@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from ..data.task import Task
 from ..wire import decode
 from ..wire.trust import Trust
 from ..wire.values import Form
-from .client import ClientSide, Memory, Reply
+from .client import ClientSide, Memory, Reply, said
 from .memories import Memories
 from .pool import Died, InProcess, Pool
 from .server import Inbox, ServerSide
@@ -63,19 +65,28 @@ class CPUEngine:
     def _round(self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox) -> Outcome:
         waiting: dict[int, tuple[Client, Order]] = {}  # by the number of the job
         new: dict[int, Memory] = {}
-        lacking: dict[int, tuple[Client, Order]] = {}
+        lacking: list[tuple[Client, Order]] = []
+        died: list[tuple[Client, Order]] = []
+
+        def heard(client: Client, order: Order, result: Any) -> None:
+            if isinstance(result, Reply) and result.lacks:
+                inbox.traffic += self._lack(result)
+                lacking.append((client, order))
+            else:
+                self._take(inbox, client.id, result, new)
+
         # In whatever order they come: updates are added in that of their clients, once all are there.
         for number, result in self.pool.each(self._jobs(s, orders, inbox, waiting)):
             client, order = waiting.pop(number)
-            if isinstance(result, Reply) and result.lacks:
-                inbox.traffic += self._lack(result)
-                lacking[client.id] = (client, order)
+            if isinstance(result, Died):
+                died.append((client, order))
             else:
-                self._take(inbox, client.id, result, new)
-        # A pool does one thing at a time, so those that lack a mask are asked again when all others have answered.
-        names = list(lacking)
-        for number, result in self.pool.each(self._again(inbox, lacking.values())):
-            self._take(inbox, names[number], result, new)
+                heard(client, order, result)
+        # A pool does one thing at a time, so these are asked again when all others have answered.
+        for number, result in self.pool.each(self._once_more(died)):
+            heard(*died[number], result)
+        for number, result in self.pool.each(self._again(inbox, lacking)):
+            self._take(inbox, lacking[number][0].id, result, new)
         sums = Sums(self.task.layout)
         for update in inbox.updates():
             add(sums, update)
@@ -95,6 +106,15 @@ class CPUEngine:
                 inbox.failed(client.id, "dropped out (simulated)")
                 continue
             waiting[next(numbers)] = (client, order)
+            yield _Work(client.id, encoded.data, self.memories.clients.get(client.id, []))
+
+    def _once_more(self, died: Iterable[tuple[Client, Order]]) -> Iterator[Any]:
+        """The same order for clients whose process ended: the machine may have had its reasons, a lack of memory say.
+
+        Nothing travels a second time: no real client died.
+        """
+        for client, order in died:
+            encoded = self.server.encode(self.server.message(client, order))
             yield _Work(client.id, encoded.data, self.memories.clients.get(client.id, []))
 
     def _lack(self, reply: Reply) -> Traffic:
@@ -134,13 +154,33 @@ class CPUEngine:
         for i, result in enumerate(results):
             if isinstance(result, Died):  # the machine may have had its reasons to end that process: once more
                 [results[i]] = self.pool.run([jobs[i]])
-        loss = metric = 0.0
         for result in results:
-            if isinstance(result, Exception):
+            if isinstance(result, Exception) and not isinstance(result, ClientFailed):
                 raise FlashError(f"evaluation failed: {result}") if isinstance(result, Died) else result
-            loss, metric = loss + result[0], metric + result[1]
-        n = sum(len(data) for data in self.task.judges)
-        return {"loss": loss / n, "metric": metric / n}
+        return self._verdict([job[0] for job in jobs], results)
+
+    def _verdict(self, judges: Sequence[int], results: Sequence[Any]) -> dict[str, float]:
+        """Means over what was judged.
+
+        A client that cannot judge is left out, and so is one whose verdict is not finite where others' are: that is its
+        samples' fault and not the model's.
+        """
+        found: dict[int, list[Any]] = {}
+        for which, result in zip(judges, results, strict=True):
+            found.setdefault(which, []).append(result)
+        why = {which: next((str(r) for r in rs if isinstance(r, ClientFailed)), "") for which, rs in found.items()}
+        odd = {w for w, rs in found.items() if not why[w] and not all(map(math.isfinite, itertools.chain(*rs)))}
+        if len(odd) < list(why.values()).count(""):
+            why |= dict.fromkeys(odd, "its loss or its metric is not finite")
+        good = [which for which in found if not why[which]]
+        for which in sorted(set(found) - set(good)):
+            client = self.task.holders[which]
+            warnings.warn(f"client {client} is left out of evaluations: {why[which]}", RuntimeWarning)
+        if not good:
+            raise FlashError(f"evaluation failed: no client could judge the model ({next(iter(why.values()))})")
+        n = sum(len(self.task.judges[which]) for which in good)
+        totals = [sum(r[i] for which in good for r in found[which]) / n for i in (0, 1)]
+        return {"loss": totals[0], "metric": totals[1]}
 
     def mark(self) -> None:
         """A round is over: `memory` speaks of this moment until the next mark."""
@@ -195,7 +235,12 @@ class _Make:
                     return error
             which, start, stop, statistics = job
             index = torch.arange(start, stop)
-            return trainer.evaluate(Weights(full, self.board), self.task.judges[which], index, statistics)
+            try:
+                return trainer.evaluate(Weights(full, self.board), self.task.judges[which], index, statistics)
+            except Exception as error:
+                if self.task.test is not None:
+                    raise
+                return ClientFailed(said(error))  # of one client's samples: the others may still do
 
         return work
 

@@ -162,6 +162,8 @@ class LaneEngine:
         self.stack.load(starts, masks, rows)
         crew.begin(local, seats)
         self._work(local, seats, crew)
+        for lane in getattr(crew, "lanes", ())[:1]:
+            self.trainer.tell_of_buffers(lane.module)
         values = self.stack.read(rows)
         if not local.statistics:
             values[:, self.layout.trained_size :] = starts[:, self.layout.trained_size :]
@@ -218,7 +220,7 @@ class LaneEngine:
         assert self.stack is not None
         rows = len(seats)
         values, masks = self.stack.read(rows), self.stack.logical(self.stack.masks[:rows])
-        scores = self.stack.logical(crew.scores(rows)) if local.adapt.dense_gradient else None
+        scores = self.stack.logical(crew.scores(rows)) if getattr(local.adapt, "dense_gradient", False) else None
         keys = []
         for seat, step in zip(seats, steps, strict=True):
             epoch, b = divmod(step - 1, seat.batches)

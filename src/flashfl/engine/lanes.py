@@ -108,9 +108,8 @@ class Options:
     """What a captured step depends on: another value means another capture."""
 
     def __init__(self, local: Local) -> None:
-        growth = getattr(local.adapt, "growth", "random")
         self.momentum, self.weight_decay, self.prox = local.momentum, local.weight_decay, local.prox
-        self.ema = growth == "momentum"
+        self.ema = getattr(local.adapt, "growth", "") == "momentum"
 
     @property
     def key(self) -> tuple[float, float, float, bool]:

@@ -14,7 +14,7 @@ from ..core.layout import Layout
 from ..core.state import Client, Extra, Local, Mask, Order, Traffic, Update, Weights
 from ..wire import Encoded, Limits, Message, ServerLedger, WireError, decode, encode
 from ..wire.errors import WrongContent
-from ..wire.trust import Seen, Trust, activations, change_norm, check_cohort, check_statistics, check_update
+from ..wire.trust import Seen, Trust, activations, change_norm, check_cohort, check_statistics, check_update, length
 from ..wire.values import Form
 from .spool import Spool
 
@@ -93,6 +93,7 @@ class Inbox:
         self.spool = Spool(folder=folder)
         self.norms: dict[int, float] = {}
         self.paces: dict[int, float] = {}  # the change a step: a client with more data goes further
+        self.length = 0.0  # of the longest weights that were sent
         self.seen: dict[int, Seen] = {}
         self.failures: dict[int, str] = {}
         self.traffic = Traffic()
@@ -122,6 +123,7 @@ class Inbox:
             self.norms[client] = change_norm(update, order)
             local = order.local or Local()
             self.paces[client] = self.norms[client] / (local.epochs * local.batches(update.n))
+            self.length = max(self.length, length(order))
         if self.server.trust.factor > 0 and (after := activations(update)):
             self.seen[client] = Seen(update.n, activations(order), after)
         self.spool.put(client, data)
@@ -135,7 +137,8 @@ class Inbox:
     def updates(self) -> Iterator[Update]:
         """The good updates in ascending client id; each is accepted as it is handed on."""
         trust = self.server.trust
-        for client, why in (check_statistics(self.seen, trust) | check_cohort(self.paces, trust)).items():
+        odd = check_statistics(self.seen, trust) | check_cohort(self.paces, trust, self.length)
+        for client, why in odd.items():
             self.failed(client, f"{type(why).__name__}: {why}")
         most = self._longest()
         for client in sorted(self._orders):

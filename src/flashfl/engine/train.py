@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..sparsity import random_mask
 from ..wire.trust import all_finite
 
 _PART = 1 << 20
-_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+_NORMS = nn.modules.batchnorm._NormBase  # all that may keep statistics: BatchNorm, InstanceNorm
 
 
 class ClientFailed(FlashError):
@@ -33,12 +34,13 @@ class Trainer:
         self.module = task.build().to(device)
         self.vector = torch.zeros(self.layout.size, device=device)
         self.grad = torch.zeros(self.layout.trained_size, device=device)
-        self.norms = [m for m in self.module.modules() if isinstance(m, _BATCH_NORMS)]
+        self.norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
         self._bind()
         self._takes_one: bool | None = None  # whether it can train on a batch of one sample; None: not tried yet
         # Buffers outside the layout (counters, tables) start every client's work as the model defines them.
         bound = {layer.name for layer in self.layout.of_kind("statistic")}
         self._buffers = {n: b.clone() for n, b in self.module.named_buffers() if n not in bound}
+        self._told = False
 
     def _bind(self) -> None:
         values, grads = self.layout.views(self.vector), {}
@@ -77,12 +79,26 @@ class Trainer:
                 loss = self._gather(local, data)
             else:
                 mask, loss = self._epochs(local, key, data, mask)
+                self.tell_of_buffers(self.module)
         if not local.statistics and local.report != "statistics":
             self.vector[self.layout.trained_size :] = statistics
         if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed("its weights or its loss are not finite after training")
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         return Update(client, len(data), weights, mask.counts, {"loss": loss})
+
+    def tell_of_buffers(self, module: nn.Module) -> None:
+        """Warn, once, of what a module that has trained learned beside its weights and that does not travel."""
+        found = dict(module.named_buffers()) if not self._told else {}
+        self._told = True
+        lost = [n for n, b in self._buffers.items() if b.is_floating_point() and n in found and _differ(b, found[n])]
+        if lost:
+            warnings.warn(
+                f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which do not "
+                "travel: every client starts from the model's own, and what it makes of them is lost. Statistics of a "
+                "norm travel if they are called running_mean and running_var",
+                RuntimeWarning,
+            )
 
     def _starting_mask(self, order: Order) -> Mask:
         if (recipe := order.local.start) is not None:
@@ -146,16 +162,17 @@ class Trainer:
     def _gather(self, local: Local, data: Source) -> float:
         """BatchNorm statistics of this client's data under the given weights, and the mean loss."""
         batches, momenta = self.batches(data, local), [m.momentum for m in self.norms]
-        for m in self.norms:
-            m.momentum = None  # a plain average over batches
-            if m.num_batches_tracked is not None:
-                m.num_batches_tracked.zero_()  # a pretrained model has counted batches before
-        self.vector[self.layout.trained_size :] = 0
         self.module.train()
+        gathered = {m for m in self.norms if m.training and m.track_running_stats}  # others stay as they are: frozen
+        for layer in self.layout.of_kind("statistic"):
+            if self.module.get_submodule(layer.name.rpartition(".")[0]) in gathered:
+                self.vector[layer.start : layer.stop] = 0
         total, seen = 0.0, 0
         try:
             with torch.no_grad():
                 for b in range(batches):
+                    for m in self.norms:
+                        m.momentum = 1 / (b + 1)  # a plain average over batches
                     index = torch.arange(b * local.batch, min(len(data), (b + 1) * local.batch))
                     inputs, target = data.fetch(index)
                     total += float(self.task.loss(self.module(*inputs), target)) * len(index)
@@ -192,9 +209,9 @@ class Stepper:
         self.k = trainer.layout.prunable_size
         self.start = self.trained.clone() if local.prox else None
         self.velocity = torch.zeros_like(self.trained) if local.momentum else None
-        growth = getattr(local.adapt, "growth", "random")
-        self.dense = torch.zeros(self.k, device=trainer.device) if growth != "random" else None
-        self.decay = 0.9 if growth == "momentum" else 0.0
+        wants = getattr(local.adapt, "dense_gradient", False)
+        self.dense = torch.zeros(self.k, device=trainer.device) if wants else None
+        self.decay = 0.9 if getattr(local.adapt, "growth", "") == "momentum" else 0.0
 
     @torch.enable_grad()
     def _backward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
@@ -234,6 +251,10 @@ def _mask(values: Tensor, bits: Tensor) -> None:
     """values *= bits, a part at a time: torch makes numbers of all the bits it multiplies by."""
     for at in range(0, len(values), _PART):
         values[at : at + _PART] *= bits[at : at + _PART]
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return a.shape != b.shape or not torch.equal(a, b.detach().to(a.device, a.dtype))
 
 
 def remember(update: Update, keep: tuple[str, ...]) -> Mapping[str, Mask]:

@@ -14,7 +14,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from ..core.state import Client, Local, Order, Outcome, State, Tag, Traffic, Weights
-from ..data.task import Task
+from ..data.task import Task, accuracy
 from ..engine.memories import Memories
 from ..engine.server import ServerSide
 from ..engine.store import MaskStore
@@ -116,7 +116,8 @@ class FlowerEngine:
 
     def _ask_clients(self, weights: Weights, statistics: bool) -> dict[str, float]:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
-        jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout)
+        share = self.task.metric is accuracy
+        jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout, share)
         self._push(jury.post(client) for client in self.roster if self.roster.entries[client.id].held)
         self._exchange(lambda: jury.waiting, jury.take)
         verdict = jury.verdict()

@@ -22,8 +22,11 @@ log = logging.getLogger("flwr.flashfl")
 class Jury:
     """Sends a model to those who hold samples back and adds up what they find."""
 
-    def __init__(self, server: ServerSide, order: Order, entries: Mapping[int, Entry], timeout: float) -> None:
-        self.server, self.order, self.entries, self.timeout = server, order, entries, timeout
+    def __init__(
+        self, server: ServerSide, order: Order, entries: Mapping[int, Entry], timeout: float, share: bool = False
+    ) -> None:
+        """`share`: the metric is a share of samples, as accuracy is, so nobody's is above 1."""
+        self.server, self.order, self.entries, self.timeout, self.share = server, order, entries, timeout, share
         self.traffic = Traffic()
         self._posts: list[tuple[Client, Any]] = []
         self._votes: dict[int, tuple[int, float, float]] = {}
@@ -62,7 +65,8 @@ class Jury:
         held = self.entries[client.id].held
         try:
             n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
-            if n != held or not (abs(loss) <= LARGEST_METRIC and abs(metric) <= LARGEST_METRIC):
+            known = 0 <= metric <= n * (1 + 1e-5) if self.share else abs(metric) <= LARGEST_METRIC
+            if n != held or not (abs(loss) <= LARGEST_METRIC and known):
                 raise ValueError(f"loss {loss} and metric {metric} of {n} samples, expected {held} samples")
         except (KeyError, ValueError, TypeError, OverflowError) as error:
             self._out[client.id] = why or f"its verdict cannot be read ({error})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 
 from torch import Tensor
 
@@ -11,12 +12,17 @@ from ..core.errors import ConfigError
 from ..core.method import sample
 from ..core.rng import fold
 from ..core.state import Client, Mask, Plan, State, Sums, Weights
-from ..sparsity import random_mask, share_out, top_mask
+from ..sparsity import PruneRegrow, random_mask, share_out, top_mask
 
 
 def check_density(density: float) -> None:
-    if not 0 < density <= 1:
+    if not isinstance(density, Real) or not 0 < density <= 1:
         raise ConfigError(f"density = {density}: must be above 0 and at most 1 (0.05 keeps every twentieth weight)")
+
+
+def check_rule(adapt: PruneRegrow) -> None:
+    if nm := getattr(adapt, "nm", 0):
+        raise ConfigError(f"adapt.nm = {nm}: an N:M pattern is the method's to set, by its own nm")
 
 
 def share_densities(

@@ -33,8 +33,8 @@ class _Hetero(SPDST):
     def __post_init__(self) -> None:
         if len(self.densities) != len(self.shares) or not self.densities:
             raise ConfigError(f"{len(self.densities)} densities but {len(self.shares)} shares of clients")
-        if min(self.shares) < 0 or sum(self.shares) <= 0:
-            raise ConfigError(f"shares = {self.shares}: none may be negative, and not all 0")
+        if min(self.shares) < 0 or not 0 < sum(self.shares) < float("inf"):
+            raise ConfigError(f"shares = {self.shares}: numbers of at least 0, and not all 0")
         if self.density not in (0.0, max(self.densities)):
             raise ConfigError("a heterogeneous method takes `densities`, not `density`")
         for density in self.densities:
@@ -62,7 +62,7 @@ class _Hetero(SPDST):
 
     def begin(self, s: State, densities: Sequence[float]) -> State:
         start = super().begin(s, densities)
-        return replace(start, extra=self.masks(s, densities, start.weights))
+        return replace(start, extra=self.masks(s, self.budgets(s, densities), start.weights))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         after = super().aggregate(s, sums)
@@ -75,12 +75,16 @@ class _Hetero(SPDST):
         masks = {f"statistics {d}": s.kept(Mask, f"mask {d}") for d in self.densities}
         return keep_statistics(s, after, sums, masks, f"statistics {self.density}")
 
-    def masks(self, s: State, densities: Sequence[float], full: Weights) -> dict[str, Mask]:
+    def budgets(self, s: State, densities: Sequence[float]) -> dict[float, tuple[int, ...]]:
+        """What the layers of each density's model keep; under a pattern, whose rounding would add up, what they had."""
+        if self.nm and s.stage == 2:
+            return {d: s.kept(Mask, f"mask {d}").counts for d in self.densities}
+        found = nested(s.layout, densities, self.densities)
+        return {d: pattern_budgets(s.layout, budgets, self.nm) for d, budgets in found.items()}
+
+    def masks(self, s: State, budgets: Mapping[float, tuple[int, ...]], full: Weights) -> dict[str, Mask]:
         """One mask per density, each inside the next."""
-        budgets = nested(s.layout, densities, self.densities)
-        return {
-            f"mask {d}": inner_mask(s, full, pattern_budgets(s.layout, b, self.nm), self.nm) for d, b in budgets.items()
-        }
+        return {f"mask {d}": inner_mask(s, full, b, self.nm) for d, b in budgets.items()}
 
     def views(self, s: State) -> Mapping[str, Weights]:
         parts = sorted(self.densities)[:-1] if s.stage == 2 else []
@@ -101,7 +105,6 @@ class HeteroJMWST(_Hetero, JMWST):
     name: ClassVar[str] = "hetero-jmwst"
 
     def subsample(self, s: State, sums: Sums, mean: Weights) -> State:
-        densities = mean.mask.layer_densities
-        budgets = pattern_budgets(s.layout, nested(s.layout, densities, self.densities)[self.density], self.nm)
-        full = mean.restrict(top_mask(s.layout, mean.vector, budgets, self.nm))
-        return s.next(full, before=mean, **self.masks(s, densities, full))
+        budgets = self.budgets(s, mean.mask.layer_densities)
+        full = mean.restrict(top_mask(s.layout, mean.vector, budgets[self.density], self.nm))
+        return s.next(full, before=mean, **self.masks(s, budgets, full))

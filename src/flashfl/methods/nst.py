@@ -10,7 +10,7 @@ from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Client, Order, Plan, Recipe, State, Sums, Weights
 from ..sparsity import PruneRegrow, allocate, random_mask
-from .common import check_density, initial
+from .common import check_density, check_rule, initial
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class NST(Method):
 
     def __post_init__(self) -> None:
         check_density(self.density)
+        check_rule(self.adapt)
 
     def init(self, plan: Plan) -> State:
         recipe = self._start(plan)

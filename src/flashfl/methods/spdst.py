@@ -12,8 +12,8 @@ from ..core.errors import ConfigError
 from ..core.method import Method, sample
 from ..core.rng import fold
 from ..core.state import Client, Order, Plan, State, Sums, Weights
-from ..sparsity import PruneRegrow, allocate, calibrate, pattern_budgets, random_mask
-from .common import check_density, fresh, initial
+from ..sparsity import PruneRegrow, allocate, calibrate, check_pattern, pattern_budgets, random_mask
+from .common import check_density, check_rule, fresh, initial
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class SPDST(Method):
         check_density(self.density)
         if self.warmup_clients < 0 or self.warmup_epochs < 1:
             raise ConfigError("warmup_clients must be at least 0 and warmup_epochs at least 1")
+        check_pattern(self.nm)
+        check_rule(self.adapt)
 
     def init(self, plan: Plan) -> State:
         budgets = allocate(plan.layout, "uniform", self.density)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigError, FlashError, unknown
+from ..core.files import put
 from . import curves, paper
 from .gather import groups_of, titled
 from .load import RunData
@@ -218,9 +220,10 @@ def _blank(size: tuple[float, float]) -> Any:
 
 def save(made: Any, path: Path) -> Path:
     """Write a figure; the name's ending says how (png, svg, pdf)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = BytesIO()
     try:
-        made.savefig(path, dpi=160)
+        made.savefig(drawn, dpi=160, format=path.suffix.lower().removeprefix(".") or "png")
     except ValueError as error:
         raise ConfigError(f"cannot write {path}: {error}") from None
+    put(path, drawn.getvalue())
     return path

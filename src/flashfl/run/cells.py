@@ -7,12 +7,14 @@ a cell and seed, written when the run has ended; nothing in it is typed by hand.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-_NEEDED = ("recipe", "accuracy", "bytes", "rounds", "clients_per_round", "values", "seconds")
+_OUTSIDE = ("device", "workers", "data_root", "verify")  # settings that are the machine's, not the cell's
 
 
 @dataclass(frozen=True)
@@ -136,27 +138,68 @@ def _same(word: str, answer: str) -> bool:
 
 
 def result_of(cell: Cell, seed: int, folder: Path) -> dict[str, Any] | None:
-    """The stored result of a cell, if there is one that can be read."""
+    """The stored result of a cell, if there is one that can be read and is this cell's."""
     path = folder / f"{cell.place(seed)}.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        missing = [name for name in _NEEDED if name not in found] if isinstance(found, dict) else ["everything"]
+        found: Any = json.loads(path.read_text())
+        wrong = _wrong(found, cell, seed)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        found, missing = {}, [f"a JSON object ({error})"]
-    if missing:
-        warnings.warn(f"{path} is no result and counts as not run: it lacks {', '.join(missing)}", RuntimeWarning)
+    except (OSError, ValueError, RecursionError) as error:
+        found, wrong = {}, f"it cannot be read ({error})"
+    if wrong:
+        warnings.warn(f"{path} counts as not run: {wrong}", RuntimeWarning)
         return None
-    return found
+    return dict(found)
+
+
+def _wrong(found: Any, cell: Cell, seed: int) -> str:
+    """Why this is not a result of the cell and the seed; empty if it is one."""
+    if not isinstance(found, dict):
+        return "it is no JSON object"
+    sent, views = found.get("bytes"), found.get("views", {})
+    numbers = {name: found.get(name) for name in ("recipe", "seed", "accuracy", "best", "seconds")}
+    numbers |= {f"view {name}": value for name, value in (views.items() if isinstance(views, dict) else [("", None)])}
+    above: dict[str, Any] = {name: found.get(name) for name in ("rounds", "clients_per_round", "values")}
+    above |= {f"bytes {way}": sent.get(way) if isinstance(sent, dict) else None for way in ("up", "down")}
+    curve = found.get("curve", [])
+    rows = curve if isinstance(curve, list) else [None]
+    if odd := [name for name, value in numbers.items() if not _is_number(value)]:
+        return f"its {', '.join(odd)} is missing or no number"
+    if odd := [name for name, value in above.items() if not _is_number(value) or value <= 0]:
+        return f"its {', '.join(odd)} is missing or not above 0"
+    if not all(isinstance(row, list) and len(row) == 4 and all(map(_is_number, row)) for row in rows):
+        return "its curve is not made of rounds, accuracies and bytes"
+    if found["seed"] != seed:
+        return f"it is of seed {found['seed']}"
+    return "" if stale(found, cell) else _other_settings(found.get("config"), cell, seed)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _other_settings(config: Any, cell: Cell, seed: int) -> str:
+    """Which setting of a stored configuration is not the cell's; one that either does not know does not count."""
+    for table, settings in json.loads(json.dumps(cell.config(seed).to_json())).items():
+        stored = config.get(table) if isinstance(config, dict) else None
+        if not isinstance(stored, dict):
+            return f"it does not say its {table} settings"
+        for name, value in settings.items():
+            if name not in _OUTSIDE and name in stored and stored[name] != value:
+                return f"its {name} is {str(stored[name])[:40]} and the cell's is {str(value)[:40]}"
+    return ""
 
 
 def results_of(cell: Cell, seeds: int | None, folder: Path) -> list[dict[str, Any]]:
-    """The stored results of a cell's first seeds, or of all there are."""
+    """The stored results of a cell's first seeds, or of all there are; stale ones only where all are."""
     stem = cell.place(0).removesuffix("0")
     there = [path.stem.rpartition("-seed")[2] for path in folder.glob(f"{stem}*.json")]
-    wanted = range(seeds) if seeds else sorted(int(seed) for seed in there if seed.isdecimal())
-    return [found for seed in wanted if (found := result_of(cell, seed, folder))]
+    wanted = (
+        range(seeds) if seeds else sorted(int(seed) for seed in there if seed.isdecimal() and seed == f"{int(seed)}")
+    )
+    found = [result for seed in wanted if (result := result_of(cell, seed, folder))]
+    return [result for result in found if not stale(result, cell)] or found
 
 
 def recipe_of(method: str) -> int:
@@ -172,10 +215,11 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
     end, rounds = run["end"], run["rounds"]
     judged = [r for r in rounds if r["metrics"]]
     config = run["header"]["config"]
+    begun = (run["header"].get("code") or {}).get(PACKAGE.name)
     record = {
         "recipe": recipe_of(cell.method["name"]),
         "command": command_of(config),
-        "commit": commit(),
+        "commit": commit() + ("" if begun == digest(PACKAGE) else f", begun by source {begun}"),
         "seed": seed,
         "machine": machine(),
         "versions": versions(),
@@ -190,6 +234,7 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
         "layer_densities": rounds[-1]["layer_densities"],
         "bytes": end["bytes"],
         "rounds": len([r for r in rounds if r["stage"] == 2]),
+        "left_out": sum(len(r["failures"]) for r in rounds),
         "clients_per_round": config["train"]["per_round"],
         "values": run["header"]["task"]["values"],
         "seconds": round(end["seconds"], 1),
@@ -222,16 +267,24 @@ def command_of(config: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
+@cache
 def commit() -> str:
-    """The commit of the code, if it is a checkout; else what FLASHFL_COMMIT says, else a digest of the content."""
-    here = Path(__file__).parent
-    if said := os.environ.get("FLASHFL_COMMIT"):  # a copy without its history, on a machine of its own
+    """The commit of the code as it was when first asked for, if it is a checkout; else a digest of the content.
+
+    FLASHFL_COMMIT says it for a copy without its history, on a machine of its own.
+    """
+    if said := os.environ.get("FLASHFL_COMMIT"):
         return said
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=PACKAGE, capture_output=True, text=True, timeout=10, check=True
+        )  # fmt: skip
+        return done.stdout.strip()
+
     try:
-        out = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, timeout=10, check=True
-        )
-        return out.stdout.strip()
+        git("ls-files", "--error-unmatch", "__init__.py")  # a copy may lie in a checkout of something else
+        return git("describe", "--always", "--dirty")
     except (OSError, subprocess.SubprocessError):
         return "source " + digest(PACKAGE)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, ConfigError, FlashError
 from ..core.rng import fold
+from ..core.state import State
 from ..data.tasks import build_task
+from . import checkpoint as checkpoints
 from .code import code_of
 from .config import RunConfig
 from .display import Display, amount
@@ -19,15 +24,30 @@ from .results import read_run
 from .runner import simulate
 
 
+class OutOfTime(Exception):
+    """A run was stopped because its time is up; what it had earned is in its last checkpoint."""
+
+
 def run_config(
-    config: RunConfig, folder: Path | None, resume: bool = False, quiet: bool = False, label: str | None = None
+    config: RunConfig,
+    folder: Path | None,
+    resume: bool = False,
+    quiet: bool = False,
+    label: str | None = None,
+    until: float = math.inf,
 ) -> dict[str, Any]:
-    """Carry out one configuration and give back what its results file says."""
+    """Carry out one configuration and give back what its results file says; OutOfTime at time.monotonic() `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     display = Display(label or config.method.name, config.train.rounds, quiet=quiet)
+
+    def watch(state: State, line: dict[str, Any]) -> None:
+        display(state, line)
+        if time.monotonic() > until and not state.done:
+            raise OutOfTime
+
     try:
         run = simulate(
-            config.method, task, train=config.train, folder=folder, resume=resume, watch=display,
+            config.method, task, train=config.train, folder=folder, resume=resume, watch=watch,
             header=config.to_json(),
         )  # fmt: skip
     finally:
@@ -44,16 +64,31 @@ def held(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def run_or_continue(config: RunConfig, folder: Path, label: str, quiet: bool = False) -> dict[str, Any]:
-    """Carry out a configuration, from the checkpoint on if this very one had begun in the folder."""
-    before = held(folder)
-    begun = before is not None and before["header"].get("config") == config.to_json()
-    if begun and any((folder / "checkpoints").glob("checkpoint-*.json")):
+def run_or_continue(
+    config: RunConfig, folder: Path, label: str, quiet: bool = False, until: float = math.inf
+) -> dict[str, Any]:
+    """Carry out a configuration, from the checkpoint on if one of this very run and its whole record are there."""
+    if points := checkpoints.found_in(folder / "checkpoints"):
         try:
-            return run_config(config, folder, resume=True, quiet=quiet, label=label)
+            _check_record(folder, points)
+            return run_config(config, folder, resume=True, quiet=quiet, label=label, until=until)
         except CheckpointError as error:
             print(f"{label}: cannot go on ({error}); starting anew", file=sys.stderr)
-    return run_config(config, folder, quiet=quiet, label=label)
+    return run_config(config, folder, quiet=quiet, label=label, until=until)
+
+
+def _check_record(folder: Path, points: Sequence[Path]) -> None:
+    """Whoever sums up a run needs the record of all its rounds, which a checkpoint does not hold."""
+    try:
+        recorded = len(read_run(folder)["rounds"])
+    except FlashError as error:
+        raise CheckpointError(str(error)) from None
+    done = 0
+    for point in points:
+        with suppress(checkpoints.Unusable, KeyError, TypeError):
+            done = max(done, int(checkpoints.read_record(point)["progress"]["rounds"]))
+    if recorded < done:
+        raise CheckpointError(f"of the {done} rounds before its checkpoint {done - recorded} are not in its record")
 
 
 def compare(
@@ -82,9 +117,9 @@ def compare(
     for at, (which, config) in enumerate(wanted.items(), 1):
         found, (name, seed) = before[which], which
         label = f"[{at}/{len(wanted)}] {name} seed {seed}"
-        if found is None or _other(found, config):
+        if found is not None and _other(found, config):
             run = run_config(config, places[which], quiet=quiet, label=label)
-        elif found["end"]:
+        elif found is not None and found["end"]:
             if not quiet:
                 print(f"{label}: taken from the run in {places[which]}", file=sys.stderr)
             run = found
@@ -107,17 +142,17 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     mean = statistics.fmean
     ends = [run["end"] for run in runs]
     rounds = [[r for r in run["rounds"] if r["stage"] == 2] for run in runs]
-    count = max(1, len(rounds[0]))
-    tail = max(1, count // 6)
+    counts = [max(1, len(r)) for r in rounds]  # a run may end early, at its limit of bytes
+    late = [r[-max(1, count // 6) :] or [{}] for r, count in zip(rounds, counts, strict=True)]
     accuracy = [end["accuracy"] for end in ends]
     return {
         "accuracy": mean(accuracy),
         "std": statistics.stdev(accuracy) if len(accuracy) > 1 else None,
         "best": mean(end["best"] for end in ends),
-        "density": mean(r[-1]["density"] for r in rounds),
-        "up": mean(end["bytes"]["up"] for end in ends) / count,
-        "down": mean(end["bytes"]["down"] for end in ends) / count,
-        "mismatch": mean(mean(x.get("mismatch", 0.0) for x in r[-tail:]) for r in rounds),
+        "density": mean(run["rounds"][-1]["density"] for run in runs),
+        "up": mean(end["bytes"]["up"] / count for end, count in zip(ends, counts, strict=True)),
+        "down": mean(end["bytes"]["down"] / count for end, count in zip(ends, counts, strict=True)),
+        "mismatch": mean(mean(x.get("mismatch", 0.0) for x in r) for r in late),
         "seconds": mean(end["seconds"] for end in ends),
         "seeds": len(runs),
     }

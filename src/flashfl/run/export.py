@@ -1,4 +1,4 @@
-"""The final model as one safetensors file: every tensor by name, masks beside the weights they belong to."""
+"""The final model as a safetensors file that a module of its kind can load, and its masks as another beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core.state import Weights
 
 
 def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mapping[str, str]) -> Path:
-    """Write dense tensors (zeros outside the mask) and, for prunable ones, `<name>.mask` as booleans.
+    """Write dense tensors (zeros outside the mask) to `path` and, for prunable ones, booleans to `masks_beside(path)`.
 
     module: a fresh one of the task. It takes the weights, and all its tensors are written, so that a module of its kind
     can load the file: those that are fixed, every buffer, and each name of a tensor that has several.
@@ -32,15 +32,25 @@ def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mappi
         if isinstance(value, Tensor)
     }
     bits = weights.mask.bits.cpu()
-    for layer in weights.layout.prunable:
-        tensors[f"{layer.name}.mask"] = bits[layer.start : layer.stop].view(layer.shape).clone().to(torch.bool)
-    partial = path.with_suffix(".partial")
-    try:
-        save_file(tensors, partial, {"flashfl": json.dumps({"density": weights.mask.density, **about})})
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        raise FlashError(f"{path} cannot be written: {error}") from None
+    masks = {
+        layer.name: bits[layer.start : layer.stop].view(layer.shape).clone().to(torch.bool)
+        for layer in weights.layout.prunable
+    }
+    note = {"flashfl": json.dumps({"density": weights.mask.density, **about})}
+    for file, content in ((masks_beside(path), masks), (path, tensors)):
+        partial = file.with_suffix(".partial")
+        try:
+            save_file(content, partial, note)
+            partial.replace(file)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise FlashError(f"{file} cannot be written: {error}") from None
     return path
+
+
+def masks_beside(path: Path) -> Path:
+    """Where the masks of a model's file lie: a module does not know such names, and would not load them."""
+    return path.with_name(f"{path.stem}.masks{path.suffix}")
 
 
 def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path:

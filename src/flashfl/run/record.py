@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.loop import Engine
-from ..core.state import Client, Local, Mask, Order, Outcome, State, Weights
+from ..core.state import Client, Local, Mask, Order, Outcome, State, Traffic, Weights
 from ..data.task import Task
 from ..measure.comms import dense_bytes, paper_bytes
 from ..measure.flops import Cost, order_flops, task_costs
@@ -47,6 +47,7 @@ class Recorder:
         self._flops = self._seconds = 0.0
         self._paper = {"up": 0.0, "down": 0.0, "dense": 0.0}
         self._cohort: list[float] = []
+        self._judging = Traffic()
 
     def begin(self, state: State) -> None:
         """The state a run starts or goes on from."""
@@ -61,9 +62,11 @@ class Recorder:
         began = time.perf_counter()
         sums, replied = outcome.sums, outcome.sums.clients
         told = bool(replied and any(sums.counts))  # gathering statistics reports no counts
+        sizes = {sum(self._known(mask)) for _, _, mask in seen}
         for client, local, mask in seen:
             down = self._known(mask)
-            up = [c / replied for c in sums.counts] if told else list(down)
+            # Layer by layer only the mean over the cohort is known; where models differ in size it is nobody's.
+            up = [c / replied for c in sums.counts] if told and len(sizes) == 1 else list(down)
             whole = sum(down) == self.layout.prunable_size
             bytes_down, bytes_up = paper_bytes(self.layout, local, down, up, whole)
             self._paper["down"] += bytes_down
@@ -77,6 +80,10 @@ class Recorder:
         if told:
             self._cohort = [round(d, 6) for d in sums.layer_densities]
         self._seconds += time.perf_counter() - began
+
+    def judged(self, before: Traffic, after: Traffic) -> None:
+        """A model has been judged, perhaps by clients to whom it had to travel."""
+        self._judging += Traffic(after.down - before.down, after.up - before.up)
 
     def _known(self, mask: Mask) -> tuple[int, ...]:
         """A mask's layer counts, without waiting for a GPU where they have been read before."""
@@ -105,6 +112,8 @@ class Recorder:
             seen["cohort_densities"] = self._cohort
         if name := self._snapshot(state):
             seen["snapshot"] = name
+        if self._judging.up or self._judging.down:
+            seen["judging"] = {"up": self._judging.up, "down": self._judging.down}
         spent = self._seconds + time.perf_counter() - began
         self._clear()
         return {**line, **seen, "seconds": {**line["seconds"], "record": round(spent, 4)}}
@@ -172,4 +181,7 @@ class _Tapped:
         self._engine.undo()
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
-        return self._engine.evaluate(weights, statistics)
+        before = getattr(self._engine, "judging", Traffic())
+        found = self._engine.evaluate(weights, statistics)
+        self._recorder.judged(before, getattr(self._engine, "judging", Traffic()))
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -9,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import FlashError
-from .cells import Cell, load_table, missing, pending, recipe_of, results_of, stale, write_result
-from .compare import run_or_continue
+from ..core.errors import ConfigError, DataError, FlashError
+from ..core.files import put
+from .cells import Cell, commit, load_table, missing, pending, recipe_of, results_of, stale, write_result
+from .compare import OutOfTime, run_or_continue
 from .display import amount
 from .lock import claim
 
@@ -21,21 +23,23 @@ def reproduce(
 ) -> tuple[int, int]:
     """Run what is missing until the budget is spent; how many cells were finished, and how many could not be run.
 
-    A cell that was interrupted goes on from its last checkpoint, unless that is of another recipe; one that fails is
-    named and the others go on. Several processes may work on one table: none takes a cell that another has begun.
+    A cell that was interrupted, by the end of the budget too, goes on from its last checkpoint, unless that is of
+    another recipe; one that fails is named and the others go on. Several processes may work on one table: none takes a
+    cell that another has begun.
     """
-    began, finished, failed = time.monotonic(), 0, 0
+    until, finished, failed = time.monotonic() + budget_minutes * 60, 0, 0
+    _check_writable(results)
+    commit()  # of the code that is loaded, whatever is committed while cells run
     todo = list(pending(cells, seeds, results))
-    spent: list[float] = []
+    lost: dict[str, int] = {}  # data sets that cannot be read, and how many cells were passed over for it
     for at, (cell, seed) in enumerate(todo, 1):
-        left = budget_minutes * 60 - (time.monotonic() - began)
-        if left <= 0 or (spent and statistics.fmean(spent) > left):
-            print(
-                f"the budget of {budget_minutes:g} minutes is spent; {len(todo) - at + 1} cells are left",
-                file=sys.stderr,
-            )
+        if time.monotonic() >= until:
+            _say_spent(budget_minutes, len(todo) - at + 1)
             break
-        cell_began = time.monotonic()
+        dataset = cell.task["dataset"]
+        if dataset in lost:
+            lost[dataset] += 1
+            continue
         folder = runs / f"recipe{recipe_of(cell.method['name'])}" / cell.place(seed)
         with claim(folder.with_name(folder.name + ".lock")) as ours:
             if not ours or not missing(cell, seed, results):
@@ -43,16 +47,36 @@ def reproduce(
                 continue
             try:
                 config = cell.config(seed, **overrides)
-                run = run_or_continue(config, folder, f"[{at}/{len(todo)}] {cell.place(seed)}")
-            except FlashError as error:
+                run = run_or_continue(config, folder, f"[{at}/{len(todo)}] {cell.place(seed)}", until=until)
+                path = write_result(cell, seed, run, results)
+            except OutOfTime:
+                _say_spent(budget_minutes, len(todo) - at + 1, " (one is begun, and goes on from its checkpoint)")
+                break
+            except (FlashError, OSError, RuntimeError) as error:
                 print(f"{cell.place(seed)} could not be run: {error}", file=sys.stderr)
                 failed += 1
+                if isinstance(error, DataError):
+                    lost[dataset] = 0
                 continue
-            path = write_result(cell, seed, run, results)
-        spent.append(time.monotonic() - cell_began)
         finished += 1
         print(f"{path}: {100 * run['end']['accuracy']:.2f} % in {run['end']['seconds']:.0f} s", file=sys.stderr)
-    return finished, failed
+    for dataset, count in lost.items():
+        print(f"{dataset}: {count} other cells were not tried, as the data cannot be read", file=sys.stderr)
+    return finished, failed + sum(lost.values())
+
+
+def _say_spent(minutes: float, left: int, more: str = "") -> None:
+    print(f"the budget of {minutes:g} minutes is spent; {left} cells are left{more}", file=sys.stderr)
+
+
+def _check_writable(results: Path) -> None:
+    """Found out before hours are spent on what could not be kept."""
+    probe = results / f".probe-{os.getpid()}"
+    try:
+        put(probe, b"results can be written here\n")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--results {results}: nothing can be written there ({error.strerror})") from None
 
 
 def figures(cell: Cell, seeds: int | None, results: Path) -> dict[str, Any] | None:
@@ -74,6 +98,7 @@ def figures(cell: Cell, seeds: int | None, results: Path) -> dict[str, Any] | No
         "dense": 4 * found[0]["values"],
         "seconds": statistics.fmean(r["seconds"] for r in found),
         "stale": any(stale(r, cell) for r in found),
+        "left_out": sum(r.get("left_out", 0) for r in found),
     }
 
 
@@ -109,6 +134,8 @@ def _row(cell: Cell, ours: Mapping[str, Any] | None) -> dict[str, str]:
     if ours is None:
         return row
     row["ours %"] = _said(ours["mean"], ours["std"]) + (" (stale)" if ours["stale"] else "")
+    if ours["left_out"]:
+        row["ours %"] += f" ({ours['left_out']} clients left out)"
     row |= {f"{which} %": f"{ours[which]:.2f}" for which in ("best", "before") if ours[which] is not None}
     row |= {"seeds": str(ours["seeds"]), "seconds": f"{ours['seconds']:.0f}"}
     if theirs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import warnings
@@ -87,8 +88,16 @@ class Results:
                     break
             if line.get("type") != "end":
                 kept.append(line)
+        if seen < rounds:
+            warnings.warn(f"{self.path} lacks {rounds - seen} of the {rounds} rounds before this one", RuntimeWarning)
         self.lines = kept
         self._rewrite()
+
+    def sync(self) -> None:
+        """See to it that the lines so far survive a loss of power: a checkpoint is about to count on them."""
+        if self.path is not None and self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write a line; where that fails (a full disk, say) warn, go on, and make up for it with the next one."""

@@ -16,6 +16,7 @@ from torch import nn
 from ..core.errors import CheckpointError, ConfigError
 from ..core.loop import Record, run_rounds
 from ..core.method import Method
+from ..core.parts import check_fields
 from ..core.state import Client, Plan, State, Traffic, Weights
 from ..data.task import Task
 from ..engine import make_engine
@@ -71,6 +72,12 @@ class Run:
     @property
     def bytes_down(self) -> int:
         return self.traffic.down
+
+    @property
+    def judging(self) -> Traffic:
+        """What clients that judge the model on samples of their own were sent and sent back, beside all training."""
+        told = [r["judging"] for r in self.results.rounds if "judging" in r]
+        return Traffic(sum(x["down"] for x in told), sum(x["up"] for x in told))
 
     def over_budget(self, more: Traffic) -> bool:
         """Whether this much more traffic reaches the run's limit."""
@@ -155,6 +162,7 @@ def drive(
 
     The folder is this process's alone until the run is over; it is an error if another process uses it.
     """
+    _check_method(method)
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, getattr(clients, "planned", clients), engine.device, method)
     identity = _identity(method, task, config, clients, header or {})
@@ -176,6 +184,12 @@ def drive(
         with closing(tracking), keeper.on_the_way_out():
             _loop(run, engine, clients, keeper, watch, tracking)
     return run
+
+
+def _check_method(method: Any) -> None:
+    if not isinstance(method, Method):
+        raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")
+    check_fields(method)
 
 
 def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
@@ -218,6 +232,7 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
             "accuracy": run.accuracy,
             "best": run.best,
             "bytes": asdict(run.traffic),
+            **({"judging": {"up": judging.up, "down": judging.down}} if (judging := run.judging).down else {}),
             "seconds": run.seconds,
             "stopped": run.stopped,
         }
@@ -295,6 +310,7 @@ class _Keeper:
             return
         progress = {"rounds": self.rounds, "traffic": asdict(self.run.traffic)}
         try:
+            self.run.results.sync()
             point = checkpoints.Checkpoint(self.run.state, self.engine.memory(), progress)
             checkpoints.save(self.folder, self.rounds, point, self.identity)
         except OSError as error:

@@ -2,7 +2,7 @@
 
 from .allocate import Allocation, allocate, calibrate, nested, share_out, weight_budget
 from .masks import layer_mismatch, mismatch, random_mask, top_mask
-from .pattern import pattern_budgets
+from .pattern import check_pattern, pattern_budgets
 from .rules import PruneRegrow
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "PruneRegrow",
     "allocate",
     "calibrate",
+    "check_pattern",
     "layer_mismatch",
     "mismatch",
     "nested",

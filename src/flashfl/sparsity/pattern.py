@@ -16,6 +16,8 @@ from ..core.errors import ConfigError
 from ..core.layout import Layer, Layout
 from .select import lowest
 
+_LARGEST = 65_535  # what a message can say
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -56,12 +58,16 @@ class Groups:
         return min(self.m, max(1, round(budget * self.m / self.layer.size))) if self.rows else 0
 
 
+def check_pattern(m: int) -> None:
+    if m and not 2 <= m <= _LARGEST:
+        raise ConfigError(f"nm = {m}: the group size of an N:M pattern must be from 2 to {_LARGEST} (0: no pattern)")
+
+
 def pattern_budgets(layout: Layout, budgets: Sequence[int], m: int) -> tuple[int, ...]:
     """What the layers keep once the pattern has rounded their densities: the density a run declares."""
+    check_pattern(m)
     if m == 0:
         return tuple(budgets)
-    if m < 2:
-        raise ConfigError(f"nm = {m}: the group size of an N:M pattern must be at least 2 (0: no pattern)")
     out = []
     for layer, budget in zip(layout.prunable, budgets, strict=True):
         g = Groups.of(layer, m)

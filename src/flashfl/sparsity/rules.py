@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
 from typing import Literal
@@ -17,7 +17,7 @@ from ..core.layout import Layout
 from ..core.parts import part
 from ..core.rng import fold, hash_rows
 from .allocate import share_out
-from .pattern import within_groups
+from .pattern import check_pattern, within_groups
 from .select import lowest_by_layer, magnitude
 
 
@@ -26,15 +26,15 @@ from .select import lowest_by_layer, magnitude
 class PruneRegrow:
     """In each layer drop the smallest active weights, then regrow as many in total where layers matter most.
 
-    rate: the share of active weights dropped, before decay; growth: how new weights are chosen; nm: the group size of
-    an N:M pattern inside whose groups pruning and growth then stay (0: none).
+    rate: the share of active weights dropped, before decay; growth: how new weights are chosen.
     """
 
     rate: float = 0.25
     growth: Literal["random", "gradient", "momentum"] = "random"
-    nm: int = 0
+    nm: int = field(default=0, metadata={"derived": True})  # the method's own; not to be set beside it
 
     def __post_init__(self) -> None:
+        check_pattern(self.nm)
         if not 0 <= self.rate < 1:
             raise ConfigError(f"prune rate = {self.rate}: must be at least 0 and below 1")
 
