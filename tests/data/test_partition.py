@@ -98,6 +98,12 @@ def test_alpha_says_how_unlike_clients_are() -> None:
     assert skew(1000.0) < 0.14
 
 
+@pytest.mark.parametrize("alpha", [1e6, 1e300, float("inf")])
+def test_without_end_alike_is_alike(alpha: float) -> None:
+    sizes = [len(part) for part in partition.dirichlet(np.arange(1000) % 10, 4, 1, alpha)]
+    assert max(sizes) - min(sizes) <= 20
+
+
 def test_class_proportions_are_dirichlet() -> None:
     """With far more samples than are taken, a client's counts follow the Dirichlet-multinomial's variance."""
     labels = np.arange(400_000) % 4

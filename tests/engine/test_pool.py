@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, FlashError
-from flashfl.data.examples import Arrays
+from flashfl.data.examples import Arrays, Subset, source
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.pool import Died, InProcess, Pool
@@ -253,7 +255,7 @@ class Faulty(Arrays):
         raise OSError("the disk with these samples is gone")
 
 
-PARENT = os.getpid()
+PARENT, ONCE = os.getpid(), Path()
 
 
 def task_with(odd: type[Arrays]) -> Task:
@@ -267,6 +269,50 @@ def test_a_client_whose_process_is_killed_is_left_out_and_the_run_goes_on() -> N
     assert [line["failures"] for line in run.history] == [{"4": "its process ended with code -9"}] * 3
     assert run.state is not None
     assert run.state.done
+
+
+class DeadlyOnce(Arrays):
+    """Samples that kill the first worker to read them, as a machine short of memory would."""
+
+    def fetch(self, *given: Any) -> Any:
+        if os.getpid() != PARENT and not ONCE.exists():
+            ONCE.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fetch(*given)
+
+
+def test_a_client_whose_process_was_killed_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ONCE", tmp_path / "killed")
+    run = fl.simulate(fl.JMWST(density=0.5, warmup_clients=0), task_with(DeadlyOnce), 3, workers=2, per_round=5)
+    assert [line["failures"] for line in run.history] == [{}] * 3
+    assert (tmp_path / "killed").exists()
+    plain = fl.simulate(fl.JMWST(density=0.5, warmup_clients=0), task_with(Arrays), 3, workers=2, per_round=5)
+    assert (run.checksum, run.traffic) == (plain.checksum, plain.traffic)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_client_that_cannot_judge_is_left_out_of_the_evaluation(workers: int) -> None:
+    def judged(odd: Any) -> fl.Run:
+        data = [blobs(10, (6,), i) for i in range(4)]
+        task = Task(DropoutNet, [*data, odd], holdout=0.5)
+        return fl.simulate(fl.Dense(), task, 1, workers=workers, per_round=4)
+
+    x, y = blobs(10, (6,), 5)
+    with pytest.warns(RuntimeWarning, match="client 4 is left out of evaluations: IndexError"):
+        bad = judged((x, torch.full((10,), 99)))
+    with pytest.warns(RuntimeWarning, match="client 4 is left out of evaluations: its loss or its metric"):
+        nan = judged((x * float("nan"), y))
+    for run in (bad, nan):
+        assert math.isfinite(run.history[-1]["metrics"]["after"]["loss"])
+
+
+def test_where_nobody_can_judge_that_is_said() -> None:
+    x, _ = blobs(10, (6,), 5)
+    task = Task(DropoutNet, [blobs(10, (6,), i) for i in range(3)], holdout=0.5)
+    task.held = [Subset(source((x, torch.full((10,), 99))), torch.arange(5)) for _ in range(3)]
+    warnings.simplefilter("ignore")  # for this test: pytest puts filters back
+    with pytest.raises(FlashError, match="no client could judge the model"):
+        fl.simulate(fl.Dense(), task, 1, workers=1, per_round=3)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

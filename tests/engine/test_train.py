@@ -327,6 +327,56 @@ def test_gathered_statistics_are_the_plain_mean_over_batches(pretrained: bool) -
     assert [m.momentum for m in trainer.norms] == [0.1, 0.1]
 
 
+class Instances(nn.Module):
+    prunable = "first.weight"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)).relu().mean((2, 3)))
+        return out
+
+
+def test_other_norms_that_keep_statistics_are_gathered_too() -> None:
+    data = blobs(10, (1, 5, 5), 3)
+    task = Task(Instances, [data], data)
+    order = ordered(task, report="statistics", batch=4)
+    update = Trainer(task).train(order, 0, task.train[0])
+    assert update.weights is not None
+    module = task.build()
+    task.layout.write(order.weights.vector, module)
+    with torch.no_grad():
+        spread = [module.first(data[0][i : i + 4]).var((2, 3)).mean(0) for i in (0, 4, 8)]
+    found = task.layout.views(update.weights.vector)["norm.running_var"]
+    assert found.tolist() == pytest.approx(torch.stack(spread).mean(0).tolist(), rel=1e-4)
+
+
+class FrozenNorm(nn.Module):
+    prunable = "first.weight"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)).relu().mean((2, 3)))
+        return out
+
+
+def test_norms_that_do_not_train_keep_their_statistics() -> None:
+    data = blobs(10, (1, 5, 5), 3)
+    run = fl.simulate(fl.Dense(), Task(FrozenNorm, [data, data], data), 2, per_round=2, workers=1, static_bn=True)
+    assert run.model().state_dict()["norm.running_var"].tolist() == [1.0] * 4
+
+
 class NormAndDropout(nn.Module):
     prunable = "first.weight"
 

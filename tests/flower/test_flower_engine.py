@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
@@ -82,6 +85,33 @@ def test_clients_judge_where_the_server_has_no_samples() -> None:
     assert_equal(here, there)
     assert there.accuracy == pytest.approx(here.accuracy)
     assert any(kind == "evaluate" for _, kind in grid.pushed)
+    # What judging took is told beside the bytes of training, which are those of the simulation.
+    assert there.traffic == here.traffic
+    assert [bool(line.get("judging")) for line in there.history] == [bool(line["metrics"]) for line in there.history]
+    assert there.results.lines[-1]["judging"] == there.bytes_judging > 0
+    assert "judging" not in here.results.lines[-1]
+
+
+def test_who_joins_with_other_data_late_is_believed() -> None:
+    """Clients that have converged hardly move; one with a class nobody had moves a hundred times as far."""
+    torch.manual_seed(0)
+    centers = 3 * torch.randn(4, 6)
+
+    def data(classes: list[int], n: int = 40) -> Any:
+        y = torch.tensor(classes).repeat(n)[:n]
+        return centers[y] + 0.3 * torch.randn(n, 6), y
+
+    net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    parts = [*(data([0, 1, 2]) for _ in range(4)), data([3])]
+    grid = federation(Task(net, parts[:4], data([0, 1, 2, 3])))
+
+    def joins(s: Any, line: Any) -> None:
+        if line["round"] == 12:
+            grid.join(7, client_app(Task(net, [parts[4]], holdout=0)), {"client-id": 4})
+
+    server = server_task(net, data([0, 1, 2, 3], 80))
+    run = train(fl.Dense(), server, grid, rounds=24, per_round=4, watch=joins, options=replace(PATIENT, clients=4))
+    assert not any(line["failures"] for line in run.history)
 
 
 def test_a_task_of_one_client_is_the_nodes_own() -> None:

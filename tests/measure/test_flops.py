@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import flashfl as fl
 from flashfl.core.layout import Layout
 from flashfl.core.state import Local
 from flashfl.data.task import Task
 from flashfl.measure.flops import Cost, layer_costs, order_flops, sample_flops, samples_of, task_costs
 from flashfl.models import build_model
 from flashfl.sparsity import PruneRegrow
+from tests.conftest import blobs
 
 
 def net() -> nn.Module:
@@ -83,6 +85,19 @@ def test_growth_by_score_needs_the_whole_gradient_and_random_growth_does_not() -
     assert order_flops(layout, costs, Local(adapt=PruneRegrow(growth="gradient")), 10, d) > 1.5 * frozen
     only_forward = order_flops(layout, costs, Local(report="statistics"), 10, [1.0, 1.0])
     assert only_forward == 10 * (576 + 576 + 96)
+
+
+def test_clients_of_several_densities_are_counted_each_by_its_own() -> None:
+    clients = [blobs(90, (1, 4, 4), 1), blobs(10, (1, 4, 4), 2)]
+    task = Task(net, clients, blobs(9, (1, 4, 4), 3), prunable="conv", densities=[0.2, 0.8])
+    method = fl.METHODS["hetero-spdst"](densities=(0.2, 0.8), shares=(0.5, 0.5), warmup_clients=0)
+    run = fl.simulate(method, task, 1, per_round=2, workers=1)
+    costs, layout = layer_costs(net(), task.layout, (torch.zeros(1, 1, 4, 4),)), task.layout
+    expected = 0.0
+    for view, n in (("density 0.2", 90), ("after", 10)):
+        mask = method.view(run.state, view).mask
+        expected += order_flops(layout, costs, Local(), n, mask.layer_densities)
+    assert run.history[0]["flops"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_samples_of_an_order() -> None:

@@ -210,6 +210,15 @@ def some(*accuracies: float) -> list[dict[str, Any]]:
     return [{"rounds": rounds, "end": {**end, "accuracy": a / 100, "best": a / 100}} for a in accuracies]
 
 
+def test_runs_that_end_early_are_summed_up(tmp_path: Path) -> None:
+    def small(name: str, seed: int) -> RunConfig:
+        asked = {**TINY, "method": name, "max_bytes": "1"} | ({"warmup_clients": "1"} if name == "spdst" else {})
+        return replace_seed(make_config({}, asked), seed)
+
+    runs = compare(small, ["spdst", "pdst"], [0, 1], tmp_path, quiet=True)
+    assert [row[0] for row in rows(runs)] == ["spdst", "pdst"]
+
+
 def test_one_seed_has_no_spread() -> None:
     assert [row[1] for row in rows({"pdst": some(7.81), "nst": some(7, 8, 9)})] == ["7.81", "8.00 ± 1.00"]
 

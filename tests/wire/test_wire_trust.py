@@ -94,3 +94,10 @@ def test_cohort() -> None:
     assert check_cohort(norms, Trust(factor=0)) == {}
     assert check_cohort({1: 1.0, 2: 100.0}) == {}
     assert check_cohort({1: 0.0, 2: 0.0, 3: 5.0}) == {}
+
+
+def test_a_cohort_that_has_converged_does_not_shut_out_who_brings_new_data() -> None:
+    paces = {1: 1e-4, 2: 1e-4, 3: 1e-4, 4: 0.08}
+    assert list(check_cohort(paces)) == [4]
+    assert check_cohort(paces, length=10.0) == {}
+    assert list(check_cohort({**paces, 4: 0.2}, length=10.0)) == [4]

@@ -67,7 +67,7 @@ def run_rounds(
             state, lost = state.again(), lost + outcome.traffic
             continue
         trained = time.perf_counter()
-        after, traffic, lost = method.aggregate(state, outcome.sums), lost + outcome.traffic, Traffic()
+        after, traffic, lost = _aggregate(method, state, outcome), lost + outcome.traffic, Traffic()
         last, failures = after.done or enough(traffic), dict(outcome.failures)
         if last and not after.plan.local.statistics:
             after, gathered = gather_statistics(method, after, clients, engine)
@@ -114,6 +114,17 @@ def _reasons(outcome: Outcome) -> str:
 
 def _due(state: State, every: int) -> bool:
     return state.stage == 2 and state.round > 0 and state.round % every == 0
+
+
+def _aggregate(method: Method, s: State, outcome: Outcome) -> State:
+    """The next state. With static BatchNorm nobody reports statistics, so the server's stay what the model brought."""
+    after = method.aggregate(s, outcome.sums)
+    if s.plan.local.statistics or after.stage != s.stage:
+        return after
+    own = s.weights.statistics
+    return replace(
+        after, weights=after.weights.with_statistics(own), before=after.before and after.before.with_statistics(own)
+    )
 
 
 def _judge(method: Method, state: State, engine: Engine, last: bool) -> dict[str, dict[str, float]]:

@@ -33,6 +33,9 @@ class Trainer:
         self.task, self.layout, self.device = task, task.layout, torch.device(device)
         self.module = task.build().to(device)
         self.vector = torch.zeros(self.layout.size, device=device)
+        own = self.module.state_dict()
+        brought = [own[layer.name].flatten().float() for layer in self.layout.of_kind("statistic")]
+        self._statistics = torch.cat(brought) if brought else self.vector[:0]
         self.grad = torch.zeros(self.layout.trained_size, device=device)
         self.norms = [m for m in self.module.modules() if isinstance(m, _NORMS)]
         self._bind()
@@ -71,6 +74,8 @@ class Trainer:
         start = order.weights.restrict(mask).vector
         self.load(start)
         statistics = start[self.layout.trained_size :].clone()
+        if not local.statistics:  # they have not travelled, and a norm that is frozen uses what the model brought
+            self.vector[self.layout.trained_size :] = self._statistics
         del start, order  # as large as the model, and no longer needed
         seed = fold(key, "torch") >> 1
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
@@ -194,9 +199,11 @@ class Trainer:
 
     def judging(self, statistics: bool) -> None:
         """Set the module to be judged: without statistics BatchNorm takes each batch's own, and nothing else trains."""
+        self.module.train()
+        frozen = {m for m in self.norms if not m.training}
         self.module.eval()
         for m in self.norms:
-            m.train(not statistics)
+            m.train(not statistics and m not in frozen)
 
 
 class Stepper:

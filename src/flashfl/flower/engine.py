@@ -13,7 +13,7 @@ import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from ..core.state import Client, Local, Order, Outcome, State, Tag, Traffic, Weights
+from ..core.state import Client, Local, Order, Outcome, State, Tag, Weights
 from ..data.task import Task, accuracy
 from ..engine.memories import Memories
 from ..engine.server import ServerSide
@@ -48,7 +48,7 @@ class FlowerEngine:
         self.task, self.grid, self.roster, self.options = task, grid, roster, options or FlowerOptions()
         self.server = ServerSide(task.layout, values, Trust(factor=self.options.trust), self.options.clip)
         self.memories = Memories(MaskStore(task.layout, folder))
-        self.judging = Traffic()  # of evaluation on clients; a run's own traffic is that of its training
+        self.judging = 0  # bytes sent for evaluation on clients; a run's own traffic is that of its training
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
         self._late: dict[str, str] = {}  # messages whose answer is no longer waited for
@@ -121,7 +121,7 @@ class FlowerEngine:
         self._push(jury.post(client) for client in self.roster if self.roster.entries[client.id].held)
         self._exchange(lambda: jury.waiting, jury.take)
         verdict = jury.verdict()
-        self.judging += jury.traffic
+        self.judging += jury.traffic.down
         return verdict
 
     def mark(self) -> None:

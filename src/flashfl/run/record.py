@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.loop import Engine
-from ..core.state import Client, Local, Mask, Order, Outcome, State, Traffic, Weights
+from ..core.state import Client, Local, Mask, Order, Outcome, State, Weights
 from ..data.task import Task
 from ..measure.comms import dense_bytes, paper_bytes
 from ..measure.flops import Cost, order_flops, task_costs
@@ -47,7 +47,7 @@ class Recorder:
         self._flops = self._seconds = 0.0
         self._paper = {"up": 0.0, "down": 0.0, "dense": 0.0}
         self._cohort: list[float] = []
-        self._judging = Traffic()
+        self._judging = 0
 
     def begin(self, state: State) -> None:
         """The state a run starts or goes on from."""
@@ -81,9 +81,9 @@ class Recorder:
             self._cohort = [round(d, 6) for d in sums.layer_densities]
         self._seconds += time.perf_counter() - began
 
-    def judged(self, before: Traffic, after: Traffic) -> None:
-        """A model has been judged, perhaps by clients to whom it had to travel."""
-        self._judging += Traffic(after.down - before.down, after.up - before.up)
+    def judged(self, sent: int) -> None:
+        """A model has been judged, perhaps by clients to whom it had to travel in so many bytes."""
+        self._judging += sent
 
     def _known(self, mask: Mask) -> tuple[int, ...]:
         """A mask's layer counts, without waiting for a GPU where they have been read before."""
@@ -112,8 +112,8 @@ class Recorder:
             seen["cohort_densities"] = self._cohort
         if name := self._snapshot(state):
             seen["snapshot"] = name
-        if self._judging.up or self._judging.down:
-            seen["judging"] = {"up": self._judging.up, "down": self._judging.down}
+        if self._judging:
+            seen["judging"] = self._judging
         spent = self._seconds + time.perf_counter() - began
         self._clear()
         return {**line, **seen, "seconds": {**line["seconds"], "record": round(spent, 4)}}
@@ -181,7 +181,7 @@ class _Tapped:
         self._engine.undo()
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
-        before = getattr(self._engine, "judging", Traffic())
+        before = getattr(self._engine, "judging", 0)
         found = self._engine.evaluate(weights, statistics)
-        self._recorder.judged(before, getattr(self._engine, "judging", Traffic()))
+        self._recorder.judged(getattr(self._engine, "judging", 0) - before)
         return found

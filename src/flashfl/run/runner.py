@@ -74,10 +74,9 @@ class Run:
         return self.traffic.down
 
     @property
-    def judging(self) -> Traffic:
-        """What clients that judge the model on samples of their own were sent and sent back, beside all training."""
-        told = [r["judging"] for r in self.results.rounds if "judging" in r]
-        return Traffic(sum(x["down"] for x in told), sum(x["up"] for x in told))
+    def bytes_judging(self) -> int:
+        """What was sent, beside all training, to clients that judge the model on samples of their own."""
+        return sum(line.get("judging", 0) for line in self.results.rounds)
 
     def over_budget(self, more: Traffic) -> bool:
         """Whether this much more traffic reaches the run's limit."""
@@ -232,7 +231,7 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
             "accuracy": run.accuracy,
             "best": run.best,
             "bytes": asdict(run.traffic),
-            **({"judging": {"up": judging.up, "down": judging.down}} if (judging := run.judging).down else {}),
+            **({"judging": run.bytes_judging} if run.bytes_judging else {}),
             "seconds": run.seconds,
             "stopped": run.stopped,
         }
