@@ -22,7 +22,7 @@ from flashfl.core.loop import run_rounds
 from flashfl.core.state import Outcome, Sums, Traffic
 from flashfl.data.task import Task
 from flashfl.run.config import TrainConfig, make_config, plan_of
-from flashfl.run.export import export_run
+from flashfl.run.export import export_run, masks_beside
 from flashfl.run.results import read_run
 from tests.conftest import DropoutNet, blobs, make_task
 
@@ -204,6 +204,8 @@ def test_saved_results_and_model(tmp_path: Path) -> None:
 
 def check_export(path: Path, run: fl.Run) -> None:
     layout = run.weights.layout
+    masks = load_file(masks_beside(path))
+    assert set(masks) == {layer.name for layer in layout.prunable}
     with safe_open(path, "pt") as file:
         names = set(file.keys())
         about = json.loads(file.metadata()["flashfl"])
@@ -213,12 +215,12 @@ def check_export(path: Path, run: fl.Run) -> None:
             values = file.get_tensor(layer.name)
             assert torch.equal(values, layout.views(run.weights.vector)[layer.name])
             if layer.kind == "prunable":
-                mask = file.get_tensor(f"{layer.name}.mask")
+                mask = masks[layer.name]
                 assert mask.dtype == torch.bool
                 bits = run.weights.mask.bits[layer.start : layer.stop].view(layer.shape)
                 assert torch.equal(mask, bits)
                 assert not values[~mask].any()
-    assert names == {*run.task.build().state_dict(), *(f"{x.name}.mask" for x in layout.prunable)}
+    assert names == set(run.task.build().state_dict())
 
 
 @pytest.mark.parametrize("name", ["spdst", "nst", "hetero-jmwst"])
@@ -237,7 +239,7 @@ def test_a_run_in_a_folder_can_be_exported(name: str, tmp_path: Path) -> None:
         part = export_run(tmp_path, view="density 0.1")
         assert part.name == "model-density-0.1.safetensors"
         found, module = load_file(part), run.model("density 0.1").state_dict()
-        assert all(torch.equal(value, module[n]) for n, value in found.items() if not n.endswith(".mask"))
+        assert all(torch.equal(value, module[n]) for n, value in found.items())
         assert any(not torch.equal(value, run.model().state_dict()[n]) for n, value in module.items())
 
 
