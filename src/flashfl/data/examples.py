@@ -110,7 +110,7 @@ def source(data: Any) -> Source:
     if isinstance(data, Sequence) and 2 <= len(data) <= 16 and all(hasattr(x, "shape") for x in data):
         *inputs, target = (_single(torch.as_tensor(x)) for x in data)
         return Arrays(tuple(inputs), target)
-    mixed = isinstance(data, Sequence) and any(hasattr(x, "shape") for x in data[:16])
+    mixed = isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16])
     if mixed or isinstance(data, Mapping):
         raise DataError(f"samples must be a tuple (inputs, ..., targets), {_ASKED}")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):

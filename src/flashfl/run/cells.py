@@ -215,11 +215,12 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
     end, rounds = run["end"], run["rounds"]
     judged = [r for r in rounds if r["metrics"]]
     config = run["header"]["config"]
-    begun = (run["header"].get("code") or {}).get(PACKAGE.name)
+    source = digest(PACKAGE)
+    begun = (run["header"].get("code") or {}).get(PACKAGE.name, source)
     record = {
         "recipe": recipe_of(cell.method["name"]),
         "command": command_of(config),
-        "commit": commit() + ("" if begun == digest(PACKAGE) else f", begun by source {begun}"),
+        "commit": commit() + ("" if begun == source else f", begun by source {begun}"),
         "seed": seed,
         "machine": machine(),
         "versions": versions(),

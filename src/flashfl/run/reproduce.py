@@ -61,7 +61,8 @@ def reproduce(
         finished += 1
         print(f"{path}: {100 * run['end']['accuracy']:.2f} % in {run['end']['seconds']:.0f} s", file=sys.stderr)
     for dataset, count in lost.items():
-        print(f"{dataset}: {count} other cells were not tried, as the data cannot be read", file=sys.stderr)
+        if count:
+            print(f"{dataset}: {count} other cells were not tried, as the data cannot be read", file=sys.stderr)
     return finished, failed + sum(lost.values())
 
 
