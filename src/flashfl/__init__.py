@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .core.method import Method
     from .core.state import Client, Local, Mask, Order, Plan, State, Sums, Update, Weights
     from .data import tasks
-    from .data.task import Task
+    from .data.task import Task, accuracy
     from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, HeteroJMWST, HeteroSPDST
     from .run.runner import Run, simulate
     from .sparsity import PruneRegrow, mismatch
@@ -33,7 +33,7 @@ _HOMES = {
         "Weights",
     ),
     ".data.tasks": ("tasks",),
-    ".data.task": ("Task",),
+    ".data.task": ("Task", "accuracy"),
     ".methods": (
         "JMWST",
         "METHODS",
@@ -77,6 +77,7 @@ __all__ = [
     "Task",
     "Update",
     "Weights",
+    "accuracy",
     "mismatch",
     "simulate",
     "tasks",

@@ -16,7 +16,11 @@ import flashfl as fl
 from flashfl.core.state import Local, Mask, Order, Recipe, Update, Weights
 from flashfl.data.examples import Subset
 from flashfl.data.task import Task
+from flashfl.engine.cpu import CPUEngine
+from flashfl.engine.cuda import LaneEngine
 from flashfl.engine.train import ClientFailed, Trainer, remember
+from flashfl.run.config import TrainConfig
+from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask
 from tests.conftest import DropoutNet, NormNet, blobs, make_task
 
@@ -295,14 +299,36 @@ class Counting(nn.Module):
 def test_buffers_outside_the_layout_start_anew_for_every_client() -> None:
     task = Task(Counting, [blobs(8, (2,), i) for i in range(2)], blobs(9, (2,), 2))
     trainer = Trainer(task)
-    with pytest.warns(RuntimeWarning, match="training changes the buffers calls, which do not travel"):
-        weights = trainer.train(ordered(task, batch=4), 0, task.train[0]).weights
+    weights = trainer.train(ordered(task, batch=4), 0, task.train[0]).weights
     assert weights is not None
     first = weights.vector.clone()
     trainer.train(ordered(task, batch=2), 1, task.train[1])
     again = trainer.train(ordered(task, batch=4), 0, task.train[0])
     assert again.weights is not None
     assert torch.equal(first, again.weights.vector)
+
+
+class Table(nn.Module):
+    """A buffer that nobody changes, with a number in it that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 4), nn.Linear(4, 3)
+        self.register_buffer("table", torch.tensor([1.0, float("nan")]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x))
+        return out
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_buffers_that_change_and_do_not_travel_are_told_of(workers: int) -> None:
+    data = [blobs(8, (2,), i) for i in range(2)]
+    with pytest.warns(RuntimeWarning, match="training changes the buffers calls, which do not travel") as told:
+        run = fl.simulate(fl.Dense(), Task(Counting, data, data[0]), 1, per_round=2, workers=workers)
+    assert len(told) == 1
+    assert not run.history[0]["failures"]
+    fl.simulate(fl.Dense(), Task(Table, data, data[0]), 1, per_round=2, workers=workers)
 
 
 @pytest.mark.parametrize("pretrained", [False, True])
@@ -371,10 +397,37 @@ class FrozenNorm(nn.Module):
         return out
 
 
-def test_norms_that_do_not_train_keep_their_statistics() -> None:
-    data = blobs(10, (1, 5, 5), 3)
-    run = fl.simulate(fl.Dense(), Task(FrozenNorm, [data, data], data), 2, per_round=2, workers=1, static_bn=True)
-    assert run.model().state_dict()["norm.running_var"].tolist() == [1.0] * 4
+@pytest.mark.parametrize("lanes", [False, True])
+def test_norms_that_do_not_train_keep_their_statistics(lanes: bool) -> None:
+    """Whether statistics travel or not makes no difference then, to training or to judging."""
+    data, module = blobs(10, (1, 5, 5), 3), FrozenNorm()
+    assert module.norm.running_mean is not None
+    assert module.norm.running_var is not None
+    module.norm.running_mean.fill_(0.3)
+    module.norm.running_var.fill_(2.0)
+
+    def trained(static: bool) -> fl.Run:
+        task = Task(module, [data, data], data)
+        engine: Any = LaneEngine(task, "cpu") if lanes else CPUEngine(task, workers=1)
+        config = TrainConfig(rounds=3, per_round=2, workers=1, static_bn=static, eval_every=1)
+        try:
+            return drive(fl.Dense(), task, config, engine, task.clients)
+        finally:
+            engine.close()
+
+    static, plain = trained(True), trained(False)
+    assert static.checksum == plain.checksum
+    assert static.model().state_dict()["norm.running_var"].tolist() == [2.0] * 4
+    assert [x["metrics"] for x in static.history] == [x["metrics"] for x in plain.history]
+    assert [x["loss"] for x in static.history] == [x["loss"] for x in plain.history]
+    # Where a model travels to be judged, its statistics do not.
+    task = Task(module, [data, data], data)
+    given = Weights(Mask.full(task.layout), plain.weights.vector.clone())
+    bare = given.with_statistics(torch.zeros_like(given.statistics))
+    found = [
+        Trainer(task).evaluate(w, task.judges[0], torch.arange(9), own) for w, own in ((bare, False), (given, True))
+    ]
+    assert found[0] == found[1]
 
 
 class NormAndDropout(nn.Module):

@@ -237,20 +237,6 @@ def test_another_run_reads_its_data_anew() -> None:
     assert made == [7, 7, 8, 8]
 
 
-def test_many_nodes_of_a_process_read_their_data_once() -> None:
-    made: list[int] = []
-
-    def mine(context: Any) -> Task:
-        made.append(int(context.node_config["partition-id"]))
-        return Task(make_task("norm")._model, [blobs(11, (1, 5, 5), 100 + made[-1])], holdout=0)
-
-    grid = InProcessGrid({})
-    for i in range(20):
-        grid.join(50 + i, client_app(mine), {"partition-id": i})
-    train(small("dense"), server_task(make_task("norm")._model, blobs(30, (1, 5, 5), 7)), grid, rounds=3, per_round=20)
-    assert sorted(made) == list(range(20))
-
-
 def test_the_apps_task_is_of_its_run() -> None:
     from flwr.app import Context, RecordDict
 
@@ -268,6 +254,15 @@ def test_servers_keep_every_round_unless_told_otherwise(tmp_path: Path) -> None:
         assert read_config({"config": str(path)}).run.train.checkpoint_every == every
 
 
+def test_clients_may_judge_by_a_measure_the_server_does_not_know() -> None:
+    def large(output: Any, target: Any) -> float:
+        return 700.0
+
+    task = Task(make_task("norm")._model, [blobs(12, (1, 5, 5), i) for i in range(3)], metric=large)
+    run = train(fl.Dense(), server_task(task._model, example=blobs(1, (1, 5, 5), 0)[0]), federation(task), per_round=3)
+    assert run.accuracy == 700.0
+
+
 @pytest.mark.parametrize("said_of", [{"loss": 1.7e308}, {"metric": 1e29}, {"metric": -1.0}])
 def test_a_verdict_beyond_measure_is_left_out(said_of: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
     task = Task(make_task("norm")._model, [blobs(12 + i, (1, 5, 5), i) for i in range(3)], name="held")
@@ -277,7 +272,7 @@ def test_a_verdict_beyond_measure_is_left_out(said_of: dict[str, float], caplog:
         reply.content = records.fields("judged", {**said, **said_of})
         return [reply]
 
-    server = server_task(task._model, example=blobs(1, (1, 5, 5), 0)[0])
+    server = server_task(task._model, example=blobs(1, (1, 5, 5), 0)[0], metric=fl.accuracy)
     run = train(fl.Dense(), server, federation(task, only(node_of(1), "evaluate", lie)), per_round=3)
     assert all(
         found["loss"] < 1e6 and 0 <= found["metric"] <= 1 for line in run.history for found in line["metrics"].values()

@@ -17,6 +17,7 @@ import pytest
 from flashfl.cli import _config, _parser, _settings_apart, main
 from flashfl.core.errors import ConfigError
 from flashfl.engine.train import ClientFailed, Trainer
+from flashfl.methods import SPDST
 from flashfl.run import cells as cells_module
 from flashfl.run import compare as comparing
 from flashfl.run.cells import Cell, chosen, command_of, load_table, pending, result_of, stale, tables
@@ -310,8 +311,29 @@ def test_a_budget_ends_in_the_middle_of_a_cell_which_goes_on_from_there(tmp_path
     assert reproduce([cell], 1, results, runs, 5, {"device": "cpu", "data_root": str(tmp_path)}) == (1, 0)
     assert "starting anew" not in capsys.readouterr().err
     [there, asked] = (json.loads((at / f"{cell.place(0)}.json").read_text()) for at in (results, whole))
-    for name in ("checksum", "curve", "bytes", "rounds"):
+    for name in ("checksum", "curve", "bytes", "rounds", "commit"):
         assert there[name] == asked[name]
+
+
+def test_settings_of_the_machine_are_not_the_cells(tmp_path: Path) -> None:
+    cell, results = small_cell(), tmp_path / "results"
+    asked = {"device": "cpu", "data_root": str(tmp_path), "checkpoint_every": 1, "threads": 1}
+    assert reproduce([cell], 1, results, tmp_path / "runs", 5, asked) == (1, 0)
+    assert reproduce([cell], 1, results, tmp_path / "runs", 5, {}) == (0, 0)
+
+
+def test_a_cell_that_other_code_began_says_so(tmp_path: Path) -> None:
+    cell, results, runs = small_cell({**LONG, "rounds": 6}), tmp_path / "results", tmp_path / "runs"
+    with pytest.MonkeyPatch.context() as patch:
+        stopped_at(patch, 4)
+        assert reproduce([cell], 1, results, runs, 5, {}) == (0, 0)
+    record = runs / f"recipe{cells_module.RECIPE}" / cell.place(0) / "results.jsonl"
+    first, *rest = record.read_text().splitlines(keepends=True)
+    header = json.loads(first)
+    header["code"]["flashfl"] = "0123abc"
+    record.write_text(json.dumps(header) + "\n" + "".join(rest))
+    assert reproduce([cell], 1, results, runs, 5, {}) == (1, 0)
+    assert json.loads((results / f"{cell.place(0)}.json").read_text())["commit"].endswith(", begun by source 0123abc")
 
 
 @pytest.mark.parametrize("damage", ["cut", "line", "empty", "gone"])
@@ -374,18 +396,25 @@ def test_a_missing_data_set_is_said_once(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_an_error_that_is_nobodys_names_its_cell_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
-    real = Trainer.train
+    real, cells = SPDST.aggregate, [small_cell({**SMALL, "lr": 0.7}), small_cell()]
 
-    def breaks(self: Trainer, order: Any, *given: Any) -> Any:
-        if order.tag[1] == 0 and order.local.lr == 0.7:
-            raise RuntimeError("the device is lost")
-        return real(self, order, *given)
+    def breaking(error: type[Exception]) -> Any:
+        def breaks(self: SPDST, s: Any, sums: Any) -> Any:
+            if s.plan.local.lr == 0.7:
+                raise error("the device is lost")
+            return real(self, s, sums)
+
+        return breaks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train", breaks)
-        cells = [small_cell({**SMALL, "lr": 0.7}), small_cell()]
-        assert reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 5, {})[0] == 1
-    assert "could not be run" in capsys.readouterr().err
+        patch.setattr(SPDST, "aggregate", breaking(NotImplementedError))
+        with pytest.raises(NotImplementedError):  # a fault of the code
+            reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 5, {})
+        patch.setattr(SPDST, "aggregate", breaking(RuntimeError))
+        assert reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (1, 1)
+    said = capsys.readouterr().err
+    assert "could not be run: RuntimeError: the device is lost" in said
+    assert "Traceback" in said
 
 
 def test_no_budget_no_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from wire_support import changed, mask_of, order, small_layout, update
 
 from flashfl.core.state import Local, Weights
 from flashfl.wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
-from flashfl.wire.trust import Trust, change_norm, check_cohort, check_update
+from flashfl.wire.trust import Trust, change_norm, check_cohort, check_update, length
 
 LAYOUT = small_layout((400, 800))
 MASK = mask_of(LAYOUT, [0.2, 0.1], 1)
@@ -99,5 +99,12 @@ def test_cohort() -> None:
 def test_a_cohort_that_has_converged_does_not_shut_out_who_brings_new_data() -> None:
     paces = {1: 1e-4, 2: 1e-4, 3: 1e-4, 4: 0.08}
     assert list(check_cohort(paces)) == [4]
-    assert check_cohort(paces, length=10.0) == {}
-    assert list(check_cohort({**paces, 4: 0.2}, length=10.0)) == [4]
+    assert check_cohort(paces, reach={4: 0.1}) == {}
+    assert list(check_cohort(paces, reach={4: 0.5})) == [4], "it would replace the model"
+    assert check_cohort({1: 0.0, 2: 0.0, 3: 5.0}, reach={3: 9.0}) == {}, "nobody else has moved at all"
+    assert list(check_cohort({**paces, 5: float("inf")}, reach={4: 0.1, 5: 0.1})) == [5]
+
+
+def test_the_length_of_an_order() -> None:
+    weights = ORDER.weights().vector[: LAYOUT.trained_size]
+    assert np.isclose(length(ORDER), float(weights.double().norm()))

@@ -85,6 +85,8 @@ def check_fields(value: Any) -> None:
         return
     for f in dataclasses.fields(value):
         hint, found = hints[f.name], getattr(value, f.name)
+        if _at_default(value, f):
+            continue
         if get_origin(hint) is typing.Literal:
             coerce(found, hint, f.name)
         elif hint in _PLAIN and (not isinstance(found, _PLAIN[hint]) or (hint is not bool and isinstance(found, bool))):

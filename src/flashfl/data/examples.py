@@ -111,7 +111,7 @@ def source(data: Any) -> Source:
         *inputs, target = (_single(torch.as_tensor(x)) for x in data)
         return Arrays(tuple(inputs), target)
     mixed = isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16])
-    if mixed or isinstance(data, Mapping):
+    if mixed or (isinstance(data, Mapping) and 0 not in data):
         raise DataError(f"samples must be a tuple (inputs, ..., targets), {_ASKED}")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return Lazy(data)

@@ -62,6 +62,7 @@ class Task:
         if densities is not None and len(densities) != len(sources):
             raise ConfigError(f"{len(densities)} densities for {len(sources)} clients")
         self.name, self.loss, self.metric, self.densities = name, loss, metric, densities
+        self.metric_known = True  # False: a server that leaves judging to its clients does not know theirs
         self.info: dict[str, Any] = {}  # what a report may say about it, as plain JSON data
         self._model, self._prunable, self._fixed = model, prunable, fixed
         self.test = None if test is None else source(test)

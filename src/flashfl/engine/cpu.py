@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import pickle
 import warnings
@@ -160,27 +159,17 @@ class CPUEngine:
         return self._verdict([job[0] for job in jobs], results)
 
     def _verdict(self, judges: Sequence[int], results: Sequence[Any]) -> dict[str, float]:
-        """Means over what was judged.
-
-        A client that cannot judge is left out, and so is one whose verdict is not finite where others' are: that is its
-        samples' fault and not the model's.
-        """
-        found: dict[int, list[Any]] = {}
-        for which, result in zip(judges, results, strict=True):
-            found.setdefault(which, []).append(result)
-        why = {which: next((str(r) for r in rs if isinstance(r, ClientFailed)), "") for which, rs in found.items()}
-        odd = {w for w, rs in found.items() if not why[w] and not all(map(math.isfinite, itertools.chain(*rs)))}
-        if len(odd) < list(why.values()).count(""):
-            why |= dict.fromkeys(odd, "its loss or its metric is not finite")
-        good = [which for which in found if not why[which]]
-        for which in sorted(set(found) - set(good)):
+        """Means over what was judged; a client whose samples cannot be judged is left out. A loss that is not finite
+        stays: it is the model's."""
+        why = {which: str(r) for which, r in zip(judges, results, strict=True) if isinstance(r, ClientFailed)}
+        good = [r for which, r in zip(judges, results, strict=True) if which not in why]
+        for which, reason in sorted(why.items()):
             client = self.task.holders[which]
-            warnings.warn(f"client {client} is left out of evaluations: {why[which]}", RuntimeWarning)
+            warnings.warn(f"client {client} is left out of evaluations: {reason}", RuntimeWarning)
         if not good:
             raise FlashError(f"evaluation failed: no client could judge the model ({next(iter(why.values()))})")
-        n = sum(len(self.task.judges[which]) for which in good)
-        totals = [sum(r[i] for which in good for r in found[which]) / n for i in (0, 1)]
-        return {"loss": totals[0], "metric": totals[1]}
+        n = sum(len(data) for which, data in enumerate(self.task.judges) if which not in why)
+        return {"loss": sum(r[0] for r in good) / n, "metric": sum(r[1] for r in good) / n}
 
     def mark(self) -> None:
         """A round is over: `memory` speaks of this moment until the next mark."""

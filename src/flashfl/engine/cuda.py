@@ -162,8 +162,6 @@ class LaneEngine:
         self.stack.load(starts, masks, rows)
         crew.begin(local, seats)
         self._work(local, seats, crew)
-        for lane in getattr(crew, "lanes", ())[:1]:
-            self.trainer.tell_of_buffers(lane.module)
         values = self.stack.read(rows)
         if not local.statistics:
             values[:, self.layout.trained_size :] = starts[:, self.layout.trained_size :]

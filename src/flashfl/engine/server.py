@@ -93,7 +93,8 @@ class Inbox:
         self.spool = Spool(folder=folder)
         self.norms: dict[int, float] = {}
         self.paces: dict[int, float] = {}  # the change a step: a client with more data goes further
-        self.length = 0.0  # of the longest weights that were sent
+        self.reach: dict[int, float] = {}  # the whole change as a share of the weights' length
+        self._length: tuple[Tensor | None, float] = (None, 0.0)  # of the weights last looked at: most get the same
         self.seen: dict[int, Seen] = {}
         self.failures: dict[int, str] = {}
         self.traffic = Traffic()
@@ -123,7 +124,8 @@ class Inbox:
             self.norms[client] = change_norm(update, order)
             local = order.local or Local()
             self.paces[client] = self.norms[client] / (local.epochs * local.batches(update.n))
-            self.length = max(self.length, length(order))
+            if self.server.trust.factor > 0:
+                self.reach[client] = self.norms[client] / max(self._length_of(order), 1e-30)
         if self.server.trust.factor > 0 and (after := activations(update)):
             self.seen[client] = Seen(update.n, activations(order), after)
         self.spool.put(client, data)
@@ -134,10 +136,15 @@ class Inbox:
         tail = order.values[-self.server._tail :] if order.values is not None and self.server._tail else None
         self._orders[client] = replace(order, values=tail)
 
+    def _length_of(self, order: Message) -> float:
+        if self._length[0] is None or self._length[0] is not order.values:
+            self._length = (order.values, length(order))
+        return self._length[1]
+
     def updates(self) -> Iterator[Update]:
         """The good updates in ascending client id; each is accepted as it is handed on."""
         trust = self.server.trust
-        odd = check_statistics(self.seen, trust) | check_cohort(self.paces, trust, self.length)
+        odd = check_statistics(self.seen, trust) | check_cohort(self.paces, trust, self.reach)
         for client, why in odd.items():
             self.failed(client, f"{type(why).__name__}: {why}")
         most = self._longest()

@@ -43,7 +43,6 @@ class Trainer:
         # Buffers outside the layout (counters, tables) start every client's work as the model defines them.
         bound = {layer.name for layer in self.layout.of_kind("statistic")}
         self._buffers = {n: b.clone() for n, b in self.module.named_buffers() if n not in bound}
-        self._told = False
 
     def _bind(self) -> None:
         values, grads = self.layout.views(self.vector), {}
@@ -84,26 +83,12 @@ class Trainer:
                 loss = self._gather(local, data)
             else:
                 mask, loss = self._epochs(local, key, data, mask)
-                self.tell_of_buffers(self.module)
         if not local.statistics and local.report != "statistics":
             self.vector[self.layout.trained_size :] = statistics
         if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed("its weights or its loss are not finite after training")
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         return Update(client, len(data), weights, mask.counts, {"loss": loss})
-
-    def tell_of_buffers(self, module: nn.Module) -> None:
-        """Warn, once, of what a module that has trained learned beside its weights and that does not travel."""
-        found = dict(module.named_buffers()) if not self._told else {}
-        self._told = True
-        lost = [n for n, b in self._buffers.items() if b.is_floating_point() and n in found and _differ(b, found[n])]
-        if lost:
-            warnings.warn(
-                f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which do not "
-                "travel: every client starts from the model's own, and what it makes of them is lost. Statistics of a "
-                "norm travel if they are called running_mean and running_var",
-                RuntimeWarning,
-            )
 
     def _starting_mask(self, order: Order) -> Mask:
         if (recipe := order.local.start) is not None:
@@ -190,6 +175,8 @@ class Trainer:
     def evaluate(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> tuple[float, float]:
         """Loss and metric of a model on some samples, times their number."""
         self.load(weights.vector)
+        if not statistics:  # they may not have travelled
+            self.vector[self.layout.trained_size :] = self._statistics
         self.judging(statistics)
         with torch.no_grad():
             inputs, target = data.fetch(index)
@@ -260,8 +247,29 @@ def _mask(values: Tensor, bits: Tensor) -> None:
         values[at : at + _PART] *= bits[at : at + _PART]
 
 
-def _differ(a: Tensor, b: Tensor) -> bool:
-    return a.shape != b.shape or not torch.equal(a, b.detach().to(a.device, a.dtype))
+def warn_of_buffers(task: Task) -> None:
+    """Warn of what a model learns beside its weights and that does not travel: buffers that one batch changes."""
+    module = task.build()
+    bound = {layer.name for layer in task.layout.of_kind("statistic")}
+    kept = {n: b.clone() for n, b in module.named_buffers() if n not in bound and b.is_floating_point()}
+    if not kept:
+        return
+    module.train()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            data = task.train[0]
+            module(*data.fetch(torch.arange(min(4, len(data))))[0])
+        except Exception:  # whatever a user's model does: it is told of where it trains
+            return
+    found = dict(module.named_buffers())
+    lost = [n for n, b in kept.items() if n in found and not torch.allclose(b, found[n], 0, 0, equal_nan=True)]
+    if lost:
+        warnings.warn(
+            f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which do not travel: "
+            "every client starts from the model's own, and what it makes of them is lost. Statistics of a norm travel "
+            "if they are called running_mean and running_var",
+            RuntimeWarning,
+        )
 
 
 def remember(update: Update, keep: tuple[str, ...]) -> Mapping[str, Mask]:

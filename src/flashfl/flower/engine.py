@@ -116,7 +116,7 @@ class FlowerEngine:
 
     def _ask_clients(self, weights: Weights, statistics: bool) -> dict[str, float]:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
-        share = self.task.metric is accuracy
+        share = self.task.metric is accuracy and self.task.metric_known
         jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout, share)
         self._push(jury.post(client) for client in self.roster if self.roster.entries[client.id].held)
         self._exchange(lambda: jury.waiting, jury.take)

@@ -18,7 +18,7 @@ from ..core.state import Mask, Weights
 from ..data.examples import Source
 from ..data.task import Task
 from ..engine.client import ClientSide
-from ..engine.train import Trainer
+from ..engine.train import Trainer, warn_of_buffers
 from ..wire import Message, UnknownMask, decode, encode
 from ..wire.frame import VERSION
 from .exchange import Answer, Held, Seat
@@ -33,6 +33,7 @@ class Host:
 
     def __init__(self, task: Task, threads: int = 1) -> None:
         self.task, self.threads = task, threads
+        warn_of_buffers(task)
         self.trainer = Trainer(task)
 
     def serve(self, kind: str, seat: Seat, data: bytes = b"", held: Held | None = None) -> Answer:
@@ -113,10 +114,9 @@ TaskFn = Callable[[Any], Task]  # called with anything that has `node_config`, `
 
 
 # What a process keeps between messages. Flower may hand an app to a process anew for every message (Ray does), so it
-# is kept here and not in the app: by the function that makes a task, and by the task. Both are bounded: tasks by many,
-# as making one may mean reading data, replicas, each as large as the model, by few. Another run reads its data anew, as
-# they may have changed.
-_MOST_TASKS, _MOST_HOSTS = 256, 8
+# is kept here and not in the app: by the function that makes a task, and by the task. Both are bounded, as each task
+# may hold all of a data set. Another run reads its data anew, as they may have changed.
+_MOST = 8
 _TASKS: OrderedDict[tuple[Any, int, str], Task] = OrderedDict()
 _HOSTS: OrderedDict[int, Host] = OrderedDict()
 
@@ -127,7 +127,7 @@ def find(make: Task | TaskFn, seat: Seat, context: Any) -> Host:
     host = _HOSTS.get(id(task))
     if host is None or host.task is not task:
         host = Host(task, int(seat.node.get("threads", 1)))
-    _keep(_HOSTS, id(task), host, _MOST_HOSTS)
+    _keep(_HOSTS, id(task), host)
     return host
 
 
@@ -138,12 +138,12 @@ def _task(make: TaskFn, seat: Seat, context: Any) -> Task:
         for old in [k for k in _TASKS if k[0] == make and k[1] != seat.run_id]:
             _HOSTS.pop(id(_TASKS.pop(old)), None)
         task = make(context)
-    _keep(_TASKS, key, task, _MOST_TASKS)
+    _keep(_TASKS, key, task)
     return task
 
 
-def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     cache[key] = value
     cache.move_to_end(key)
-    while len(cache) > most:
+    while len(cache) > _MOST:
         cache.popitem(last=False)

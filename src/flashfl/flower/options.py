@@ -16,7 +16,9 @@ class FlowerOptions:
     wait: float = 300.0  # seconds to wait for them, then or whenever too few are left
     timeout: float = 600.0  # seconds a client has to answer an order
     poll: float = 0.2  # seconds between two looks for answers
-    trust: float = 10.0  # a change a step above this many times the cohort's median is refused; 0: all are believed
+    # A change a step above this many times the cohort's median is refused, unless all of it is a small share of the
+    # weights; 0: all are believed.
+    trust: float = 10.0
     max_samples: int = 0  # a client that registers more samples than this is refused; 0: none up to 2^32
     clip: float = 0.0  # a change above this many times the cohort's median is shortened to that; 0: never
     trim: float = 0.0  # share of the holders of each weight left out at either end before averaging; 0: plain sums

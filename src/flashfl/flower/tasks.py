@@ -36,7 +36,10 @@ def server_task(
     """What a server knows of a task: its model and perhaps test samples; without them the clients judge the model.
 
     example: a batch of inputs, needed only to count FLOPs where there are no test samples.
-    settings: loss, metric, prunable, fixed, name, as of `Task`; model and rules must be those the clients have.
+    settings: loss, metric, prunable, fixed, name, as of `Task`; model and rules must be those the clients have. Where
+    clients judge by accuracy, metric=flashfl.accuracy says so, and verdicts that are no shares are then refused.
     """
     inputs = example if isinstance(example, tuple) or example is None else (example,)
-    return Task(model, [_Elsewhere(inputs)], test, **settings)
+    task = Task(model, [_Elsewhere(inputs)], test, **settings)
+    task.metric_known = test is not None or "metric" in settings  # else clients may have another
+    return task

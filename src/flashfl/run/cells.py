@@ -44,7 +44,8 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-_OUTSIDE = ("device", "workers", "data_root", "verify")  # settings that are the machine's, not the cell's
+# Settings that are the machine's, not the cell's.
+_OUTSIDE = ("device", "workers", "threads", "lanes", "data_root", "verify", "checkpoint_every", "track")
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,15 @@ def _other_settings(config: Any, cell: Cell, seed: int) -> str:
         if not isinstance(stored, dict):
             return f"it does not say its {table} settings"
         for name, value in settings.items():
-            if name not in _OUTSIDE and name in stored and stored[name] != value:
+            if name not in _OUTSIDE and name in stored and not _alike(stored[name], value):
                 return f"its {name} is {str(stored[name])[:40]} and the cell's is {str(value)[:40]}"
     return ""
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(_alike(a[name], b[name]) for name in a.keys() & b.keys())
+    return bool(a == b)
 
 
 def results_of(cell: Cell, seeds: int | None, folder: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,11 @@ def reproduce(
                 _say_spent(budget_minutes, len(todo) - at + 1, " (one is begun, and goes on from its checkpoint)")
                 break
             except (FlashError, OSError, RuntimeError) as error:
-                print(f"{cell.place(seed)} could not be run: {error}", file=sys.stderr)
+                if isinstance(error, NotImplementedError | RecursionError):
+                    raise  # a fault of the code, which every cell would have
+                if not isinstance(error, FlashError):
+                    traceback.print_exc()
+                print(f"{cell.place(seed)} could not be run: {type(error).__name__}: {error}", file=sys.stderr)
                 failed += 1
                 if isinstance(error, DataError):
                     lost[dataset] = 0

@@ -20,6 +20,7 @@ from ..core.parts import check_fields
 from ..core.state import Client, Plan, State, Traffic, Weights
 from ..data.task import Task
 from ..engine import make_engine
+from ..engine.train import warn_of_buffers
 from . import checkpoint as checkpoints
 from .code import code_of
 from .config import TrainConfig, plan_of
@@ -138,6 +139,7 @@ def simulate(
     config = _train_config(train, task, settings)
     if not task.judges:
         raise ConfigError("nothing to judge the model on: give the task `test`, or a `holdout` above 0")
+    warn_of_buffers(task)
     place = Path(folder) if folder else None
     engine = make_engine(task, config, place / "masks" if place else None)
     try:

@@ -28,7 +28,7 @@ LARGEST = 1e6  # of a weight
 LARGEST_MEAN = 1e12  # of a running mean; its square of a running variance
 LARGEST_METRIC = 1e30  # of a metric or an extra: far above any that means something, and sums of it stay finite
 _PART = 1 << 20  # values that are looked at in double precision at a time
-_STEP = 1e-3  # of the weights' length: a change a step below this counts as this
+_NEAR = 0.2  # of the weights' length: a whole change below this is believed, however little the others move
 _UNIT = 0.1  # activations below this count as this: of a layer that is dead at most clients any median is too small
 
 
@@ -36,7 +36,9 @@ _UNIT = 0.1  # activations below this count as this: of a layer that is dead at 
 class Trust:
     """How far a server believes its clients."""
 
-    factor: float = 10.0  # a change a step above this many times the cohort's median is refused; 0: all are believed
+    # A change a step above this many times the cohort's median is refused, unless it is a small share of the weights;
+    # 0: all are believed.
+    factor: float = 10.0
     least: int = 3  # cohorts smaller than this have no median worth the name
 
 
@@ -161,32 +163,33 @@ def _trained(message: Message, layout: Layout) -> Tensor:
 
 
 def check_cohort(
-    paces: Mapping[int, float], trust: Trust | None = None, length: float = 0.0
+    paces: Mapping[int, float], trust: Trust | None = None, reach: Mapping[int, float] | None = None
 ) -> dict[int, ChangeTooLarge]:
     """Client id -> why its change is not believed, for those whose change a step is far above the cohort's median.
 
-    length: that of the weights they started from. Clients that have converged hardly move, and one that brings new
-    data must not be held against that: a median below a thousandth of the weights counts as that much.
+    reach: each one's whole change as a share of the weights' length. Clients that have converged hardly move, and one
+    that brings new data must not be held against that, so a change of a small share of the weights is always believed.
     """
     trust = trust or Trust()
     if trust.factor <= 0 or len(paces) < trust.least:
         return {}
     finite = [pace for pace in paces.values() if math.isfinite(pace)]
     median = statistics.median(finite) if finite else 0.0
-    most = trust.factor * max(median, _STEP * length)
+    near = {client for client, share in (reach or {}).items() if share <= _NEAR}
     return {
         client: ChangeTooLarge(
             f"client {client} moved its weights by {pace:.3g} a step, the cohort's median is {median:.3g}: "
-            f"above {most:.3g} it is not believed"
+            f"above {trust.factor:g} times that it is not believed"
         )
         for client, pace in sorted(paces.items())
-        if not math.isfinite(pace) or pace > most > 0
+        if not math.isfinite(pace) or (pace > trust.factor * median > 0 and client not in near)
     }
 
 
 def length(order: Message) -> float:
     """The 2-norm of an order's weights."""
-    return float(torch.linalg.vector_norm(_trained(order, order.layout), dtype=torch.float64))
+    parts = _trained(order, order.layout).split(_PART)
+    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
 
 
 class Seen(NamedTuple):
