@@ -179,7 +179,7 @@ def test_interrupted_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[
         patch.setattr("flashfl.run.display.Display.__call__", interrupt)
         assert cli.main([*words, "--out", "cut"]) == 130
     said = capsys.readouterr()
-    assert said.err.strip() == "flashfl: interrupted; what was begun is continued with --resume"
+    assert said.err.strip() == "flashfl: interrupted; if a round had ended, --resume goes on from there"
     assert len(read_run(tmp_path / "cut")["rounds"]) == 3
     assert cli.main([*words, "--out", "cut", "--resume"]) == 0
     ends = [read_run(tmp_path / name)["end"] for name in ("whole", "cut")]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what an encoding cannot say must not end what has been computed
+            stream.reconfigure(errors="replace")
     try:
         overrides: dict[str, str] = {}
         if words and words[0] in commands:
@@ -35,8 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        again = "with --resume" if words[:1] == ["run"] else "by the same command"
-        print(f"\nflashfl: interrupted; what was begun is continued {again}", file=sys.stderr)
+        again = {
+            "run": "; if a round had ended, --resume goes on from there",
+            "compare": "; the same command goes on from here",
+            "reproduce": "; the same command goes on from here",
+        }
+        print(f"\nflashfl: interrupted{again.get(words[0] if words else '', '')}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
@@ -162,17 +172,16 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.results import RESULTS
 
     config = _config(args, overrides)
-    folder = (
-        args.out
-        or Path("runs") / f"{config.task.dataset.replace(':', '-')}-{config.method.name}-seed{config.train.seed}"
-    )
+    dataset = re.sub(r"[^\w.]+", "-", config.task.dataset).strip("-.")  # folder:PATH is no place for results
+    folder = args.out or Path("runs") / f"{dataset}-{config.method.name}-seed{config.train.seed}"
     with alone(folder if folder.is_dir() else None):
         if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
             raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
                               "or choose another folder with --out")  # fmt: skip
-        if args.overwrite and not args.resume:
-            _clear(folder)
-        result = run_config(config, folder, resume=args.resume, quiet=args.quiet)
+        fresh = args.overwrite and not args.resume
+        result = run_config(
+            config, folder, resume=args.resume, quiet=args.quiet, ready=(lambda: _clear(folder)) if fresh else None
+        )
     end, run = result["end"], result["run"]
     print(
         f"{config.method.name}: accuracy {100 * end['accuracy']:.2f} % (best {100 * end['best']:.2f} %), "
@@ -186,8 +195,6 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _clear(folder: Path) -> None:
     """Remove what a run writes, and nothing else; its results are set aside once the new run begins."""
-    import shutil
-
     for name in ("checkpoints", "masks", "snapshots", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("model.safetensors", "model.masks.safetensors"):
@@ -224,7 +231,10 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     for row in rows(runs):
         table.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    for column in table.columns:
+        column.no_wrap = True
+    # A terminal that is too narrow wraps the lines; cut to its width they would lose digits.
+    console = Console(width=max(110, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120)
     console.print(table)
     print("Bytes are those of the encoded messages, stage 1 included, averaged over rounds. Mask mismatch: between the "
           "server's masks of consecutive rounds, over the last sixth of the run.")  # fmt: skip

@@ -26,5 +26,6 @@ def put(path: Path, data: bytes, sync: bool = False) -> None:
         if whole:
             with contextlib.suppress(OSError):
                 through.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)
+        if error.filename in (None, str(through)):
+            error.filename, error.filename2 = str(path), None
         raise

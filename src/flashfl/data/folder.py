@@ -35,7 +35,7 @@ def picture(path: Path, size: tuple[int, int] | None = None, resize: bool = Fals
     if size and (image.height, image.width) != size:
         raise DataError(
             f"{path} has {image.height}x{image.width} pixels where {size[0]}x{size[1]} belong; "
-            "task.size scales the images of a folder to one size"
+            "--size N (task.size) scales the images of a folder to one size"
         )
     return np.asarray(image, dtype=np.uint8).transpose(2, 0, 1)
 

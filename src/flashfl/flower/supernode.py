@@ -45,8 +45,11 @@ def main() -> None:
     """Start a SuperNode that does not dawdle."""
     most = max(0.01, float(os.environ.get("FLASHFL_POLL", "0.2")))
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(most))
-    from flwr.supernode import start_client_internal
-    from flwr.supernode.cli import flower_supernode
+    try:
+        from flwr.supernode import start_client_internal
+        from flwr.supernode.cli import flower_supernode
+    except ImportError as error:
+        sys.exit(f"flashfl: a SuperNode needs Flower ({error}): pip install 'flashfl[flower]'")
 
     loop: Any = start_client_internal
     loop.time = Instead(time, sleep=short_sleep(most))

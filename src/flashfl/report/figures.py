@@ -41,6 +41,7 @@ def accuracy_bytes(axes: Any, groups: Groups) -> None:
         both = [curves.mean_at([curves.total_bytes(run, k) for run in runs], shown["round"]) for k in ("up", "down")]
         _line(axes, [(u + d) / 1e6 for u, d in zip(*both, strict=True)], shown, label, _ink(i))
     axes.set(xlabel="communicated (MB, up and down)", ylabel="accuracy (%)", xscale="log")
+    _decades(axes.xaxis)
 
 
 def _line(axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], label: str, ink: str) -> None:
@@ -83,6 +84,8 @@ def flops_bytes(axes: Any, groups: Groups) -> None:
         if known:
             axes.plot(*zip(*known, strict=True), "o", color=_ink(i), label=label)
     axes.set(xlabel="communicated (MB, up and down)", ylabel="training FLOPs", xscale="log", yscale="log")
+    _decades(axes.xaxis)
+    _decades(axes.yaxis)
 
 
 def _sm_heatmap(axes: Any, runs: Sequence[RunData], most: float) -> Any:
@@ -151,6 +154,7 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
             taken = curves.band([{int(r): up + down for r, _, up, down in seed} for seed in seeds])
             _line(axes, [both / 1e6 for both in taken["mean"]], shown, label, inks[label])
         axes.set(title=title, ylabel="accuracy (%)", xscale="log")
+        _decades(axes.xaxis)
         axes.label_outer()
         axes.grid(alpha=0.25)
     for axes in every[len(panels) :]:
@@ -166,8 +170,10 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
 def _panels(name: str, groups: Groups) -> Any:
     """One panel for each group that has something to show, on one common scale."""
     tables = {label: _table(name, runs) for label, runs in groups.items()}
-    groups = {label: runs for label, runs in groups.items() if tables[label]}
+    asked, groups = groups, {label: runs for label, runs in groups.items() if tables[label]}
     if not groups:
+        if any(_kept_masks(runs) for runs in asked.values()):
+            raise FlashError(f"{name}: the masks of these runs never move, so there is no mismatch to draw")
         raise FlashError(f"{name}: these runs kept no masks that could be compared")
     most = 1.02 * max([0.1, *(float(v) for table in tables.values() for row in table for v in row)])
     columns = min(3, len(groups))
@@ -183,6 +189,21 @@ def _panels(name: str, groups: Groups) -> Any:
     if images[0] is not None:
         made.colorbar(images[0], ax=list(every), label="mask mismatch", shrink=0.8)
     return made
+
+
+def _kept_masks(runs: Sequence[RunData]) -> bool:
+    return bool(curves.heat(runs)["sm"])
+
+
+def _decades(axis: Any) -> None:
+    """On a logarithmic axis, numbers at decades, at 1, 2 and 5 where these are few: more would be over one another."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if high < 100 * low:
+        axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _table(name: str, runs: Sequence[RunData]) -> list[list[float]]:

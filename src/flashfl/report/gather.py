@@ -121,7 +121,8 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
     moved = [list(curves.mismatch(run).values()) for run in runs]
     tails = [statistics.fmean(m[-max(1, len(m) // 6) :]) for m in moved if m]
     up, down = (_mean([run.rounds[-1]["total"][k] for run in runs]) for k in ("up", "down"))
-    dense = sum(b["dense"] for b in paper_bytes)
+    # What dense FedAvg would send has no first stage; what this method sent in one counts all the same.
+    dense = sum(line["paper_bytes"]["dense"] for line in lines if line["stage"] == 2 and "paper_bytes" in line)
     flops = [curves.total_flops(run) for run in runs]
     return {
         "seeds": len(runs),

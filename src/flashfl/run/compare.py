@@ -22,6 +22,7 @@ from .config import RunConfig
 from .display import Display, amount
 from .results import read_run
 from .runner import simulate
+from .track import check_installed
 
 
 class OutOfTime(Exception):
@@ -35,9 +36,16 @@ def run_config(
     quiet: bool = False,
     label: str | None = None,
     until: float = math.inf,
+    ready: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """Carry out one configuration and give back what its results file says; OutOfTime at time.monotonic() `until`."""
+    """Carry out one configuration and give back what its results file says; OutOfTime at time.monotonic() `until`.
+
+    ready: called when all that the run needs has been found, before it begins.
+    """
     task = build_task(config.task, fold(config.train.seed, "task"))
+    check_installed(config.train.track)
+    if ready is not None:
+        ready()
     display = Display(label or config.method.name, config.train.rounds, quiet=quiet)
 
     def watch(state: State, line: dict[str, Any]) -> None:

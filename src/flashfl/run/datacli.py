@@ -162,10 +162,13 @@ def _check(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from ..data.files import data_root
     from ..data.registry import info as known
 
-    _only(overrides, ())
+    _only(overrides, ("size",))
+    size = next(iter(overrides.values()), "0")
+    if not size.isdecimal():
+        raise ConfigError(f"--size {size}: expected pixels a side")
     info, root = known(args.what), data_root(args.root)
     form = info.form(root)
-    data = info.load(root, Options(verify=True))
+    data = info.load(root, Options(verify=True, size=int(size)))
     _compare(info, data, root)
     counts = np.bincount(data.labels, minlength=data.classes)
     test = "no" if data.test is None else f"{len(data.test):,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -49,6 +50,7 @@ class Display:
         text = self._text(state, line)
         now = time.monotonic()
         if self.live:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be written over
             self.out.write("\r" + text.ljust(self.width))
             self.out.flush()
             self.width = len(text)

@@ -38,7 +38,7 @@ class TensorBoard:
     """Event files in RUN/tensorboard; what a resumed run does again replaces what was there."""
 
     def __init__(self, about: About) -> None:
-        SummaryWriter = _need("torch.utils.tensorboard", "tensorboard").SummaryWriter  # noqa: N806
+        SummaryWriter = _need(*_NEEDS["tensorboard"]).SummaryWriter  # noqa: N806
         self._writer = SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
         if not about.step:
             self._writer.add_text("settings", f"```\n{json.dumps(about.settings, indent=1, default=str)}\n```", 0)
@@ -55,7 +55,7 @@ class MLflow:
     """A run of MLflow's, where MLFLOW_TRACKING_URI says; a resumed run goes on in the one it began."""
 
     def __init__(self, about: About) -> None:
-        self._mlflow = _need("mlflow", "mlflow")
+        self._mlflow = _need(*_NEEDS["mlflow"])
         note = about.folder / "mlflow-run"
         known = note.read_text().strip() if about.step and note.exists() else None
         run = self._mlflow.start_run(run_id=known, run_name=None if known else about.name)
@@ -75,7 +75,7 @@ class WandB:
     """A run of Weights & Biases', named after the folder; WANDB_PROJECT and WANDB_MODE are its own to read."""
 
     def __init__(self, about: About) -> None:
-        wandb = _need("wandb", "wandb")
+        wandb = _need(*_NEEDS["wandb"])
         note = about.folder / "wandb-run"
         known = note.read_text().strip() if about.step and note.exists() else None
         about.folder.mkdir(parents=True, exist_ok=True)
@@ -101,6 +101,18 @@ def check_names(names: str) -> list[str]:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
     return wanted
+
+
+_NEEDS = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard"), "mlflow": ("mlflow",) * 2, "wandb": ("wandb",) * 2,
+}  # fmt: skip
+
+
+def check_installed(names: str) -> None:
+    """An error if a tracker that is asked for cannot be had."""
+    for name in check_names(names):
+        if name in _NEEDS:
+            _need(*_NEEDS[name])
 
 
 class Tracking:
