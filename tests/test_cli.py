@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,6 +129,50 @@ def test_run_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with safe_open(tmp_path / "there" / "model.masks.safetensors", "pt") as file:
         masks = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
         assert sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks) == pytest.approx(0.02, abs=1e-4)
+
+
+def test_a_run_is_replaced_only_by_one_that_can_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *TINY, "--out", "one"]) == 0
+    before = sorted(path for path in (tmp_path / "one").rglob("*") if path.is_file())
+    capsys.readouterr()
+    mnist = ["--dataset", "mnist", "--data-root", str(tmp_path)]
+    assert cli.main(["run", *TINY, *mnist, "--out", "one", "--overwrite"]) == 1
+    assert "data set 'mnist' is not complete" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)
+        assert "wandb" in refused(capsys, "run", *TINY, "--track", "wandb", "--out", "one", "--overwrite")
+    assert sorted(path for path in (tmp_path / "one").rglob("*") if path.is_file()) == before
+    assert cli.main(["export", "one"]) == 0
+    assert cli.main(["run", *TINY, "--out", "one", "--overwrite"]) == 0
+    assert not (tmp_path / "one" / "model.safetensors").exists(), "that of the run before"
+
+
+def test_a_data_sets_path_is_no_place_for_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in ("a/1.png", "b/1.png", "a/2.png", "b/2.png"):
+        path = tmp_path / "ü b" / "img" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.new("RGB", (20 if "1" in name else 16, 20 if "1" in name else 16)).save(path)
+    (tmp_path / "deep").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "deep")
+        which = "folder:../ü b/img"
+        assert "--size N" in refused(capsys, "data", "check", which)
+        assert "expected pixels" in refused(capsys, "data", "check", which, "--size", "-1")
+        assert cli.main(["data", "check", which, "--size", "16"]) == 0
+        few = ["--rounds", "1", "--clients", "2", "--per-round", "1", "--workers", "1", "--device", "cpu"]
+        assert cli.main(["run", "--method", "dense", "--dataset", which, "--size", "16", *few, "--quiet"]) == 0
+    assert [path.name for path in (tmp_path / "deep" / "runs").iterdir()] == ["folder-..-ü-b-img-dense-seed0"]
+
+
+def test_what_an_encoding_cannot_say_does_not_end_a_command(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "flashfl.cli", "reproduce", "main", "--dataset", "mnist", "--results"]
+    made = subprocess.run(
+        [*words, str(Path(__file__).parents[1] / "results")], env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert b" ? " in made.stdout
 
 
 def test_quiet_shows_the_final_line_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +305,7 @@ def test_compare_goes_on_where_it_was_interrupted(tmp_path: Path, capsys: pytest
 
         patch.setattr("flashfl.run.display.Display.__call__", count)
         assert cli.main([*words, "--out", "cut"]) == 130
-        assert capsys.readouterr().err.strip().endswith("what was begun is continued by the same command")
+        assert capsys.readouterr().err.strip().endswith("the same command goes on from here")
         assert cli.main([*words, "--out", "cut"]) == 0
     assert len(rounds) == 8, "no round is done twice"
     for name in ("dense-seed0", "pdst-seed0"):

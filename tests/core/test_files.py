@@ -29,6 +29,15 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
     assert list(path.parent.iterdir()) == [path], "no half of it is left behind"
 
 
+def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(self: Path, data: bytes) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", forbidden)
+    with pytest.raises(PermissionError, match=r"report\.html'$"):
+        files.put(tmp_path / "report.html", b"page")
+
+
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -97,6 +97,9 @@ def test_a_summary_adds_up(compared: Path) -> None:
     assert found["density"] == pytest.approx(0.1, abs=1e-3)
     assert found["up"] == sum(run.end["bytes"]["up"] for run in runs if run.end) / 2
     assert found["saving"] == pytest.approx(found["paper_saving"], rel=0.25)
+    # Against what dense FedAvg sends in the same rounds: it has no first stage.
+    plain = summary(groups_of(load([compared]).runs)["dense"])
+    assert found["saving"] == pytest.approx((plain["up"] + plain["down"]) / (found["up"] + found["down"]), rel=0.02)
     assert found["state"] == "finished"
 
 

@@ -27,5 +27,5 @@ def put(path: Path, data: bytes, sync: bool = False) -> None:
             with contextlib.suppress(OSError):
                 through.unlink(missing_ok=True)
         if error.filename in (None, str(through)):
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
         raise
