@@ -260,5 +260,5 @@ def test_folders_of_images(tmp_path: Path) -> None:
         load(f"folder:{tmp_path}", tmp_path)
     published.picture(tmp_path / "a" / "1.png", (1, 1, 1), (8, 8))
     published.picture(tmp_path / "b" / "1.png", (1, 1, 1), (9, 8))
-    with pytest.raises(DataError, match=r"8x9 pixels where 8x8 belong; task\.size"):
+    with pytest.raises(DataError, match=r"8x9 pixels where 8x8 belong; --size N"):
         load(f"folder:{tmp_path}", tmp_path)
