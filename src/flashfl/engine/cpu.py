@@ -26,9 +26,7 @@ from .memories import Memories
 from .pool import Died, InProcess, Pool
 from .server import Inbox, ServerSide
 from .store import MaskStore
-from .train import ClientFailed, Trainer
-
-_EVAL_BATCH = 250
+from .train import ClientFailed, Trainer, judged_batches
 
 
 class CPUEngine:
@@ -145,9 +143,9 @@ class CPUEngine:
         """Mean loss and metric over all judging samples."""
         self._board.copy_(weights.vector)
         jobs = [
-            (which, start, min(start + _EVAL_BATCH, len(data)), statistics)
+            (which, start, stop, statistics)
             for which, data in enumerate(self.task.judges)
-            for start in range(0, len(data), _EVAL_BATCH)
+            for start, stop in judged_batches(len(data))
         ]
         results = list(self.pool.run(jobs))
         for i, result in enumerate(results):

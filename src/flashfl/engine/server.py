@@ -137,7 +137,7 @@ class Inbox:
         self._orders[client] = replace(order, values=tail)
 
     def _length_of(self, order: Message) -> float:
-        if self._length[0] is None or self._length[0] is not order.values:
+        if self._length[0] is not order.values:
             self._length = (order.values, length(order))
         return self._length[1]
 

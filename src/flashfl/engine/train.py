@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,13 @@ from ..sparsity import random_mask
 from ..wire.trust import all_finite
 
 _PART = 1 << 20
+_EVAL_BATCH = 250
 _NORMS = nn.modules.batchnorm._NormBase  # all that may keep statistics: BatchNorm, InstanceNorm
+
+
+def judged_batches(n: int) -> Iterator[tuple[int, int]]:
+    """Where the batches begin and end in which n samples are judged: everywhere the same, as sums depend on it."""
+    return ((start, min(start + _EVAL_BATCH, n)) for start in range(0, n, _EVAL_BATCH))
 
 
 class ClientFailed(FlashError):
@@ -183,6 +189,14 @@ class Trainer:
             output = self.module(*inputs)
             n = len(index)
             return float(self.task.loss(output, target)) * n, float(self.task.metric(output, target)) * n
+
+    def judge(self, weights: Weights, data: Source, statistics: bool = True) -> tuple[float, float]:
+        """Loss and metric of a model on all of a source's samples, times their number."""
+        loss = metric = 0.0
+        for start, stop in judged_batches(len(data)):
+            part = self.evaluate(weights, data, torch.arange(start, stop), statistics)
+            loss, metric = loss + part[0], metric + part[1]
+        return loss, metric
 
     def judging(self, statistics: bool) -> None:
         """Set the module to be judged: without statistics BatchNorm takes each batch's own, and nothing else trains."""

@@ -27,7 +27,6 @@ from .roster import Roster
 from .round import Round
 
 log = logging.getLogger("flwr.flashfl")
-_EVAL_BATCH = 250
 _TOGETHER = 8  # messages pushed at a time
 
 
@@ -107,12 +106,8 @@ class FlowerEngine:
         if self.task.test is None:
             return self._ask_clients(weights, statistics)
         self._trainer = self._trainer or Trainer(self.task)
-        data, loss, metric = self.task.test, 0.0, 0.0
-        for start in range(0, len(data), _EVAL_BATCH):
-            index = torch.arange(start, min(start + _EVAL_BATCH, len(data)))
-            part = self._trainer.evaluate(weights, data, index, statistics)
-            loss, metric = loss + part[0], metric + part[1]
-        return {"loss": loss / len(data), "metric": metric / len(data)}
+        loss, metric = self._trainer.judge(weights, self.task.test, statistics)
+        return {"loss": loss / len(self.task.test), "metric": metric / len(self.task.test)}
 
     def _ask_clients(self, weights: Weights, statistics: bool) -> dict[str, float]:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)

@@ -25,8 +25,6 @@ from .exchange import Answer, Held, Seat
 from .fixed import fingerprint
 from .memory import HeldMasks
 
-_EVAL_BATCH = 250
-
 
 class Host:
     """One task and one replica of its model, for as long as the process lives."""
@@ -75,11 +73,7 @@ class Host:
             return Answer("lack", encode(Message("lack", layout, (0, 0, 0), seat.client, lacks=error.hash)).data)
         statistics = order.local is None or order.local.statistics
         weights = Weights(Mask.full(layout), order.weights().vector)
-        loss = metric = 0.0
-        for start in range(0, len(samples), _EVAL_BATCH):
-            index = torch.arange(start, min(start + _EVAL_BATCH, len(samples)))
-            part = self.trainer.evaluate(weights, samples, index, statistics)
-            loss, metric = loss + part[0], metric + part[1]
+        loss, metric = self.trainer.judge(weights, samples, statistics)
         return Answer("judged", fields={"n": len(samples), "loss": loss, "metric": metric})
 
     def _at(self, seat: Seat) -> int:

@@ -172,7 +172,7 @@ def _panels(name: str, groups: Groups) -> Any:
     tables = {label: _table(name, runs) for label, runs in groups.items()}
     asked, groups = groups, {label: runs for label, runs in groups.items() if tables[label]}
     if not groups:
-        if any(_kept_masks(runs) for runs in asked.values()):
+        if any(curves.heat(runs)["sm"] for runs in asked.values()):
             raise FlashError(f"{name}: the masks of these runs never move, so there is no mismatch to draw")
         raise FlashError(f"{name}: these runs kept no masks that could be compared")
     most = 1.02 * max([0.1, *(float(v) for table in tables.values() for row in table for v in row)])
@@ -189,10 +189,6 @@ def _panels(name: str, groups: Groups) -> Any:
     if images[0] is not None:
         made.colorbar(images[0], ax=list(every), label="mask mismatch", shrink=0.8)
     return made
-
-
-def _kept_masks(runs: Sequence[RunData]) -> bool:
-    return bool(curves.heat(runs)["sm"])
 
 
 def _decades(axis: Any) -> None:

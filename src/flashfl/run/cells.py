@@ -25,7 +25,7 @@ from ..core.errors import ConfigError, unknown
 from ..core.files import put
 from ..methods import METHODS
 from .code import PACKAGE, digest
-from .config import RunConfig, make_config
+from .config import OUTSIDE, RunConfig, make_config
 from .results import reported, versions
 
 # Raised whenever the code changes in a way that changes results: older cells are then marked stale.
@@ -44,8 +44,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-# Settings that are the machine's, not the cell's.
-_OUTSIDE = ("device", "workers", "threads", "lanes", "data_root", "verify", "checkpoint_every", "track")
+_OUTSIDE = (*OUTSIDE, "threads", "lanes")  # a cell on another machine differs in its last bits, and counts
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from ..data.tasks import TaskConfig
 from ..methods import METHODS
 from .track import check_names
 
+# Settings that say where and how a run is carried out, and not what it is.
+OUTSIDE = ("device", "workers", "checkpoint_every", "track", "data_root", "verify")
 _MOST = 1024  # workers, threads or lanes: more than any machine can use
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError, FlashError
+from ..core.files import put
 from ..core.rng import fold
 from ..core.state import Weights
 
@@ -24,7 +25,6 @@ def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mappi
     """
     if path.exists() and not path.is_file():
         raise FlashError(f"{path} cannot be written: it is not a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
     weights.layout.write(weights.vector.cpu(), module)
     tensors: dict[str, Tensor] = {
         name: value.detach().clone(memory_format=torch.contiguous_format)  # safetensors takes no shared memory
@@ -38,12 +38,9 @@ def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mappi
     }
     note = {"flashfl": json.dumps({"density": weights.mask.density, **about})}
     for file, content in ((masks_beside(path), masks), (path, tensors)):
-        partial = file.with_suffix(".partial")
         try:
-            save_file(content, partial, note)
-            partial.replace(file)
+            put(file, save(content, note))
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
             raise FlashError(f"{file} cannot be written: {error}") from None
     return path
 

@@ -23,7 +23,7 @@ from ..engine import make_engine
 from ..engine.train import warn_of_buffers
 from . import checkpoint as checkpoints
 from .code import code_of
-from .config import TrainConfig, plan_of
+from .config import OUTSIDE, TrainConfig, plan_of
 from .lock import alone
 from .record import Recorder
 from .results import OLD, Results, reported
@@ -275,8 +275,7 @@ def _identity(
     method: Method, task: Task, config: TrainConfig, clients: Sequence[Client], header: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What must be equal for a checkpoint to be this run's."""
-    outside = ("workers", "device", "checkpoint_every", "max_bytes", "track")
-    settings = {k: v for k, v in asdict(config).items() if k not in outside}
+    settings = {k: v for k, v in asdict(config).items() if k not in (*OUTSIDE, "max_bytes")}
     live = hasattr(clients, "admit")  # those that come and go are not part of what a run is
     known = json.dumps([] if live else [[c.id, c.n, c.density] for c in clients])
     return {
@@ -284,7 +283,7 @@ def _identity(
         "settings": settings,
         "layout": task.layout.hash,
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
-        "task": {k: v for k, v in header.get("task", {}).items() if k not in ("data_root", "verify")},
+        "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
     }
 
 
