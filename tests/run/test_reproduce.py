@@ -18,11 +18,12 @@ from flashfl.cli import _config, _parser, _settings_apart, main
 from flashfl.core.errors import ConfigError
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.methods import SPDST
-from flashfl.run import cells as cells_module
 from flashfl.run import compare as comparing
-from flashfl.run.cells import Cell, chosen, command_of, load_table, pending, result_of, stale, tables
+from flashfl.run import stored
+from flashfl.run.cells import Cell, chosen, load_table, tables
 from flashfl.run.config import make_config
 from flashfl.run.reproduce import markdown, page, panels, reproduce
+from flashfl.run.stored import command_of, pending, result_of, stale
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"rounds": 2, "per_round": 2, "max_steps": 1, "eval_every": 1, "workers": 1, "batch": 4}
@@ -166,7 +167,7 @@ def test_cells_are_run_once_and_say_where_they_came_from(tmp_path: Path) -> None
 def test_processes_that_work_on_one_table_share_its_cells(tmp_path: Path, capsys: Any) -> None:
     taken, free = small_cell(), small_cell(density=0.3)
     results, runs = tmp_path / "results", tmp_path / "runs"
-    lock = runs / f"recipe{cells_module.RECIPE}" / f"{taken.place(0)}.lock"
+    lock = runs / f"recipe{stored.RECIPE}" / f"{taken.place(0)}.lock"
     holds = "import sys; from pathlib import Path; from flashfl.run.reproduce import claim\n"
     holds += "with claim(Path(sys.argv[1])) as ours: print(ours, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", holds, str(lock)]
@@ -183,7 +184,7 @@ def test_processes_that_work_on_one_table_share_its_cells(tmp_path: Path, capsys
 def test_a_change_of_recipe_makes_cells_stale(tmp_path: Path, monkeypatch: Any) -> None:
     cell = small_cell()
     reproduce([cell], 1, tmp_path / "results", tmp_path / "runs", 5, {})
-    monkeypatch.setattr(cells_module, "RECIPE", 99)
+    monkeypatch.setattr(stored, "RECIPE", 99)
     record = result_of(cell, 0, tmp_path / "results")
     assert record is not None
     assert stale(record, cell)
@@ -201,8 +202,8 @@ def test_a_change_of_recipe_makes_cells_stale(tmp_path: Path, monkeypatch: Any) 
 
 def test_results_of_a_method_that_has_changed_are_stale() -> None:
     hetero = Cell({"dataset": "mnist", "alpha": 1.0}, {"name": "hetero-spdst"}, "hetero-SPDST", None, {})
-    assert stale({"recipe": cells_module.RECIPE}, hetero)
-    assert not stale({"recipe": cells_module.RECIPE}, small_cell())
+    assert stale({"recipe": stored.RECIPE}, hetero)
+    assert not stale({"recipe": stored.RECIPE}, small_cell())
 
 
 def test_all_seeds_there_are_count_unless_fewer_are_asked_for(tmp_path: Path) -> None:
@@ -257,7 +258,7 @@ def test_a_result_under_another_name_is_not_another_seed(tmp_path: Path) -> None
     for name in ("1", "00"):
         (results / f"{cell.place(0).removesuffix('0')}{name}.json").write_text(text)
     with pytest.warns(RuntimeWarning, match="it is of seed 0"):
-        assert len(cells_module.results_of(cell, None, results)) == 1
+        assert len(stored.results_of(cell, None, results)) == 1
 
 
 def test_fresh_results_are_not_averaged_with_stale_ones(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_fresh_results_are_not_averaged_with_stale_ones(tmp_path: Path) -> None:
     reproduce([cell], 2, results, tmp_path / "runs", 5, {})
     path = results / f"{cell.place(1)}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "recipe": 0}))
-    assert [found["seed"] for found in cells_module.results_of(cell, None, results)] == [0]
+    assert [found["seed"] for found in stored.results_of(cell, None, results)] == [0]
     path.unlink()
     path = results / f"{cell.place(0)}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "recipe": 0}))
@@ -327,7 +328,7 @@ def test_a_cell_that_other_code_began_says_so(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         stopped_at(patch, 4)
         assert reproduce([cell], 1, results, runs, 5, {}) == (0, 0)
-    record = runs / f"recipe{cells_module.RECIPE}" / cell.place(0) / "results.jsonl"
+    record = runs / f"recipe{stored.RECIPE}" / cell.place(0) / "results.jsonl"
     first, *rest = record.read_text().splitlines(keepends=True)
     header = json.loads(first)
     header["code"]["flashfl"] = "0123abc"
@@ -342,7 +343,7 @@ def test_a_cell_whose_record_is_damaged_is_run_anew(tmp_path: Path, capsys: Any,
     with pytest.MonkeyPatch.context() as patch:
         stopped_at(patch, 5)
         assert reproduce([cell], 1, results, runs, 5, {}) == (0, 0)
-    record = runs / f"recipe{cells_module.RECIPE}" / cell.place(0) / "results.jsonl"
+    record = runs / f"recipe{stored.RECIPE}" / cell.place(0) / "results.jsonl"
     lines = record.read_text().splitlines(keepends=True)
     made = {"cut": lines[:3], "line": [*lines[:2], "{\n", *lines[2:]], "empty": [], "gone": []}[damage]
     record.write_text("".join(made))
@@ -370,12 +371,12 @@ def test_a_commit_is_of_the_code_not_of_a_checkout_it_lies_in(monkeypatch: Any, 
     monkeypatch.delenv("FLASHFL_COMMIT", raising=False)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "__init__.py").write_text("")
-    monkeypatch.setattr(cells_module, "PACKAGE", tmp_path)
-    cells_module.commit.cache_clear()
+    monkeypatch.setattr(stored, "PACKAGE", tmp_path)
+    stored.commit.cache_clear()
     try:
-        assert cells_module.commit().startswith("source ")
+        assert stored.commit().startswith("source ")
     finally:
-        cells_module.commit.cache_clear()
+        stored.commit.cache_clear()
 
 
 def test_a_cell_that_cannot_be_run_does_not_stop_the_others(tmp_path: Path, capsys: Any) -> None:
@@ -447,7 +448,7 @@ def test_killed_in_the_middle_of_a_cell_nothing_finished_is_lost(tmp_path: Path)
     )
     first, second = small_cell(LONG), small_cell(LONG, nm=4)
     process = subprocess.Popen([sys.executable, str(script)])
-    running = tmp_path / "runs" / f"recipe{cells_module.RECIPE}" / second.place(0) / "results.jsonl"
+    running = tmp_path / "runs" / f"recipe{stored.RECIPE}" / second.place(0) / "results.jsonl"
     until = time.monotonic() + 240
     while time.monotonic() < until and not (running.exists() and running.read_text().count('"round"') > 12):
         time.sleep(0.02)

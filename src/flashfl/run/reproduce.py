@@ -13,10 +13,11 @@ from typing import Any
 
 from ..core.errors import ConfigError, DataError, FlashError
 from ..core.files import put
-from .cells import Cell, commit, load_table, missing, pending, recipe_of, results_of, stale, write_result
+from .cells import Cell, load_table
 from .compare import OutOfTime, run_or_continue
 from .display import amount
 from .lock import claim
+from .stored import commit, missing, pending, recipe_of, results_of, stale, write_result
 
 
 def reproduce(
