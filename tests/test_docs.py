@@ -11,17 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from flashfl import accuracy
 from flashfl.cli import _parser, _settings_apart
-from tests.conftest import make_task
+from tests.conftest import blobs, make_task
 from tests.test_every_method import check_density, run
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def _python_of(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    block = _python_of(ROOT / "README.md")[0]
     assert block.count("\n") <= 12
     script = tmp_path / "example.py"
     script.write_text(block)
@@ -30,10 +37,33 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert len(done.stdout.split()) == 3
 
 
+def test_the_flower_example_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    from flashfl.flower.inprocess import InProcessGrid
+
+    def private_samples(context: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return blobs(300, (6,), int(context.node_config["partition-id"]))
+
+    def net() -> torch.nn.Module:
+        wide = [torch.nn.Linear(6, 128), torch.nn.ReLU(), torch.nn.Linear(128, 128), torch.nn.ReLU()]
+        return torch.nn.Sequential(*wide, torch.nn.Linear(128, 3))
+
+    test = blobs(60, (6,), 9)
+    mine = types.SimpleNamespace(Net=net, private_samples=private_samples, test_samples=lambda: test)
+    monkeypatch.setitem(sys.modules, "mine", mine)  # type: ignore[arg-type]
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, Any] = {"__name__": "example"}
+    exec(compile(_python_of(ROOT / "README.md")[1], "README.md", "exec"), space)
+    grid = InProcessGrid({node: (space["client"], {"partition-id": node}) for node in (1, 2, 3)})
+    space["main"](grid, None)
+    model = net()
+    model.load_state_dict(load_file(tmp_path / "trained" / "model.safetensors"))
+    assert float(accuracy(model(test[0]), test[1])) > 0.6  # chance: a third
+
+
 def test_the_method_of_the_guide_keeps_what_all_methods_promise() -> None:
     """As the page says, once it is registered."""
-    page = (ROOT / "docs" / "adding-a-method.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    code = _python_of(ROOT / "docs" / "adding-a-method.md")[0]
     space: dict[str, Any] = {"__name__": "guide"}
     with pytest.MonkeyPatch.context() as patch:
         module = types.ModuleType("guide")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .data import tasks
     from .data.task import Task, accuracy
     from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, HeteroJMWST, HeteroSPDST
+    from .run.config import TrainConfig
     from .run.runner import Run, simulate
     from .sparsity import PruneRegrow, mismatch
 
@@ -44,6 +45,7 @@ _HOMES = {
         "HeteroJMWST",
         "HeteroSPDST",
     ),
+    ".run.config": ("TrainConfig",),
     ".run.runner": (
         "Run",
         "simulate",
@@ -75,6 +77,7 @@ __all__ = [
     "State",
     "Sums",
     "Task",
+    "TrainConfig",
     "Update",
     "Weights",
     "accuracy",
