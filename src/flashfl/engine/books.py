@@ -26,6 +26,7 @@ from ..wire.values import Form
 from .memories import Memories
 from .server import HISTORY_BYTES
 from .store import MaskStore
+from .train import NOT_FINITE
 
 _KNOWN = 1 + HASH  # bytes of a mask both sides know
 _COLUMNS = 1 << 22  # weights that are added up at a time: in double precision they need room
@@ -38,7 +39,8 @@ class _Heard:
 
     seats: list[Any]
     bytes: list[int | Tensor]  # of each mask
-    good: Tensor  # weights and loss are finite
+    good: Tensor  # and no variance is below zero
+    finite: Tensor  # weights and loss are
     losses: Tensor
 
 
@@ -52,6 +54,15 @@ class Books:
         self.own: dict[int, tuple[Tag, Mask, Mask]] = {}  # client -> round, its order's mask, the mask it kept
         self._marked: dict[int, tuple[Tag, Mask, Mask]] | None = None
         self._before: dict[int, tuple[Tag, Mask, Mask]] = {}
+        self._variances: Tensor | None = None
+
+    def variances(self, device: torch.device) -> Tensor:
+        """Where the running variances lie."""
+        if self._variances is None:
+            layers = [x for x in self.layout.of_kind("statistic") if x.name.rsplit(".", 1)[-1] == "running_var"]
+            places = [torch.arange(x.start, x.stop) for x in layers]
+            self._variances = (torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)).to(device)
+        return self._variances
 
     def open(self, s: State) -> Round:
         self.memories.begin(self.ledger)
@@ -111,10 +122,11 @@ class Round:
         """Add a stack of updates to the sums, without those that are not finite, and no waiting."""
         bits = stacked([seat.mask.bits for seat in seats])
         finite = kernel("collect", "finite") if values.is_cuda else None
-        good = (finite or _finite)(values) & losses.isfinite()
+        fine = (finite or _finite)(values) & losses.isfinite()
+        good = fine & (values.index_select(1, self.books.variances(values.device)) >= 0).all(1)
         if seats[0].order.local.report != "counts":
             self._add(seats, values, bits, good, sums)
-        self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), good, losses))
+        self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), good, fine, losses))
         if "mask" not in seats[0].order.local.keep:
             for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
                 seat.mask = seat.order.weights.mask
@@ -155,7 +167,7 @@ class Round:
             place = torch.tensor(known).to(bits.device, non_blocking=True)
             other = mask_sizes(self.books.layout, bits[place], [rows]).bytes
             found = found.index_copy(0, place, torch.minimum(found[place], other))
-        return list(found)
+        return [_with_recipe(seat.mask, bytes_) for seat, bytes_ in zip(seats, found, strict=True)]
 
     def _order_bytes(self) -> list[int | Tensor]:
         """What the mask of each order takes, given what its client holds; each pair of masks is looked at once."""
@@ -182,7 +194,7 @@ class Round:
         counted += [b for heard in self.heard for b in heard.bytes if isinstance(b, Tensor)]
         parts = [torch.stack(counted).double()] if counted else []
         for heard in self.heard:
-            parts += [heard.good.double(), heard.losses.double()]
+            parts += [heard.good.double(), heard.finite.double(), heard.losses.double()]
         on_device = torch.cat(parts) if parts else None
         traffic = sum((self._down(*each) for each in self.orders), Traffic())  # the device is still at work
         numbers = iter([] if on_device is None else on_device.tolist())
@@ -191,9 +203,10 @@ class Round:
         up = [[int(next(numbers)) if isinstance(b, Tensor) else b for b in heard.bytes] for heard in self.heard]
         for heard, sizes in zip(self.heard, up, strict=True):
             rows = len(heard.seats)
-            good, losses = ([next(numbers) for _ in range(rows)] for _ in range(2))
-            for seat, taken, fine, loss in zip(heard.seats, sizes, good, losses, strict=True):
-                traffic += self._settle(seat, taken, bool(fine), loss, sums)
+            good, finite, losses = ([next(numbers) for _ in range(rows)] for _ in range(3))
+            for seat, taken, fine, loss, is_good in zip(heard.seats, sizes, finite, losses, good, strict=True):
+                why = "" if is_good else "a running variance is below zero" if fine else NOT_FINITE
+                traffic += self._settle(seat, taken, why, loss, sums)
         return Outcome(sums, traffic, dict(sorted(self.failures.items())))
 
     def _down(self, client: Client, order: Order) -> Traffic:
@@ -219,14 +232,14 @@ class Round:
                 self._sizes[alike] = known
         return known[1]
 
-    def _settle(self, seat: Any, mask_bytes: int, good: bool, loss: float, sums: Sums) -> Traffic:
+    def _settle(self, seat: Any, mask_bytes: int, why_not: str, loss: float, sums: Sums) -> Traffic:
         """Count a client in, or say why not; what its update took."""
         order: Order = seat.order
         local = order.local
         steps = min(seat.batches * local.batch, seat.n) * local.epochs
         mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
-        if not good:
-            self.failed(seat.client.id, "its weights or its loss are not finite after training")
+        if why_not:
+            self.failed(seat.client.id, why_not)
             return Traffic()
         sums.n += seat.n
         sums.clients += 1

@@ -26,7 +26,7 @@ from .crew import LaneCrew, Seat, WideCrew, faster
 from .judge import Judge
 from .lanes import Stack
 from .train import ClientFailed
-from .wide import can_be_wide, has_convolutions, is_mean_of_samples
+from .wide import can_be_wide, has_convolutions, is_mean_of_samples, sees_samples_alone, various
 
 _SMALL = 4_000_000  # weights; above this a step is long enough that lanes are never bound by launches
 
@@ -142,9 +142,9 @@ class LaneEngine:
             return "the model has BatchNorm or dropout layers"
         if max(len(data) for data in self.train_data) > self.capacity:
             return f"a client has more than {self.capacity} samples"
-        some = [data.fetch(torch.arange(min(4, len(data)), device=self.device)) for data in self.train_data[:8]]
-        inputs = [torch.cat(each) for each in zip(*(x for x, _ in some), strict=True)]
-        target = torch.cat([y for _, y in some])
+        inputs, target = various(self.train_data, self.device)
+        if not sees_samples_alone(self.trainer.module, inputs):
+            return "what the model makes of a sample depends on others of the batch, on chance or on earlier ones"
         if not is_mean_of_samples(self.task.loss, self.trainer.module, inputs, target):
             return "the loss of a batch is not the mean of its samples' losses"
         return ""

@@ -1,4 +1,4 @@
-"""Evaluation on a device: large batches, captured once and replayed, read back once."""
+"""Evaluation on a device: batches are captured once and replayed, and read back once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 from ..core.state import Weights
 from ..data.examples import Source, on_device
 from ..data.task import Task
-from .train import Trainer
+from .train import Trainer, judged_batches
 from .wide import captured
 
-_BATCH = 1000
 _MOST = 16  # graphs; with more (every client's own samples, say) they would cost more than they save
 
 
@@ -35,9 +34,9 @@ class Judge:
         """Mean loss and metric over all samples."""
         self._set(weights, statistics)
         batches = [
-            (which, start, min(_BATCH, len(data) - start))
+            (which, start, stop - start)
             for which, data in enumerate(self.data)
-            for start in range(0, len(data), _BATCH)
+            for start, stop in judged_batches(len(data))
         ]
         kinds = {(which, count) for which, _, count in batches}
         if self.capture and len(kinds) <= _MOST:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.errors import FlashError
 from ..core.layout import Layer, Layout
 from ..core.state import Local
 from ..data.task import Task
@@ -160,7 +161,7 @@ class Lane:
         self.graphs: dict[tuple[Any, ...], Any] = {}
         self.pool: Any = None
         bound = {layer.name for layer in self.layout.of_kind("statistic")}
-        self._buffers = [(b, b.clone()) for n, b in self.module.named_buffers() if n not in bound]
+        self._buffers = [(n, b, b.clone()) for n, b in self.module.named_buffers() if n not in bound]
 
     def _bind(self) -> None:
         layers = {layer.name: layer for layer in self.layout.travelling}
@@ -185,8 +186,9 @@ class Lane:
         self.loss.zero_()
         if self.half is not None:
             self.half.copy_(self.master[: self.k])
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        for name, buffer, value in self._buffers:
+            owner, _, leaf = name.rpartition(".")
+            self.module.get_submodule(owner)._buffers[leaf] = buffer.copy_(value)  # whatever is there by now
         trained = self.master[: self.stack.trained]
         if options.prox:
             self.start = trained.clone() if self.start is None else self.start.copy_(trained)
@@ -233,6 +235,7 @@ class Lane:
         found = torch.autograd.grad(loss, self.params, allow_unused=True)
         with torch.no_grad():
             grads = [torch.zeros_like(p) if g is None else g for p, g in zip(self.params, found, strict=True)]
+            grads = [g.to_dense() if g.is_sparse else g for g in grads]
             cut = len(self.layout.prunable)
             heads = self.stack.pieces(self.layers[:cut], grads[:cut], self.grad.dtype)
             tails = self.stack.pieces(self.layers[cut:], grads[cut:], torch.float32)
@@ -310,6 +313,13 @@ class Lane:
             return False
         return True
 
+    def _check_buffers(self) -> None:
+        """A buffer that the model replaces, and does not write to, would never change in what is captured."""
+        now = dict(self.module.named_buffers())
+        for name, buffer, _ in self._buffers:
+            if now.get(name) is not buffer:
+                raise FlashError(f"the model puts another tensor in the place of its buffer {name}")
+
     def _capture(self, batch: int, options: Options, fused: Callable[..., None] | None) -> None:
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -320,6 +330,7 @@ class Lane:
                     self.step(batch, options, fused)
                 self.at.zero_()
             self.stream.synchronize()
+            self._check_buffers()
             graph = torch.cuda.CUDAGraph()
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.state import Client, Extra, Local, Mask, Order, Traffic, Update, Weights
+from ..sparsity import random_mask
 from ..wire import Encoded, Limits, Message, ServerLedger, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.trust import Seen, Trust, activations, change_norm, check_cohort, check_statistics, check_update, length
@@ -70,10 +71,21 @@ class ServerSide:
         order = replace(order, extra={name: extra for name, extra in order.extra.items() if name != OWN})
         known, limits = self.ledger.known(order.client, order.mask), _limits(order)
         update = decode(data, self.layout, known=known, limits=limits)
-        check_update(update, order, active=_expected(order), bounded=self.trust.factor > 0)
+        check_update(update, order, _expected(order), self.trust.factor > 0, self._frozen(order))
         if update.n != order.n:  # an average weighted by it must not be at the mercy of what a client says today
             raise WrongContent(f"client {update.client} reports {update.n} samples and is known to have {order.n}")
         return update
+
+    def _frozen(self, order: Message) -> Mask | None:
+        """The mask a client must come back with, where nothing moves it."""
+        local = order.local
+        if local is None or local.adapt is not None:
+            return None
+        if "mask" in local.keep and order.start is not None:
+            return self.ledger.own(order.client)  # None: it has one that is no longer known here
+        if local.start is not None:
+            return random_mask(self.layout, local.start.budgets, local.start.key, nm=local.start.nm)
+        return order.mask
 
     def accept(self, order: Message, update: Message) -> None:
         keeps = order.local is not None and "mask" in order.local.keep
@@ -193,9 +205,10 @@ def _expected(order: Message) -> int | None:
 
 
 def _limits(order: Message) -> Limits:
-    """No more extras than were asked for, and none larger than those or a mask: checked before any is read."""
+    """No more extras than were asked for, none larger than those or a mask, and no recipe from whom none was given."""
     most = max([order.layout.prunable_size, *(extra.value.numel() for extra in order.extra.values())])
-    return Limits(extras=len(order.extra), elements=most)
+    recipes = order.local is not None and order.local.start is not None
+    return Limits(extras=len(order.extra), elements=most, recipes=recipes)
 
 
 def _update(message: Message, order: Message) -> Update:

@@ -18,6 +18,7 @@ from ..data.task import Task
 from ..sparsity import random_mask
 from ..wire.trust import all_finite
 
+NOT_FINITE = "its weights or its loss are not finite after training"
 _PART = 1 << 20
 _EVAL_BATCH = 250
 _NORMS = nn.modules.batchnorm._NormBase  # all that may keep statistics: BatchNorm, InstanceNorm
@@ -92,7 +93,7 @@ class Trainer:
         if not local.statistics and local.report != "statistics":
             self.vector[self.layout.trained_size :] = statistics
         if not math.isfinite(loss) or not all_finite(self.vector):
-            raise ClientFailed("its weights or its loss are not finite after training")
+            raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         return Update(client, len(data), weights, mask.counts, {"loss": loss})
 

@@ -16,15 +16,71 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from ..data.examples import Arrays, Source, Subset
 from ..data.task import Task
 from .lanes import Options, Stack
 
+_LABELS = 64  # different ones that are looked at
 _BATCHED = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
 def can_be_wide(module: nn.Module) -> bool:
     """Whether samples of a batch neither see each other nor draw random numbers."""
     return not any(isinstance(m, _BATCHED) for m in module.modules())
+
+
+def various(sources: Sequence[Source], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Samples unlike each other: some of the first clients', and one of each label where labels can be looked at."""
+    chosen = [(data, list(range(min(4, len(data))))) for data in sources[:8]]
+    seen: set[int] = set()
+    for data in sources:
+        labels = _labels(data)
+        first = dict(zip(reversed(labels), range(len(labels) - 1, -1, -1), strict=True))
+        new = set(list(set(first) - seen)[: _LABELS - len(seen)])
+        if new:
+            chosen.append((data, sorted(first[label] for label in new)))
+            seen |= new
+    some = [data.fetch(torch.tensor(index, device=device)) for data, index in chosen]
+    return [torch.cat(each) for each in zip(*(x for x, _ in some), strict=True)], torch.cat([y for _, y in some])
+
+
+def _labels(data: Source) -> list[int]:
+    """A source's labels, of a sample with several the lowest; none if they are no integers or not in memory."""
+    if isinstance(data, Subset):
+        base = data.source
+        return _lowest(base.target[data.index.to(base.target.device)]) if isinstance(base, Arrays) else []
+    return _lowest(data.target) if isinstance(data, Arrays) else []
+
+
+def _lowest(target: Tensor) -> list[int]:
+    if target.is_floating_point() or target.is_complex() or not target.numel():
+        return []
+    found: list[int] = target.flatten(1).amin(1).tolist() if target.dim() > 1 else target.tolist()
+    return found
+
+
+@torch.no_grad()
+def sees_samples_alone(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Whether a sample's output in training is its own, whatever else is in the batch and however often it is asked.
+
+    What else a model may do (take a mean over the batch, draw numbers, count its calls) shows in no layer's type.
+    """
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.train()
+    few = max(1, len(inputs[0]) // 2)
+    try:
+        with torch.random.fork_rng(devices=[inputs[0].device] if inputs[0].is_cuda else []):
+            whole, part = module(*inputs)[:few], module(*(x[:few] for x in inputs))
+        error = (whole - part).abs()[whole.isfinite() & part.isfinite()]
+        alike = not len(error) or bool(error.max() <= 1e-2 * whole[whole.isfinite()].abs().max())
+    except (AttributeError, TypeError, IndexError, RuntimeError, ValueError):  # an output that is no tensor of samples
+        return False
+    now = dict(module.named_buffers())
+    same = all(torch.equal(buffer.nan_to_num(), now[name].nan_to_num()) for name, buffer in kept.items() if name in now)
+    for name, buffer in kept.items():
+        if name in now:
+            now[name].copy_(buffer)
+    return alike and same
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def decode(
     mask, form, base = None, None, None
     counts: tuple[int, ...] = ()
     if "mask" in found:
-        mask, form, base = read_mask(found["mask"], layout, known or {}, build)
+        mask, form, base = read_mask(found["mask"], layout, known or {}, build if limits.recipes else None)
         counts = count_layers(mask)
     values, carries, value_form = _values(found, layout, mask, counts)
     active = sum(counts) if mask is not None else None

@@ -105,6 +105,10 @@ def check_sections(kind: Kind, names: Sequence[str]) -> None:
             raise BadSection(f"the section {name!r} is missing in {kind!r}")
     if "mask" in names and "counts" in names:
         raise BadSection("counts beside a mask that gives them")
+    if "own" in names and "start" not in names:
+        raise BadSection("a mask kept from a round that is not named")
+    if kind == "update" and not {"mask", "values", "counts"} & set(names):
+        raise BadSection("an update without a mask, values or counts")
 
 
 def read_frame(data: memoryview, layout: Layout, most: int) -> Frame:
@@ -130,6 +134,8 @@ def read_frame(data: memoryview, layout: Layout, most: int) -> Frame:
         raise BadField(f"message kind {kind} does not exist")
     sections = _split(Reader(data[HEADER.size :], "message"))
     check_sections(KINDS[kind], tuple(sections))
+    if KINDS[kind] == "lack" and (n or key):
+        raise BadField("samples or a key where only a mask is lacking")
     return Frame(KINDS[kind], (stage, round, attempt), client, n, key, sections)
 
 

@@ -28,6 +28,7 @@ class Limits:
     metrics: int = 64
     extras: int = 64
     elements: int = 1 << 28  # of one extra tensor
+    recipes: bool = True  # masks in a few bytes that cost a model's size to make
 
 
 @lru_cache(maxsize=64)

@@ -157,12 +157,14 @@ def read_fixed(
     """The fixed tensors by name, and the hashes of those that were only named."""
     out: dict[str, Tensor] = {}
     held: list[str] = []
+    sent: list[str] = []
     for layer in layout.of_kind("fixed"):
-        sent = reader.u8()
-        if sent == 1:
+        code = reader.u8()
+        if code == 1:
             out[layer.name] = _read_tensor(reader, limits, layer.name, layer.shape)
+            sent.append(layer.name)
             continue
-        if sent != 0:
+        if code != 0:
             raise BadField(f"the fixed tensor {layer.name!r} is neither sent nor named")
         name = reader.hash()
         if name not in known:
@@ -172,4 +174,6 @@ def read_fixed(
         out[layer.name] = known[name]
         held.append(name)
     reader.end()
+    if held and any(fixed_hash(out[name]) in held for name in sent):
+        raise BadField("a fixed tensor is sent, and named elsewhere in the message")
     return out, tuple(held)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Layout
+from ..core.state import Mask
 from .errors import ChangeTooLarge, NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
 from .geometry import count_layers, same
 from .message import Message
@@ -42,11 +43,13 @@ class Trust:
     least: int = 3  # cohorts smaller than this have no median worth the name
 
 
-def check_update(update: Message, order: Message, active: int | None = None, bounded: bool = True) -> None:
+def check_update(
+    update: Message, order: Message, active: int | None = None, bounded: bool = True, mask: Mask | None = None
+) -> None:
     """Raise what is wrong with `update` as an answer to `order`.
 
     `active`: how many weights the client's mask must have; None: as many as the order's. `bounded`: whether numbers no
-    working model has are refused.
+    working model has are refused. `mask`: the one that weights must come with; None: it may have moved.
     """
     if update.kind != "update" or update.tag != order.tag or update.client != order.client:
         raise WrongTag(
@@ -75,6 +78,8 @@ def check_update(update: Message, order: Message, active: int | None = None, bou
     if report == "weights":
         if update.mask is None or update.carries != order.carries:
             raise WrongContent(f"client {update.client} sent {update.carries!r} for {order.carries!r}")
+        if mask is not None and not same(update.mask, mask):
+            raise WrongContent(f"client {update.client} moved its mask, which was to stay as it was")
         _check_values(update, bounded)
 
 

@@ -25,8 +25,10 @@ def rebuild(layout: Layout, recipe: Recipe) -> Mask:
     return random_mask(layout, recipe.budgets, recipe.key, nm=recipe.nm)
 
 
-def read_mask(reader: Reader, layout: Layout, known: Mapping[str, Mask], build: Build) -> tuple[Mask, str, str | None]:
-    """The mask, the form it came in, and the hash of the base it leaned on."""
+def read_mask(
+    reader: Reader, layout: Layout, known: Mapping[str, Mask], build: Build | None
+) -> tuple[Mask, str, str | None]:
+    """The mask, the form it came in, and the hash of the base it leaned on. `build`: None where no recipe is due."""
     code = reader.u8()
     if code >= len(FORMS):
         raise BadField(f"mask form {code} does not exist")
@@ -40,6 +42,8 @@ def read_mask(reader: Reader, layout: Layout, known: Mapping[str, Mask], build: 
     if form == "known":
         mask = base
     elif form == "recipe":
+        if build is None:
+            raise BadField("the mask is a recipe where none was asked for")
         mask = _read_recipe(reader, layout, geo, build)
     elif form == "difference":
         assert base is not None
