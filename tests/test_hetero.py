@@ -137,3 +137,10 @@ def test_gathered_at_the_end_they_are_those_of_each_sub_model(name: str) -> None
         expected = (total / sum(c.n for c in clients)).float()
         found = method.held(s, clients[0]).statistics
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_pattern_that_a_small_density_cannot_keep_to_is_warned_of() -> None:
+    task = make_task("norm")
+    method = fl.HeteroSPDST(densities=(0.1, 0.25), shares=(0.5, 0.5), warmup_clients=0, nm=4)
+    with pytest.warns(RuntimeWarning, match="not 0.1: a pattern keeps at least 1 of 4"):
+        method.init(plan_of(TrainConfig(device="cpu", rounds=5, per_round=4), task, task.clients, "cpu"))

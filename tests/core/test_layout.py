@@ -3,6 +3,7 @@ import pytest
 import torch
 from torch import nn
 
+import flashfl as fl
 from flashfl.core import rng
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
@@ -76,3 +77,27 @@ def test_packing_keeps_active_zeros_and_everything_unprunable(eight: Layout) -> 
 def test_bits_are_packed_as_numpy_packs_them(count: int) -> None:
     bits = rng.uniform(1, count) < 0.4
     assert pack_bits(bits).tolist() == np.packbits(bits.numpy(), bitorder="little").tolist()
+
+
+class Unsaved(nn.Module):
+    """Statistics that are in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.register_buffer("running_mean", torch.full((4,), 0.5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.hidden(x - self.running_mean)))
+
+
+def test_statistics_that_a_module_does_not_save_travel_too() -> None:
+    module = Unsaved()
+    layout = Layout.of(module)
+    vector = layout.read(module)
+    assert vector[layout.trained_size :].tolist() == [0.5] * 4
+    layout.write(vector + 1, module)
+    assert module.running_mean.tolist() == [1.5] * 4
+    data = [(torch.randn(9, 4), torch.arange(9) % 2) for _ in range(3)]
+    run = fl.simulate(fl.PDST(0.5), fl.Task(Unsaved, data, data[0]), 1, per_round=3, workers=1)
+    assert torch.isfinite(run.weights.vector).all()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,10 +14,15 @@ from torch import Tensor
 import flashfl as fl
 from flashfl.aggregate import average
 from flashfl.core.errors import ConfigError, FlashError
-from flashfl.core.parts import check_fields
+from flashfl.core.parts import check_fields, part
 from flashfl.core.state import Local
 from flashfl.data.task import Task
-from flashfl.sparsity import allocate, top_mask
+from flashfl.engine.cpu import CPUEngine
+from flashfl.engine.cuda import LaneEngine
+from flashfl.run.config import TrainConfig
+from flashfl.run.runner import drive
+from flashfl.sparsity import PruneRegrow, allocate, top_mask
+from tests.conftest import make_task
 
 QUICK: dict[str, Any] = {"per_round": 2, "batch": 4, "workers": 1}
 
@@ -106,3 +112,98 @@ def test_is_masked(small_task: Task) -> None:
     assert not fl.Weights(mask, vector).is_masked()
     assert fl.Weights.masked(mask, vector).is_masked()
     assert fl.Weights(fl.Mask.full(small_task.layout), vector).is_masked()
+
+
+@dataclass(frozen=True)
+class Mistaken(Forgetful):
+    """Gives whatever it is told to."""
+
+    name: ClassVar[str] = "mistaken"
+    what: str = ""
+
+    def init(self, plan: fl.Plan) -> Any:
+        s = super().init(plan)
+        return s.weights if self.what == "no first state" else s
+
+    def order(self, s: fl.State, client: fl.Client) -> Any:
+        return None if self.what == "no order" else super().order(s, client)
+
+    def views(self, s: fl.State) -> Any:
+        return {} if self.what == "no model to judge" else super().views(s)
+
+    def aggregate(self, s: fl.State, sums: fl.Sums) -> Any:
+        mean, full = average("fedavg", sums), fl.Mask.full(s.layout)
+        if self.what == "no state":
+            return fl.Weights(full, mean)
+        if self.what == "same round":
+            return replace(s, weights=fl.Weights(full, mean))
+        if self.what == "float64":
+            mean = mean.double()
+        if self.what == "short":
+            mean = mean[:-1]
+        if self.what == "no bits":
+            full = fl.Mask(s.layout, full.bits.float(), full.counts)
+        if self.what == "false counts":
+            full = fl.Mask(s.layout, full.bits, tuple(c - 1 for c in full.counts))
+        if self.what == "not finite":
+            mean = mean * float("nan")
+        return s.next(fl.Weights(full, mean))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("no first state", "mistaken.init gives Weights, not a State"),
+        ("no order", "mistaken.order gives NoneType, not an Order"),
+        ("no model to judge", "mistaken.views gives no model to judge"),
+        ("no state", "mistaken.aggregate gives Weights, not a State"),
+        ("same round", "of the same round: make it with s.next"),
+        ("float64", "weights are torch.float64"),
+        ("short", "weights are torch.float32"),
+        ("no bits", "a mask is torch.float32"),
+        ("false counts", "a mask is said to have"),
+        ("not finite", "mistaken.aggregate gives weights that are not finite"),
+    ],
+)
+def test_what_a_method_gives_is_looked_at(what: str, said: str, small_task: Task) -> None:
+    with pytest.raises(FlashError, match=said):
+        fl.simulate(Mistaken(what=what), small_task, 2, **QUICK)
+
+
+@part
+@dataclass(frozen=True)
+class Grows(PruneRegrow):
+    lies: bool = False
+
+    def move(self, layout: Any, vectors: Any, masks: Any, scores: Any, rate: Any, keys: Any, counts: Any) -> Any:
+        found = super().move(layout, vectors, masks, scores, rate, keys, counts)
+        masks[:] = True
+        return found if self.lies else [layout.sizes] * len(counts)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "lanes"])
+@pytest.mark.parametrize(("lies", "said"), [(False, "it has to keep them"), (True, "says its layers have")])
+def test_a_rule_keeps_the_number_of_active_weights(lies: bool, said: str, engine: str) -> None:
+    task, method = make_task("norm"), fl.JMWST(0.3, warmup_clients=0, adapt=Grows(lies=lies))
+    config = TrainConfig(device="cpu", rounds=1, **QUICK)
+    made: Any = LaneEngine(task, "cpu", "fp32") if engine == "lanes" else CPUEngine(task, workers=1)
+    with closing(made), pytest.raises(FlashError, match=said):
+        drive(method, task, config, made, task.clients)
+
+
+def test_who_was_left_out_of_an_attempt_is_told_with_the_round_that_came_of_it() -> None:
+    task = make_task("norm", clients=4)
+    run = fl.simulate(fl.PDST(0.3), task, 12, dropout=0.5, min_replies=4, retries=400, per_round=4, batch=4, workers=1)
+    again = [line for line in run.history if line["attempt"]]
+    assert again
+    for line in again:
+        assert line["failures"]
+        assert all(why.startswith("in attempt ") for why in line["failures"].values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_static_batch_norm_outlives_an_attempt_in_which_nobody_reports(seed: int) -> None:
+    task = make_task("norm", clients=2)
+    settings = {"dropout": 0.7, "retries": 60, "per_round": 2, "batch": 4, "workers": 1, "static_bn": True}
+    run = fl.simulate(fl.PDST(0.3), task, 2, seed=seed, **settings)
+    assert np.isfinite(run.history[-1]["metrics"]["after"]["loss"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 
 import flashfl as fl
+from flashfl.aggregate import average
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask, Weights
+from flashfl.core.parts import part
+from flashfl.core.state import Mask, Recipe, Weights
 from flashfl.engine import wide
 from flashfl.engine.crew import faster
 from flashfl.engine.cuda import LaneEngine
@@ -398,3 +402,159 @@ def test_statistics_are_gathered_under_the_weights_as_they_arrive(device: str) -
     theirs = fl.simulate(small("pdst"), task, train=config)
     a, b = ours.weights.to("cpu").statistics, theirs.weights.statistics
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# -- what a model, a loss or a rule may do that shows in no layer's type --------------------------------------------
+
+
+def agree(method: Any, task: fl.Task, device: str, crew: str = "auto", **settings: Any) -> tuple[fl.Run, fl.Run]:
+    """Both engines' runs, once their masks, weights, bytes and who was left out are found to be the same."""
+    config = TrainConfig(device="cpu", rounds=3, batch=4, eval_every=1, workers=1, **{"per_round": 6, **settings})
+    ours = run_lanes(method, task, device, config, lanes=2, crew=crew)
+    theirs = fl.simulate(method, task, train=config)
+    assert differing(ours, theirs) == 0
+    a, b = ours.weights.to("cpu").vector, theirs.weights.vector
+    assert float((a - b).norm() / b.norm()) < 1e-4
+    assert ours.traffic == theirs.traffic
+    assert [line["failures"] for line in ours.history] == [line["failures"] for line in theirs.history]
+    return ours, theirs
+
+
+class OwnMean(Plain):
+    """BatchNorm by hand: a sample's output depends on the others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x - x.mean(0, keepdim=True))
+
+
+class Counting(Plain):
+    """Counts its calls in a buffer that it puts another tensor in the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x) / (1 + 0.1 * self.calls)
+
+
+class Rarely(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(20, 6, sparse=True)
+        self.hidden, self.head = torch.nn.Linear(6, 12), torch.nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.hidden(self.words(x).mean(1))))
+
+
+@devices
+@pytest.mark.parametrize("model", [OwnMean, Counting])
+@pytest.mark.filterwarnings("ignore:training changes the buffers", "ignore:the training step cannot be captured")
+@pytest.mark.filterwarnings("ignore:evaluation cannot be captured")
+def test_a_model_that_looks_beyond_a_sample_needs_lanes(model: Any, device: str) -> None:
+    task = fl.Task(model, [blobs(5 + 3 * i, (1, 5, 5), 100 + i) for i in range(6)], blobs(30, (1, 5, 5), 7))
+    with pytest.raises(ConfigError, match="what the model makes of a sample depends on others"):
+        run_lanes(small("pdst"), task, device, crew="wide")
+    agree(small("jmwst", warmup_clients=0), task, device)
+
+
+@devices
+def test_a_rare_label_that_makes_a_loss_no_mean_is_found(device: str) -> None:
+    data = [blobs(12, (1, 5, 5), 100 + i) for i in range(6)]
+    for x, y in data[:3]:
+        y[9] = -100  # what cross-entropy leaves out of its mean
+        assert len(x) == len(y)
+    task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
+    with pytest.raises(ConfigError, match="not the mean of its samples' losses"):
+        run_lanes(small("pdst"), task, device, crew="wide")
+    agree(small("pdst"), task, device)
+
+
+@devices
+@pytest.mark.filterwarnings("ignore:only 30%")
+def test_sparse_gradients(device: str) -> None:
+    data = [((torch.arange(40 + 5 * i).view(-1, 5) * 7 + i) % 20, torch.arange(8 + i) % 3) for i in range(6)]
+    agree(small("pdst"), fl.Task(Rarely, data, data[0], prunable="hidden.weight"), device)
+
+
+@devices
+def test_a_running_variance_below_zero_leaves_a_client_out(device: str) -> None:
+    class Eager(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.norm = torch.nn.Linear(25, 12), torch.nn.BatchNorm1d(12, momentum=1.9)
+            self.head = torch.nn.Linear(12, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.relu(self.norm(self.hidden(x.flatten(1)))))
+
+    data = [blobs(12, (1, 5, 5), 100 + i) for i in range(6)]
+    data = [(x * (100 if i % 2 else 0.01), y) for i, (x, y) in enumerate(data)]  # 1 - 1.9 + 1.9 v, v large or small
+    task = fl.Task(Eager, data, blobs(30, (1, 5, 5), 7))
+    config = TrainConfig(device="cpu", rounds=1, per_round=6, batch=16, workers=1)
+    ours, theirs = run_lanes(small("pdst"), task, device, config), fl.simulate(small("pdst"), task, train=config)
+    left_out = [list(line["failures"]) for line in ours.history]
+    assert left_out == [list(line["failures"]) for line in theirs.history]
+    assert left_out == [["0", "2", "4"]]
+    assert all("variance is below zero" in why for why in ours.history[0]["failures"].values())
+
+
+@devices
+@pytest.mark.parametrize("static", [False, True])
+def test_samples_are_judged_in_the_same_batches(static: bool, device: str) -> None:
+    weight = torch.tensor([0.1, 1.0, 5.0], device=device)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output, target, weight.to(output.device))
+
+    task = make_task("norm")
+    x, y = blobs(600, (1, 5, 5), 7)
+    order = y.sort(stable=True).indices
+    task = fl.Task(task._model, [blobs(12, (1, 5, 5), 100 + i) for i in range(6)], (x[order], y[order]), loss=loss)
+    ours, theirs = agree(small("pdst"), task, device, static_bn=static)
+    for a, b in zip(ours.history, theirs.history, strict=True):
+        for view in b["metrics"]:
+            assert a["metrics"][view]["loss"] == pytest.approx(b["metrics"][view]["loss"], rel=1e-3)
+
+
+@part
+@dataclass(frozen=True)
+class EveryOther(PruneRegrow):
+    """Moves every second step, at a rate that hangs on how many a client has; one moment never comes."""
+
+    def moments(self, epochs: int, batches: int) -> dict[int, Fraction]:
+        return {0: Fraction(1, 2)} | {step: Fraction(1, 2 + batches) for step in range(2, epochs * batches + 1, 2)}
+
+
+@devices
+@pytest.mark.parametrize("crew", ["wide", "lanes"])
+@pytest.mark.parametrize("first", [5, 26])
+def test_masks_move_when_each_clients_own_steps_say(first: int, crew: str, device: str) -> None:
+    sizes = [first, 5, 26, 9, 14, 23]
+    task = fl.Task(Plain, [blobs(n, (1, 5, 5), 100 + i) for i, n in enumerate(sizes)], blobs(30, (1, 5, 5), 7))
+    agree(fl.JMWST(0.3, warmup_clients=0, adapt=EveryOther(0.5)), task, device, crew, epochs=2)
+
+
+@dataclass(frozen=True)
+class OwnParts(fl.PDST):
+    """Each client has a random mask of its own, which nobody moves; the server keeps everything."""
+
+    keep: tuple[str, ...] = ()
+
+    def init(self, plan: Any) -> Any:
+        s = super().init(plan)
+        return replace(s, weights=Weights(Mask.full(s.layout), s.weights.vector))
+
+    def order(self, s: Any, client: Any) -> Any:
+        start = Recipe(client.id, tuple(size // 4 for size in s.layout.sizes))
+        return s.order(client, self.local(s, start=start, keep=self.keep))
+
+    def aggregate(self, s: Any, sums: Any) -> Any:
+        return s.next(Weights(s.mask, average("wfa", sums)))
+
+
+@pytest.mark.parametrize("keep", [(), ("mask",)])
+def test_a_mask_that_can_be_made_again_is_counted_as_it_travels(keep: tuple[str, ...]) -> None:
+    agree(OwnParts(0.3, keep=keep), make_task("norm"), "cpu")

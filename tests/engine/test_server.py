@@ -25,6 +25,7 @@ from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.runner import drive
+from flashfl.sparsity import PruneRegrow, random_mask
 from flashfl.wire import Message, encode, seal
 from flashfl.wire.errors import WrongContent
 from tests.conftest import make_task
@@ -32,7 +33,11 @@ from tests.conftest import make_task
 STATISTICS = [("bn.running_mean", (1,)), ("bn.running_var", (1,))]
 LAYOUT = Layout.build({"prunable": [("w", (4, 2))], "dense": [("b", (2,))], "statistic": STATISTICS})
 MASK = Mask(LAYOUT, torch.tensor([1, 0, 1, 0, 1, 0, 1, 0], dtype=torch.bool))
+OTHER = Mask(LAYOUT, torch.tensor([0, 1, 1, 0, 1, 0, 1, 0], dtype=torch.bool))  # as many, elsewhere
+MADE = random_mask(LAYOUT, (4,), 7)
 TAG = (2, 4, 0)
+PACKED = Weights.masked(MADE, torch.zeros(LAYOUT.size)).packed()
+RECIPE = Message("update", LAYOUT, TAG, 1, n=10, mask=MADE, values=PACKED)
 
 
 def started(clients: int = 4, local: Local | None = None) -> tuple[Inbox, Order]:
@@ -83,6 +88,8 @@ def bad(order: Order, kind: str) -> bytes:
         "more samples": answer(order, 1, n=10**9),
         "negative variance": answer(order, 1, value=-1.0),
         "too large": answer(order, 1, value=1e6),
+        "moved mask": answer(order, 1, mask=OTHER),
+        "recipe": encode(RECIPE, form="recipe").data,
         "unknown mask": answer(order, 1, base=Mask(LAYOUT, ~MASK.bits)),
     }[kind]  # fmt: skip
 
@@ -104,6 +111,8 @@ def bad(order: Order, kind: str) -> bytes:
         ("negative variance", "NegativeVariance"),
         ("nan", "NonFinite"),
         ("too large", "ChangeTooLarge"),
+        ("moved mask", "WrongContent"),
+        ("recipe", "BadField"),
         ("unknown mask", "UnknownMask"),
     ],
 )
@@ -345,3 +354,19 @@ def test_a_round_that_is_repeated_leaves_no_trace_in_anybodys_memory(make: Any) 
     work(state.again().next(state.weights))
     engine.undo()
     assert held() == first
+
+
+def test_a_mask_of_ones_own_is_held_to_what_the_server_knows_of_it() -> None:
+    """A kept mask, or one made from a recipe, where nothing moves it: the very one is expected, if it is known."""
+    server, recipe = ServerSide(LAYOUT), Recipe(7, (4,))
+    order = Order(Weights(Mask.full(LAYOUT), torch.zeros(LAYOUT.size)), Local(start=recipe, keep=("mask",)), 1, TAG)
+    first = server.message(Client(1, 10), order)
+    made = server._frozen(first)
+    assert made is not None
+    assert made.equal(MADE)
+    server.ledger.accept(1, TAG, order.weights.mask, own=OTHER)
+    kept = server._frozen(server.message(Client(1, 10), order))
+    assert kept is not None
+    assert kept.equal(OTHER)
+    moving = replace(first, local=replace(order.local, adapt=PruneRegrow()))
+    assert server._frozen(moving) is None

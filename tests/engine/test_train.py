@@ -23,6 +23,7 @@ from flashfl.run.config import TrainConfig
 from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask
 from tests.conftest import DropoutNet, NormNet, blobs, make_task
+from tests.test_every_method import small
 
 SIZES: list[int] = []  # of the batches the loss below has seen
 
@@ -570,3 +571,38 @@ def test_a_client_whose_data_fail_while_statistics_are_gathered_leaves_no_trace(
     with pytest.raises(ZeroDivisionError):
         trainer.train(ordered(trainer.task, report="statistics"), 0, broken)
     assert all(m.momentum is not None for m in trainer.norms)
+
+
+class Jittered(torch.utils.data.Dataset[Any]):
+    """Samples that are augmented with whatever generator its author is used to."""
+
+    def __init__(self, kind: str, client: int) -> None:
+        self.kind, (self.x, self.y) = kind, blobs(9, (6,), client)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        draw = {"random": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item()}[self.kind]
+        return self.x[i] + draw(), self.y[i]
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy", "torch"])
+def test_what_a_data_set_draws_does_not_depend_on_the_number_of_workers(kind: str) -> None:
+    task = Task(DropoutNet, [Jittered(kind, i) for i in range(4)])
+    runs = [fl.simulate(small("pdst"), task, 2, per_round=4, batch=4, workers=workers) for workers in (1, 2)]
+    assert runs[0].checksum == runs[1].checksum
+    assert [line["metrics"] for line in runs[0].history] == [line["metrics"] for line in runs[1].history]
+
+
+def test_a_loss_may_have_one_element() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target).reshape(1)
+
+    task = make_task("dropout")
+    plain, wrapped = (
+        task,
+        Task(task._model, [blobs(11 + i, (6,), 100 + i) for i in range(8)], blobs(30, (6,), 7), loss=loss),
+    )
+    runs = [fl.simulate(small("pdst"), t, 1, per_round=4, batch=4, workers=1) for t in (plain, wrapped)]
+    assert runs[0].checksum == runs[1].checksum

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from flashfl.core import rng
 from flashfl.core.layout import Layout
@@ -131,6 +132,19 @@ def test_a_pattern_keeps_n_of_every_m_along_the_input_dimension() -> None:
         assert Mask(layout, mask.bits).counts == budgets
         conv = mask.bits[:180].view(2, 10, 9).movedim(1, 2)  # input dimension last
         assert (conv[..., :8].reshape(-1, 4).sum(-1) == 1).all()
+
+
+def test_a_pattern_follows_the_inputs_of_a_transposed_convolution() -> None:
+    layout = Layout.of(nn.Sequential(nn.ConvTranspose2d(8, 16, 3), nn.Conv2d(16, 2, 1)), prunable=["0.weight"])
+    budgets = pattern_budgets(layout, [288], 4)
+    for mask in (random_mask(layout, budgets, 5, nm=4), top_mask(layout, torch.randn(layout.size), budgets, nm=4)):
+        groups = mask.bits.view(2, 4, 16 * 9)  # inputs first
+        assert (groups.sum(1) == 1).all()
+
+
+def test_a_pattern_takes_vectors_and_numbers_as_they_are() -> None:
+    layout = Layout.build({"prunable": [("scale", ()), ("bias", (6,))]})
+    assert random_mask(layout, (1, 3), 5, nm=4).bits.sum() == 4
 
 
 def test_a_pattern_never_empties_a_group() -> None:

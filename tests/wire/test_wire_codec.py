@@ -12,7 +12,7 @@ from wire_support import WireTestRule, layouts, mask_of, masks, order, samples, 
 
 from flashfl.core.layout import Layout
 from flashfl.core.state import Extra, Local, Mask, Weights
-from flashfl.wire import Coding, Limits, Message, decode, encode, fixed_hash, mask_sizes, size, size_with
+from flashfl.wire import Coding, Limits, Message, decode, encode, fixed_hash, mask_sizes, seal, size, size_with
 from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge, UnknownFixed, UnknownMask
 from flashfl.wire.values import FORMS, Form
 
@@ -97,6 +97,16 @@ def test_weights() -> None:
     assert torch.equal(found.vector, weights.vector)
     with pytest.raises(ValueError, match="no weights"):
         Message("update", LAYOUT, (2, 0, 0), 1).weights()
+
+
+def test_a_fixed_tensor_is_not_both_sent_and_named() -> None:
+    layout = Layout.build({"prunable": [("w", (4,))], "fixed": [("f", (2,)), ("g", (2,))]})
+    mask, table = Mask.full(layout), torch.tensor([5.0, 7.0])
+    message = order(mask, fixed={"f": table, "g": table + 1})
+    data = encode(message, (mask,), held=(fixed_hash(table),)).data
+    twice = seal(data.replace((table + 1).numpy().tobytes(), table.numpy().tobytes()))
+    with pytest.raises(BadField, match="sent, and named elsewhere"):
+        decode(twice, layout, {mask.hash: mask}, fixed={fixed_hash(table): table})
 
 
 def test_fixed_tensors_once_then_by_hash() -> None:

@@ -11,7 +11,7 @@ import fnmatch
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .errors import ConfigError
 
 Kind = Literal["prunable", "dense", "statistic", "fixed"]
+_TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 KINDS: tuple[Kind, ...] = ("prunable", "dense", "statistic", "fixed")
 Predicate = Callable[[str, nn.Parameter], bool]
 Rule = str | Sequence[str] | Predicate
@@ -36,6 +37,7 @@ class Layer:
     start: int
     stop: int
     kind: Kind
+    turned: bool = False  # the weight of a transposed convolution, whose inputs are the first dimension
 
     @property
     def size(self) -> int:
@@ -65,16 +67,17 @@ class Layout:
         for name, b in module.named_buffers():
             if b.is_floating_point() and name.rsplit(".", 1)[-1] in ("running_mean", "running_var"):
                 found["statistic"].append((name, tuple(b.shape)))
-        return Layout.build({kind: found[kind] for kind in KINDS})
+        owners = [(name, m) for name, m in module.named_modules() if isinstance(m, _TURNED)]
+        return Layout.build(found, turned={f"{name}.weight".lstrip(".") for name, _ in owners})
 
     @staticmethod
-    def build(tensors: Mapping[Kind, Iterable[tuple[str, tuple[int, ...]]]]) -> Layout:
-        """A layout of named shapes given by kind."""
+    def build(tensors: Mapping[Kind, Iterable[tuple[str, tuple[int, ...]]]], turned: Collection[str] = ()) -> Layout:
+        """A layout of named shapes given by kind; `turned`: those whose inputs are the first dimension."""
         layers, at = [], 0
         for kind in KINDS:
             for name, shape in tensors.get(kind, ()):
                 size = int(torch.Size(shape).numel())
-                layers.append(Layer(name, tuple(shape), at, at + size, kind))
+                layers.append(Layer(name, tuple(shape), at, at + size, kind, name in turned))
                 at += size
         return Layout(tuple(layers))
 
@@ -122,18 +125,22 @@ class Layout:
 
     def read(self, module: nn.Module) -> Tensor:
         """The module's tensors as one flat float32 vector on the CPU."""
-        state = module.state_dict()
-        vector = torch.zeros(self.size)
+        held, vector = tensors_of(module), torch.zeros(self.size)
         for name, view in self.views(vector).items():
-            view.copy_(state[name])
+            view.copy_(held[name].detach())
         return vector
 
     def write(self, vector: Tensor, module: nn.Module) -> None:
         """Copy a flat vector into the module's tensors."""
-        state = module.state_dict()
+        held = tensors_of(module)
         with torch.no_grad():
             for name, view in self.views(vector).items():
-                state[name].copy_(view)
+                held[name].copy_(view)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those too that a module does not save."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 # How layers call their weight matrices: most of them; attention; recurrent ones (hr: an LSTM's projection).

@@ -135,6 +135,7 @@ class WideCrew:
                  capacity: int, products: bool = False) -> None:  # fmt: skip
         self.wide, self.lr, self.data, self.capacity = Wide(task, stack, half, lr, products), lr, data, capacity
         self.device = stack.values.device
+        self._staged = -1  # which epoch's samples lie ready
 
     def prepare(self, local: Local, seats: Sequence[Seat]) -> None:
         options = Options(local)
@@ -146,6 +147,7 @@ class WideCrew:
     def begin(self, local: Local, seats: Sequence[Seat]) -> None:
         self.lr.fill_(local.lr)
         self.wide.begin(Options(local))
+        self._staged = -1
 
     def _stage(self, seats: Sequence[Seat], epoch: int) -> None:
         """Where clients have equal shares of data that is not augmented, one gather serves them all."""
@@ -174,8 +176,9 @@ class WideCrew:
                 (max(a - epoch * seat.batches, 0), min(b - epoch * seat.batches, seat.batches))
                 for seat, a, b in zip(seats, first, last, strict=True)
             ]
-            if any(a == 0 for a, _ in spans):
+            if epoch != self._staged or any(a == 0 for a, _ in spans):
                 self._stage(seats, epoch)
+                self._staged = epoch
             limits = [min(seat.n, b * local.batch) for seat, (_, b) in zip(seats, spans, strict=True)]
             self.wide.span([a * local.batch for a, _ in spans], limits)
             for _ in range(max(b - a for a, b in spans)):

@@ -17,7 +17,7 @@ from ..core.rng import fold
 from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Weights
 from ..data.examples import on_device
 from ..data.task import Task
-from ..sparsity import random_mask
+from ..sparsity import move, random_mask
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
 from .books import Books, chunks, stacked
@@ -202,32 +202,41 @@ class LaneEngine:
 
     def _work(self, local: Local, seats: Sequence[Seat], crew: Any) -> None:
         """All clients' steps, with a stop wherever masks move."""
-        moments = [
-            sorted(local.adapt.moments(local.epochs, seat.batches).items()) if local.adapt else [] for seat in seats
-        ]
+        ends = [local.epochs * seat.batches for seat in seats]
+        moments = [_moments(local, seat.batches) for seat in seats]
         done = [0] * len(seats)
-        for j in range(len(moments[0])):
-            steps = [m[j][0] for m in moments]
+        for j in range(max(map(len, moments))):
+            steps = [m[j][0] if j < len(m) else at for m, at in zip(moments, done, strict=True)]
             crew.advance(local, seats, done, steps)
-            self._move(local, seats, moments[0][j][1], steps, crew)
+            moving = {row: m[j][1] for row, m in enumerate(moments) if j < len(m)}
+            for rate in dict.fromkeys(moving.values()):
+                rows = [row for row, own in moving.items() if own == rate]
+                self._move(local, seats, rows, rate, steps, crew)
             done = steps
-        crew.advance(local, seats, done, [local.epochs * seat.batches for seat in seats])
+        crew.advance(local, seats, done, ends)
 
-    def _move(self, local: Local, seats: Sequence[Seat], rate: float, steps: Sequence[int], crew: Any) -> None:
-        """Prune and regrow in all rows at once."""
+    def _move(
+        self, local: Local, seats: Sequence[Seat], rows: Sequence[int], rate: Any, steps: Sequence[int], crew: Any
+    ) -> None:
+        """Prune and regrow in these rows at once."""
         assert self.stack is not None
-        rows = len(seats)
-        values, masks = self.stack.read(rows), self.stack.logical(self.stack.masks[:rows])
-        scores = self.stack.logical(crew.scores(rows)) if getattr(local.adapt, "dense_gradient", False) else None
+        every = len(seats)
+        values, masks = self.stack.read(every), self.stack.logical(self.stack.masks[:every])
+        scores = self.stack.logical(crew.scores(every)) if getattr(local.adapt, "dense_gradient", False) else None
+        some = None if len(rows) == every else torch.tensor(rows).to(self.device, non_blocking=True)
+        mine: list[Any] = [x if some is None or x is None else x[some] for x in (values, masks, scores)]
         keys = []
-        for seat, step in zip(seats, steps, strict=True):
-            epoch, b = divmod(step - 1, seat.batches)
-            keys.append(fold(seat.order.key, "adapt", epoch, b))
-        counts = local.adapt.move(self.layout, values, masks, scores, rate, keys, [seat.counts for seat in seats])
-        self.stack.load(values, masks, rows)
-        crew.moved(rows)
-        for seat, new in zip(seats, counts, strict=True):
-            seat.counts = new
+        for row in rows:
+            epoch, b = divmod(steps[row] - 1, seats[row].batches)
+            keys.append(fold(seats[row].order.key, "adapt", epoch, b))
+        vectors, bits, ranks = mine
+        counts = move(local.adapt, self.layout, vectors, bits, ranks, rate, keys, [seats[row].counts for row in rows])
+        if some is not None:
+            values[some], masks[some] = vectors, bits
+        self.stack.load(values, masks, every)
+        crew.moved(every)
+        for row, new in zip(rows, counts, strict=True):
+            seats[row].counts = new
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -266,6 +275,12 @@ class LaneEngine:
 
     def close(self) -> None:
         self.crew = self.stack = None
+
+
+def _moments(local: Local, batches: int) -> list[tuple[int, Any]]:
+    """After which of a client's steps its mask moves, and at what rate; as in the trainer, others never come."""
+    found = local.adapt.moments(local.epochs, batches) if local.adapt else {}
+    return sorted((step, rate) for step, rate in found.items() if 1 <= step <= local.epochs * batches)
 
 
 def _fused() -> Any:

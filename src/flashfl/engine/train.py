@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..core.errors import FlashError
+from ..core.layout import tensors_of
 from ..core.rng import fold, permutation
 from ..core.state import Local, Mask, Order, Update, Weights
 from ..data.examples import Source
 from ..data.task import Task
-from ..sparsity import random_mask
+from ..sparsity import move, random_mask
 from ..wire.trust import all_finite
 
 NOT_FINITE = "its weights or its loss are not finite after training"
@@ -40,7 +44,7 @@ class Trainer:
         self.task, self.layout, self.device = task, task.layout, torch.device(device)
         self.module = task.build().to(device)
         self.vector = torch.zeros(self.layout.size, device=device)
-        own = self.module.state_dict()
+        own = tensors_of(self.module)
         brought = [own[layer.name].flatten().float() for layer in self.layout.of_kind("statistic")]
         self._statistics = torch.cat(brought) if brought else self.vector[:0]
         self.grad = torch.zeros(self.layout.trained_size, device=device)
@@ -83,9 +87,7 @@ class Trainer:
         if not local.statistics:  # they have not travelled, and a norm that is frozen uses what the model brought
             self.vector[self.layout.trained_size :] = self._statistics
         del start, order  # as large as the model, and no longer needed
-        seed = fold(key, "torch") >> 1
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        with self._seeded(fold(key, "torch") >> 1):
             if local.report == "statistics":
                 loss = self._gather(local, data)
             else:
@@ -96,6 +98,20 @@ class Trainer:
             raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         return Update(client, len(data), weights, mask.counts, {"loss": loss})
+
+    @contextmanager
+    def _seeded(self, seed: int) -> Iterator[None]:
+        """Inside, whoever draws (dropout, a data set of the user's) draws the same whatever was drawn before."""
+        outside = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+                torch.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed & 0xFFFFFFFF)
+                yield
+        finally:
+            random.setstate(outside[0])
+            np.random.set_state(outside[1])
 
     def _starting_mask(self, order: Order) -> Mask:
         if (recipe := order.local.start) is not None:
@@ -122,8 +138,8 @@ class Trainer:
                 rate = moments.get(epoch * batches + b + 1)
                 if rate is not None:
                     keys = [fold(key, "adapt", epoch, b)]
-                    [counts] = local.adapt.move(
-                        self.layout, self.vector[None], bits[None], stepper.scores(), rate, keys, [counts]
+                    [counts] = move(
+                        local.adapt, self.layout, self.vector[None], bits[None], stepper.scores(), rate, keys, [counts]
                     )
                     stepper.moved()
         if not full:
@@ -185,7 +201,7 @@ class Trainer:
         if not statistics:  # they may not have travelled
             self.vector[self.layout.trained_size :] = self._statistics
         self.judging(statistics)
-        with torch.no_grad():
+        with torch.no_grad(), self._seeded(int(index[0])):
             inputs, target = data.fetch(index)
             output = self.module(*inputs)
             n = len(index)
@@ -226,7 +242,7 @@ class Stepper:
     def _backward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
         loss: Any = self.trainer.task.loss(self.trainer.module(*inputs), target)
         loss.backward()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach().reshape(())  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
@@ -9,6 +10,7 @@ from numbers import Real
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.layout import Layout
 from ..core.method import sample
 from ..core.rng import fold
 from ..core.state import Client, Mask, Plan, State, Sums, Weights
@@ -20,9 +22,24 @@ def check_density(density: float) -> None:
         raise ConfigError(f"density = {density}: must be above 0 and at most 1 (0.05 keeps every twentieth weight)")
 
 
+def check_shares(densities: Sequence[float], shares: Sequence[float]) -> None:
+    if len(densities) != len(shares) or not densities:
+        raise ConfigError(f"{len(densities)} densities but {len(shares)} shares of clients")
+    if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        raise ConfigError(f"shares = {shares}: numbers of at least 0, and not all 0")
+    for density in densities:
+        check_density(density)
+
+
 def check_rule(adapt: PruneRegrow) -> None:
     if nm := getattr(adapt, "nm", 0):
         raise ConfigError(f"adapt.nm = {nm}: an N:M pattern is the method's to set, by its own nm")
+
+
+def warn_of_pattern(layout: Layout, budgets: Sequence[int], density: float, nm: int) -> None:
+    """A pattern keeps at least one weight of each group, which may be far more than was asked for."""
+    if (found := sum(budgets) / max(1, layout.prunable_size)) > 1.5 * density:
+        warnings.warn(f"density {found:.3f}, not {density}: a pattern keeps at least 1 of {nm}", RuntimeWarning)
 
 
 def share_densities(

@@ -13,7 +13,7 @@ from ..core.errors import ConfigError
 from ..core.method import sample
 from ..core.state import Client, Mask, State, Sums, Weights
 from ..sparsity import nested, pattern_budgets, top_mask
-from .common import check_density, inner_mask, keep_statistics, sample_each_density, share_densities
+from .common import check_shares, inner_mask, keep_statistics, sample_each_density, share_densities, warn_of_pattern
 from .jmwst import JMWST
 from .spdst import SPDST
 
@@ -31,14 +31,9 @@ class _Hetero(SPDST):
     aggregator: Aggregator = "wfa"
 
     def __post_init__(self) -> None:
-        if len(self.densities) != len(self.shares) or not self.densities:
-            raise ConfigError(f"{len(self.densities)} densities but {len(self.shares)} shares of clients")
-        if min(self.shares) < 0 or not 0 < sum(self.shares) < float("inf"):
-            raise ConfigError(f"shares = {self.shares}: numbers of at least 0, and not all 0")
+        check_shares(self.densities, self.shares)
         if self.density not in (0.0, max(self.densities)):
             raise ConfigError("a heterogeneous method takes `densities`, not `density`")
-        for density in self.densities:
-            check_density(density)
         object.__setattr__(self, "density", max(self.densities))
         super().__post_init__()
 
@@ -62,7 +57,10 @@ class _Hetero(SPDST):
 
     def begin(self, s: State, densities: Sequence[float]) -> State:
         start = super().begin(s, densities)
-        return replace(start, extra=self.masks(s, self.budgets(s, densities), start.weights))
+        budgets = self.budgets(s, densities)
+        for density in set(self.densities) - {self.density}:
+            warn_of_pattern(s.layout, budgets[density], density, self.nm)
+        return replace(start, extra=self.masks(s, budgets, start.weights))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         after = super().aggregate(s, sums)

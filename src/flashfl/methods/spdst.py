@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -13,7 +12,7 @@ from ..core.method import Method, sample
 from ..core.rng import fold
 from ..core.state import Client, Order, Plan, State, Sums, Weights
 from ..sparsity import PruneRegrow, allocate, calibrate, check_pattern, pattern_budgets, random_mask
-from .common import check_density, check_rule, fresh, initial
+from .common import check_density, check_rule, fresh, initial, warn_of_pattern
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,5 @@ class SPDST(Method):
     def begin(self, s: State, densities: Sequence[float]) -> State:
         """Stage 2: new weights under a mask whose layer densities follow what stage 1 learned."""
         budgets = pattern_budgets(s.layout, calibrate(s.layout, densities, self.density), self.nm)
-        if (found := sum(budgets) / s.layout.prunable_size) > 1.5 * self.density:
-            warnings.warn(
-                f"density {found:.3f}, not {self.density}: a pattern keeps at least 1 of {self.nm}", RuntimeWarning
-            )
+        warn_of_pattern(s.layout, budgets, self.density, self.nm)
         return s.enter(2, fresh(s, budgets, self.mask_init, self.nm))

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..core.errors import CheckpointError, ConfigError
-from ..core.loop import Record, run_rounds
+from ..core.loop import Record, checked, run_rounds
 from ..core.method import Method
 from ..core.parts import check_fields
 from ..core.state import Client, Plan, State, Traffic, Weights
@@ -174,7 +174,7 @@ def drive(
     with alone(folder):
         start = _resume(run, keeper, plan) if resume else None
         if start is None:
-            start = method.init(plan)
+            start = checked(method, method.init(plan))
             keeper.begin()
         if not run.results.lines:
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}

@@ -3,7 +3,7 @@
 from .allocate import Allocation, allocate, calibrate, nested, share_out, weight_budget
 from .masks import layer_mismatch, mismatch, random_mask, top_mask
 from .pattern import check_pattern, pattern_budgets
-from .rules import PruneRegrow
+from .rules import PruneRegrow, move
 
 __all__ = [
     "Allocation",
@@ -13,6 +13,7 @@ __all__ = [
     "check_pattern",
     "layer_mismatch",
     "mismatch",
+    "move",
     "nested",
     "pattern_budgets",
     "random_mask",

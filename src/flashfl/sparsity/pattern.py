@@ -30,13 +30,13 @@ class Groups:
 
     @staticmethod
     def of(layer: Layer, m: int) -> Groups:
-        width = layer.shape[1] if len(layer.shape) >= 2 else 0
+        width = _dims(layer)[1] if len(layer.shape) >= 2 else 0
         rows = layer.size // width * (width // m) if width else 0
         return Groups(layer, m, rows, layer.size - rows * m)
 
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """[..., size] -> the groups [..., rows, M] and the rest [..., rest]."""
-        out, width = self.layer.shape[0], self.layer.shape[1] if len(self.layer.shape) >= 2 else 1
+        out, width, _ = _dims(self.layer)
         table = flat.reshape(*flat.shape[:-1], out, width, -1).movedim(-2, -1)  # input dimension last
         cut = width // self.m * self.m if self.rows else 0
         groups = table[..., :cut].reshape(*flat.shape[:-1], self.rows, self.m)
@@ -44,10 +44,8 @@ class Groups:
 
     def join(self, groups: Tensor, rest: Tensor) -> Tensor:
         """The inverse of `split`."""
-        lead, out = groups.shape[:-2], self.layer.shape[0]
-        width = self.layer.shape[1] if len(self.layer.shape) >= 2 else 1
+        lead, (out, width, inner) = groups.shape[:-2], _dims(self.layer)
         cut = width // self.m * self.m if self.rows else 0
-        inner = self.layer.size // (out * width)
         table = torch.cat(
             [groups.reshape(*lead, out, inner, cut), rest.reshape(*lead, out, inner, width - cut)], dim=-1
         )
@@ -56,6 +54,15 @@ class Groups:
     def per_group(self, budget: int) -> int:
         """N: nearest to the layer's density, from 1 to M."""
         return min(self.m, max(1, round(budget * self.m / self.layer.size))) if self.rows else 0
+
+
+def _dims(layer: Layer) -> tuple[int, int, int]:
+    """A layer as [outputs, inputs, the rest]; of a vector or a number everything is an output."""
+    shape = layer.shape
+    if len(shape) < 2:
+        return layer.size, 1, 1
+    out, width = (1, shape[0]) if layer.turned else shape[:2]
+    return out, width, layer.size // (out * width) if layer.size else 0
 
 
 def check_pattern(m: int) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, FlashError
 from ..core.layout import Layout
 from ..core.parts import part
 from ..core.rng import fold, hash_rows
@@ -135,6 +135,29 @@ class PruneRegrow:
                 importance = [1.0] * len(importance)  # a diverged client: it is left out later, do not stop here
             shares.append(share_out(importance, room, sum(drop)))
         return shares
+
+
+def move(
+    rule: Any,
+    layout: Layout,
+    vectors: Tensor,
+    masks: Tensor,
+    scores: Tensor | None,
+    rate: Any,
+    keys: Sequence[int],
+    counts: Sequence[Sequence[int]],
+) -> list[tuple[int, ...]]:
+    """`rule.move`, held to what a rule promises: as many active weights as before, and counts that are true."""
+    found: list[tuple[int, ...]] = rule.move(layout, vectors, masks, scores, rate, keys, counts)
+    name = type(rule).__name__
+    for old, new in zip(counts, found, strict=True):
+        if sum(old) != sum(new):
+            raise FlashError(f"the rule {name} makes {sum(new)} active weights of {sum(old)}: it has to keep them")
+    if not type(rule).__module__.startswith("flashfl."):  # reading a mask makes a GPU wait; ours are tested
+        true = torch.stack([masks[:, x.start : x.stop].sum(1) for x in layout.prunable], 1).tolist()
+        if true != [list(row) for row in found]:
+            raise FlashError(f"the rule {name} says its layers have {found[0]} active weights, and they have {true[0]}")
+    return found
 
 
 def _new_and_back(

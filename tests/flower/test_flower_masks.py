@@ -1,0 +1,51 @@
+"""A mask that nobody was asked to move: a client that moves it is left out, and the run goes on without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
+
+from flower_support import assert_equal, federation, node_of, rogue, train
+
+from flashfl.core.state import Mask, Order, Update, Weights
+from tests.conftest import make_task
+from tests.test_every_method import small
+
+
+def swapped(update: Update, order: Order) -> Update:
+    """One active weight less, one more elsewhere: as many as before, and hardly a change."""
+    if update.weights is None or order.local.adapt is not None:
+        return update
+    bits, vector = update.weights.mask.bits.clone(), update.weights.vector.clone()
+    on, off = bits.nonzero()[0], (~bits).nonzero()[0]
+    bits[on], bits[off], vector[on], vector[off] = False, True, 0.0, 1e-3
+    mask = Mask(update.weights.layout, bits)
+    return replace(update, weights=Weights(mask, vector), counts=mask.counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("pdst", {}), ("spdst", {}), ("hetero-spdst", {}), ("jmwst", {"r_int": 3}), ("jmwst", {"freeze_after": 1})],
+)
+def test_a_client_that_moves_a_frozen_mask_is_left_out(name: str, changes: dict[str, Any]) -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    grid.join(node_of(2), rogue(task, swapped), {"partition-id": 2})
+    run = train(small(name, **changes), task, grid, per_round=8)
+    why = [line["failures"]["2"] for line in run.history if line["failures"]]
+    assert why
+    assert all("moved its mask, which was to stay" in reason for reason in why)
+
+
+def test_the_model_is_as_if_it_had_not_been_there() -> None:
+    task = make_task("norm")
+    runs = []
+    for change in (swapped, lambda update, order: replace(update, n=10**6)):
+        grid = federation(task)
+        grid.join(node_of(2), rogue(task, change), {"partition-id": 2})
+        runs.append(train(small("pdst"), task, grid, per_round=8))
+    assert_equal(*runs)
