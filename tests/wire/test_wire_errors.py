@@ -202,3 +202,17 @@ def test_errors_are_one_family() -> None:
     named = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, FlashError)]
     assert len(named) > 15
     assert all(issubclass(x, errors.WireError) or x is FlashError for x in named)
+
+
+def test_what_no_writer_of_the_page_would_write() -> None:
+    kept = encode(order(BASE, start=(2, 1, 0), own=BASE.hash), (BASE,)).data
+    decode(kept, LAYOUT, KNOWN)
+    refused(errors.BadSection, remove(kept, "start"), "a round that is not named")
+    lack = encode(Message("lack", LAYOUT, (2, 1, 0), 5, lacks=BASE.hash)).data
+    decode(lack, LAYOUT)
+    for at in (37, 45):  # the number of samples, the key
+        refused(errors.BadField, seal(put(lack, at, b"\1")), "only a mask is lacking")
+    counted = encode(Message("update", LAYOUT, (2, 1, 0), 5, n=3, counts=BASE.counts)).data
+    refused(errors.BadSection, remove(counted, "counts"), "without a mask, values or counts")
+    made = encode(order(random_mask(LAYOUT, BASE.counts, 5)), form="recipe").data
+    refused(errors.BadField, made, "a recipe where none was asked for", limits=Limits(recipes=False))

@@ -6,13 +6,19 @@ import hashlib
 import json
 import struct
 import zlib
+from dataclasses import MISSING, fields
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from wire_support import changed, mask_of, small_layout, update
 
-from flashfl.core.layout import Layout
-from flashfl.core.state import Mask
+import flashfl as fl
+from flashfl.core.layout import Layer, Layout
+from flashfl.core.rng import fold
+from flashfl.core.state import Local, Mask, Recipe
+from flashfl.sparsity import PruneRegrow, pattern_budgets, random_mask
 from flashfl.wire import encode
 from flashfl.wire.values import round_values, segments
 
@@ -165,3 +171,61 @@ def test_hashes_as_described() -> None:
 
 def test_another_layout_is_another_hash() -> None:
     assert Layout.build({"prunable": [("w", (2, 3))]}).hash != Layout.build({"prunable": [("w", (3, 2))]}).hash
+
+
+def mixed(x: int) -> int:
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = (x ^ x >> shift) * factor & 0xFFFFFFFF
+    return x
+
+
+def hashed(index: int, key: int) -> int:
+    x = mixed((mixed(index ^ key & 0xFFFFFFFF) + (key >> 32)) & 0xFFFFFFFF)
+    return x - (1 << 32) if x >> 31 else x
+
+
+def layer_of_recipe(layer: Layer, budget: int, key: int, m: int) -> set[int]:
+    """The positions a layer keeps under a recipe."""
+
+    def lowest(positions: list[int], count: int) -> set[int]:
+        return set(sorted(positions, key=lambda i: hashed(i, key))[:count])
+
+    shape, positions = layer.shape, list(range(layer.start, layer.stop))
+    if not m or len(shape) < 2:
+        return lowest(positions, budget)
+    outputs, inputs = (1, shape[0]) if layer.turned else shape[:2]
+    rest = layer.size // (outputs * inputs)
+    n = min(m, max(1, round(budget * m / layer.size)))
+    kept, left = set[int](), []
+    for output in range(outputs):
+        for place in range(rest):
+            line = [layer.start + (output * inputs + i) * rest + place for i in range(inputs)]
+            full = inputs // m * m
+            for at in range(0, full, m):
+                kept |= lowest(line[at : at + m], n)
+            left += line[full:]
+    return kept | lowest(left, budget - len(kept))
+
+
+@pytest.mark.parametrize("m", [0, 2, 4])
+def test_the_mask_of_a_recipe_as_described(m: int) -> None:
+    net = nn.Sequential(nn.Conv2d(5, 6, 3), nn.ConvTranspose2d(6, 9, 2), nn.Conv2d(9, 3, 1), nn.Linear(27, 5))
+    layout, key = Layout.of(net), fold(3, "mask", 7)
+    text = b"3\0str:mask\0int:7"
+    assert key == int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    budgets = pattern_budgets(layout, [size // 3 for size in layout.sizes], m)
+    kept = set().union(
+        *(layer_of_recipe(x, budget, key, m) for x, budget in zip(layout.prunable, budgets, strict=True))
+    )
+    assert kept == set(random_mask(layout, budgets, key, nm=m).bits.nonzero().flatten().tolist())
+
+
+def test_settings_as_described() -> None:
+    """The page's table of fields and defaults is the classes'."""
+    page = (Path(fl.wire.__file__).parent / "FORMAT.md").read_text()
+    for cls in (Local, Recipe, PruneRegrow):
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{cls.__name__}` |"))
+        for f in fields(cls):
+            default = [] if f.default == () else f.default
+            said = f"`{f.name}`" if default is MISSING else f"`{f.name}` {json.dumps(default)}"
+            assert said in row, said

@@ -20,6 +20,7 @@ class Method:
     """The defaults most methods share: a keyed uniform cohort, one order for all, one model to judge."""
 
     name: ClassVar[str] = ""
+    exact: ClassVar[bool] = True  # once the server's model is sparse it has its `density`; False: it may have more
 
     def init(self, plan: Plan) -> State:
         """The server's state before the first round."""

@@ -48,7 +48,9 @@ def from_json(data: Any) -> Any:
         raise ConfigError(f"not the description of a part: {str(data)[:80]}")
     cls = _PARTS.get(data["is"])
     if cls is None:
-        raise unknown("part", data["is"], _PARTS)
+        raise ConfigError(
+            f"{unknown('part', data['is'], _PARTS)}. A rule of one's own has to be imported wherever clients train"
+        )
     return build(cls, {k: v for k, v in data.items() if k != "is"})
 
 

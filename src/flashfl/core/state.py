@@ -212,7 +212,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class Order:
-    """Server to one client."""
+    """Server to one client. Our clients do nothing with extras, which are for clients of one's own."""
 
     weights: Weights
     local: Local

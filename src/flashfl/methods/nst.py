@@ -21,6 +21,7 @@ class NST(Method):
     """
 
     name: ClassVar[str] = "nst"
+    exact: ClassVar[bool] = False
     density: float = 0.05
     adapt: PruneRegrow = field(default_factory=PruneRegrow)
     aggregator: Aggregator = "fedavg"
