@@ -246,6 +246,11 @@ def test_damaged_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("a\nb\n")
     with pytest.raises(DataError, match=r"vocab\.txt is damaged: it lacks \[PAD\]"):
         load("sst2", tmp_path, Options(vocab=str(tmp_path / "vocab.txt")))
+    (tmp_path / "vocab.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"vocab\.txt is damaged: not UTF-8"):
+        load("sst2", tmp_path, Options(vocab=str(tmp_path / "vocab.txt")))
+    with pytest.raises(DataError, match=r"nothing\.txt cannot be read"):
+        load("sst2", tmp_path, Options(vocab=str(tmp_path / "nothing.txt")))
 
 
 def test_folders_of_images(tmp_path: Path) -> None:

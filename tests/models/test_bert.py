@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from flashfl.core.layout import Layout
 from flashfl.models import bert, build_model
 
 pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 SMALL = {"classes": 2, "vocab": 50, "length": 12, "width": 16, "depth": 2, "heads": 2, "dropout": 0.0}
 
 
@@ -77,6 +79,60 @@ def test_a_folder_without_weights_says_what_to_put_there(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"holds no weights: looked for model\.safetensors"):
         build_model("bert", path=str(tmp_path))
+
+
+def spoil_width(folder: Path) -> None:
+    other = build_model("bert-scratch", **{**SMALL, "width": 32}).net
+    safetensors.save_file(other.state_dict(), folder / "model.safetensors", {"format": "pt"})
+
+
+def spoil_layer(folder: Path) -> None:
+    held = safetensors.load_file(folder / "model.safetensors")
+    held = {name: value for name, value in held.items() if ".layer.1." not in name}
+    safetensors.save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+
+def spoil_names(folder: Path) -> None:
+    safetensors.save_file({"foo": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
+
+
+def spoil_end(folder: Path) -> None:
+    held = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(held[: len(held) // 2])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (spoil_width, r"are not those of its config\.json: bert\.embeddings"),
+        (spoil_layer, r"encoder\.layer\.1\.attention.* and 13 more are not there"),
+        (spoil_names, r"are not those of its config\.json: bert\.embeddings"),
+        (spoil_end, "no encoder could be loaded"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "no encoder could be loaded"),
+        (lambda folder: (folder / "config.json").unlink(), r"holds no config\.json"),
+    ],
+)
+def test_weights_that_do_not_fit_are_not_replaced_by_random_ones(
+    tmp_path: Path, spoil: Callable[[Path], object], what: str
+) -> None:
+    folder = tmp_path / "bert"  # the name alone would tell the library what kind of model this is
+    build_model("bert-scratch", **SMALL).net.save_pretrained(folder)
+    spoil(folder)
+    with pytest.raises(DataError, match=what) as error:
+        build_model("bert", path=str(folder))
+    assert str(folder) in str(error.value)
+
+
+def test_an_encoder_alone_under_the_old_names_is_enough(tmp_path: Path) -> None:
+    """As bert-base-uncased is published: no classifier, gamma and beta for the norms."""
+    first = build_model("bert-scratch", **SMALL).net
+    first.save_pretrained(tmp_path)
+    old = {n.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): v
+           for n, v in first.state_dict().items() if "classifier" not in n and "pooler" not in n}  # fmt: skip
+    safetensors.save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    again = build_model("bert", path=str(tmp_path)).net
+    own = first.state_dict()
+    assert all(torch.equal(p, own[n]) for n, p in again.state_dict().items() if "encoder" in n or "embeddings" in n)
 
 
 def test_texts_must_fit_the_encoder(tmp_path: Path) -> None:

@@ -54,3 +54,11 @@ def read(path: Path, md5: str | None = None) -> bytes:
         if found != md5:
             raise damaged(path, f"its md5 is {found}, the published file's is {md5}")
     return data
+
+
+def read_text(path: Path) -> str:
+    """A file's text."""
+    try:
+        return read(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise damaged(path, f"not UTF-8 text ({error.reason} at byte {error.start})") from None

@@ -9,7 +9,7 @@ import torch
 
 from .dataset import DataSet, Form, Options
 from .examples import Arrays
-from .files import damaged, read
+from .files import damaged, read_text
 from .text import Tokenizer, tokens
 
 
@@ -32,10 +32,7 @@ def text_arrays(texts: list[str], labels: list[int], tokenizer: Tokenizer, lengt
 
 def read_tsv(path: Path) -> tuple[list[str], list[int]]:
     """The sentences and labels of a GLUE file, whose first line names the columns."""
-    try:
-        lines = read(path).decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise damaged(path, f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+    lines = read_text(path).split("\n")
     if lines[0].strip() != "sentence\tlabel":
         raise damaged(path, f"its first line is {lines[0][:40]!r} where 'sentence<tab>label' belongs")
     texts, labels = [], []

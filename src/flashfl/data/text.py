@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from .examples import Inputs
-from .files import damaged
+from .files import damaged, read_text
 
 PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
 _CHINESE = (
@@ -47,7 +47,7 @@ class Tokenizer:
     @staticmethod
     def wordpiece(path: Path) -> Tokenizer:
         """The uncased WordPiece tokenizer of a vocab.txt, one piece a line."""
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
         vocab = {line.rstrip("\n"): i for i, line in enumerate(lines)}
         lacking = [name for name in (PAD, UNKNOWN, START, END) if name not in vocab]
         if lacking:

@@ -74,26 +74,43 @@ def pretrained(
             f"{path} holds no weights: looked for {', '.join(_WEIGHTS)}. Put one of them there, for instance with "
             "`hf download google-bert/bert-base-uncased`, or train from random weights with model = 'bert-scratch'"
         )
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise DataError(f"{path} holds no config.json: put the one there that belongs to its weights")
     logging = transformers.utils.logging
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # that the classifier is newly drawn is what we want
     try:
-        net = transformers.AutoModelForSequenceClassification.from_pretrained(
+        net, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
             path,
             num_labels=classes,
             ignore_mismatched_sizes=True,  # a classifier for other classes is drawn anew
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files raise many kinds
         raise DataError(
-            f"no encoder could be loaded from {path!r}: {str(error).splitlines()[0]} "
+            f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} "
             "Give model_path a folder with config.json and model.safetensors, or the name of a model on the hub"
         ) from None
     finally:
         logging.set_verbosity(level)
+    _check_kept(path, net, loading)
     for what, wanted, has in (("vocab", vocab, "vocab_size"), ("length", length, "max_position_embeddings")):
         if wanted > getattr(net.config, has, wanted):
             raise ConfigError(f"{path}: its {has} is {getattr(net.config, has)}, but the texts need {what} = {wanted}")
     return Bert(net.float(), freeze)
+
+
+def _check_kept(path: str, net: Any, loading: dict[str, Any]) -> None:
+    """Raise if more than the classifier and the pooler was drawn, because the weights lacked it or did not fit."""
+    drawn = (*loading["missing_keys"], *loading["mismatched_keys"])
+    names = (key if isinstance(key, str) else key[0] for key in drawn)  # some versions give shapes with a name
+    lost = sorted(n for n in names if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n)
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise DataError(
+            f"the weights in {path} are not those of its config.json: {', '.join(lost[:3])}{more} are not there, or of "
+            "another shape. Fetch both again"
+        )
 
 
 def vocabulary(path: str) -> Path:
