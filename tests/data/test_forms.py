@@ -9,7 +9,7 @@ import torch
 
 from flashfl.core.errors import DataError
 from flashfl.data.examples import source
-from flashfl.data.task import Task
+from flashfl.data.task import Task, accuracy
 
 X, Y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
 
@@ -44,3 +44,15 @@ def test_a_client_with_one_sample_trains_and_judges_nothing() -> None:
     task = Task(net, [(X[:1], Y[:1])], holdout=0.5)
     assert (len(task.train[0]), task.held) == (1, [])
     assert Task(net, [(X[:1], Y[:1]), (X, Y)], holdout=0.5).holders == [1]
+
+
+def test_accuracy_takes_classes_where_cross_entropy_does() -> None:
+    output = torch.randn(4, 3, 5, 6, generator=torch.Generator().manual_seed(0))
+    best = output.argmax(1)
+    best[0] = (best[0] + 1) % 3
+    assert accuracy(output, best) == 0.75
+    assert accuracy(output[:, :, 0, 0], best[:, 0, 0]) == 0.75
+    shares = torch.nn.functional.one_hot(best, 3).movedim(-1, 1) * 0.8 + 0.1
+    assert accuracy(output, shares) == 0.75
+    assert accuracy(output[:, :, 0, 0], shares[:, :, 0, 0]) == 0.75
+    assert accuracy(output.movedim(1, -1), best) == 0.75  # a language model's: tokens, then words

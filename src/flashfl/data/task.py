@@ -22,8 +22,15 @@ Metric = Callable[[Any, Tensor], Tensor | float]
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The share of samples whose largest output is the target class."""
-    return (output.argmax(-1) == target).float().mean()
+    """The share of targets that are the class of the largest output, or whose own largest share is that class.
+
+    Classes lie on dimension 1, as in cross_entropy; on the last one where only that fits the targets.
+    """
+    several = output.dim() > 1 and output.shape[1] > 1
+    if several and target.is_floating_point() and target.shape == output.shape:
+        target = target.argmax(1)
+    dim = 1 if several and target.shape == output.shape[:1] + output.shape[2:] else -1
+    return (output.argmax(dim) == target).float().mean()
 
 
 class Task:
