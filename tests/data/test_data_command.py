@@ -10,7 +10,7 @@ import pytest
 
 from flashfl.cli import main
 from flashfl.core.rng import fold
-from flashfl.data import DATASETS, TaskConfig, build_task, partition
+from flashfl.data import DATASETS, TaskConfig, build_task, load_data, partition
 
 Said = pytest.CaptureFixture[str]
 
@@ -84,7 +84,7 @@ def test_the_split_shown_is_the_one_a_run_of_that_seed_has(tmp_path: Path, capsy
     assert split("digits", "--clients", "7", "--partition", "dirichlet", "--seed", "5", "--save", str(file)) == 0
     assert str(file) in capsys.readouterr().out
     run = build_task(TaskConfig("digits", clients=7, partition="dirichlet"), fold(5, "task"))
-    saved = partition.load(file, 1437)
+    saved = partition.load(file, load_data(TaskConfig()).labels)
     for mine, client in zip(saved, run.train, strict=True):
         assert np.array_equal(mine, client.index.numpy())  # type: ignore[attr-defined]
     assert split("digits", "--partition_file", str(file)) == 0

@@ -144,14 +144,20 @@ def test_impossible_splits_are_errors() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    parts = partition.lda(np.arange(100) % 10, 7, 1, 0.5)
-    partition.save(parts, tmp_path / "split")
-    again = partition.load(tmp_path / "split", 100)
+    labels = np.arange(100) % 10
+    parts = partition.lda(labels, 7, 1, 0.5)
+    partition.save(parts, tmp_path / "split", labels)
+    again = partition.load(tmp_path / "split", labels)
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     with pytest.raises(DataError, match="does not fit this data set of 99 samples"):
-        partition.load(tmp_path / "split", 99)
+        partition.load(tmp_path / "split", labels[:99])
+    for other in (np.arange(200) % 10, labels[::-1]):  # the indices fit these, too
+        with pytest.raises(DataError, match="it was saved for other samples or other labels"):
+            partition.load(tmp_path / "split", other)
     with pytest.raises(DataError, match="no partition at"):
-        partition.load(tmp_path / "nothing", 100)
+        partition.load(tmp_path / "nothing", labels)
+    np.savez(tmp_path / "older.npz", index=[3, 1, 2], ends=[1, 3])
+    assert [part.tolist() for part in partition.load(tmp_path / "older.npz", labels)] == [[3], [1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -161,18 +167,25 @@ def test_save_and_load(tmp_path: Path) -> None:
         ([0, 1, 2], [1, 2], "belong to none"),
         ([0, 0, 2], [1, 3], "twice"),
         ([0, -1, 2], [1, 3], "out of range"),
+        ([0, 1, 2], [-1, 3], "empty"),
+        ([0.5, 1.5, 2.5], [1, 3], "rows of whole numbers"),
+        ([0, 1, 2], [1.0, 3.0], "rows of whole numbers"),
+        ([0, 1, 2], [[1, 3]], "rows of whole numbers"),
+        ([0, 1, 2], 3, "rows of whole numbers"),
+        ([[0, 1, 2]], [1, 3], "rows of whole numbers"),
+        ([0, 1, 2], [], "rows of whole numbers"),
     ],
 )
-def test_a_bad_partition_file_is_refused(tmp_path: Path, index: list[int], ends: list[int], what: str) -> None:
+def test_a_bad_partition_file_is_refused(tmp_path: Path, index: object, ends: object, what: str) -> None:
     np.savez(tmp_path / "p.npz", index=index, ends=ends)
     with pytest.raises(DataError, match=what):
-        partition.load(tmp_path / "p.npz", 10)
+        partition.load(tmp_path / "p.npz", np.arange(10))
 
 
 def test_a_partition_file_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     np.savez(tmp_path / "p.npz", index=np.array([{}], dtype=object), ends=[1])
     with pytest.raises(DataError, match="not a saved partition"):
-        partition.load(tmp_path / "p.npz", 10)
+        partition.load(tmp_path / "p.npz", np.arange(10))
 
 
 def test_histogram_and_what_is_shown(tmp_path: Path) -> None:

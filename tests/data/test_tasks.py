@@ -63,7 +63,7 @@ def test_limits() -> None:
 def test_a_saved_partition_is_used(tmp_path: Path) -> None:
     data = load_data(TaskConfig())
     parts = partition.lda(data.labels, 6, 99, 0.3)
-    partition.save(parts, tmp_path / "p.npz")
+    partition.save(parts, tmp_path / "p.npz", data.labels)
     task = build_task(TaskConfig(partition_file=str(tmp_path / "p.npz")), 1, data)
     assert indices(task) == [p.tolist() for p in parts]
 

@@ -7,6 +7,7 @@ the ids, `shards` among the classes.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -198,30 +199,40 @@ def _cut(sizes: NDArray[Any], wanted: int) -> NDArray[Any]:
     return cuts
 
 
-def save(partition: Partition, path: str | Path) -> None:
-    """Write a partition as an .npz of plain integers, under exactly the name given."""
+def save(partition: Partition, path: str | Path, labels: NDArray[Any]) -> None:
+    """Write a partition of the samples with these labels as an .npz of integers, under exactly the name given."""
     ends = np.cumsum([len(part) for part in partition])
     with open(path, "wb") as file:
-        np.savez_compressed(file, index=np.concatenate(partition), ends=ends)
+        np.savez_compressed(file, index=np.concatenate(partition), ends=ends, **_known_by(labels))
 
 
-def load(path: str | Path, samples: int) -> Partition:
-    """A saved partition of `samples` samples."""
+def load(path: str | Path, labels: NDArray[Any]) -> Partition:
+    """A saved partition of the samples with these labels."""
     try:
         with np.load(path, allow_pickle=False) as stored:
-            index, ends = stored["index"].astype(np.int64), stored["ends"].astype(np.int64)
+            held = dict(stored)
+        index, ends = held["index"], held["ends"]
     except FileNotFoundError:
         raise DataError(f"no partition at {path}: `flashfl data partition --save {path}` writes one") from None
     except Exception as error:  # numpy raises many kinds for files that are not its own
         raise DataError(f"{path} is not a saved partition: {error}") from None
-    parts = np.split(index, ends[:-1])
+    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (index, ends)):
+        raise DataError(f"{path} is not a saved partition: index and ends must be rows of whole numbers")
+    index, ends = index.astype(np.int64), ends.astype(np.int64)
     if len(ends) == 0 or np.any(np.diff(ends, prepend=0) < 1) or ends[-1] != len(index):
         raise DataError(f"{path} is not a saved partition: a client is empty or samples belong to none")
-    if index.min() < 0 or index.max() >= samples or len(np.unique(index)) != len(index):
-        raise DataError(
-            f"{path} does not fit this data set of {samples} samples: an index is out of range or twice there"
-        )
-    return parts
+    fits = f"{path} does not fit this data set of {len(labels)} samples"
+    if any(name in held and not np.array_equal(held[name], value) for name, value in _known_by(labels).items()):
+        raise DataError(f"{fits}: it was saved for other samples or other labels")
+    if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
+        raise DataError(f"{fits}: an index is out of range or twice there")
+    return np.split(index, ends[:-1])
+
+
+def _known_by(labels: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """What a saved partition says of its data set; older files say nothing."""
+    digest = hashlib.blake2b(labels.astype("<i8").tobytes(), digest_size=8).digest()
+    return {"samples": np.array(len(labels)), "labels": np.frombuffer(digest, dtype=np.uint8)}
 
 
 def histogram(partition: Partition, labels: NDArray[Any], classes: int) -> NDArray[np.int64]:

@@ -103,7 +103,7 @@ def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) ->
 def split_data(config: TaskConfig, data: DataSet, key: int) -> partition.Partition:
     """Which training samples each client holds; `key` draws them."""
     if config.partition_file:
-        return partition.load(config.partition_file, len(data.train))
+        return partition.load(config.partition_file, data.labels)
     key = fold(config.partition_seed if config.partition_seed >= 0 else key, "partition")
     natural = config.partition == "natural"
     # Few of all samples would leave each writer one or none: there the limit is shared out over the clients instead.

@@ -115,7 +115,7 @@ def _partition(args: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     print(title)
     print(show.render(counts, rows=args.rows))
     if args.save:
-        _write(args.save, lambda path: partition.save(parts, path))
+        _write(args.save, lambda path: partition.save(parts, path, data.labels))
         print(f"saved as {args.save}; a run takes it with --partition_file {args.save}")
     if args.plot:
         _write(args.plot, lambda path: show.plot(counts, path, title))
