@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import published
 import pytest
 import torch
 
-from flashfl.core.errors import ConfigError
+from flashfl.core.errors import ConfigError, DataError
 from flashfl.data import DATASETS, Options, load
 from flashfl.data.dataset import DataSet
 
@@ -88,6 +89,25 @@ def test_tiny_imagenet_is_read_anew_when_its_files_change(tmp_path: Path) -> Non
     load("tinyimagenet", tmp_path)
     published.picture(folder / "train" / "n01" / "images" / "n01_9.JPEG", (1, 2, 3))
     assert len(load("tinyimagenet", tmp_path).train) == 13
+    published.picture(folder / "train" / "n01" / "images" / "n01_9.JPEG", (200, 200, 200))
+    assert load("tinyimagenet", tmp_path).train.inputs[0][8].min() > 190
+    (folder / "val" / "images" / "val_1.JPEG").write_bytes(b"junk")
+    with pytest.raises(DataError, match=r"val_1\.JPEG is damaged"):
+        load("tinyimagenet", tmp_path)
+
+
+def test_femnist_is_read_anew_when_its_files_change(tmp_path: Path) -> None:
+    published.leaf(tmp_path)
+    load("femnist", tmp_path)
+    file = next((tmp_path / "femnist" / "train").glob("*_1_*.json"))
+    held = json.loads(file.read_text())
+    y = held["user_data"][held["users"][-1]]["y"]
+    y.append(y.pop(0))
+    file.write_text(json.dumps(held))  # of the same size
+    assert load("femnist", tmp_path).labels[-4:].tolist() == y
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(DataError, match="not JSON"):
+        load("femnist", tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_to_is_cached_elsewhere(
@@ -104,12 +124,13 @@ def test_a_folder_that_cannot_be_written_to_is_cached_elsewhere(
     check(load("tinyimagenet", tmp_path / "data"), 12, 3)
 
 
-def test_a_broken_cache_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 9, 500])
+def test_a_broken_cache_is_made_again(tmp_path: Path, left: int) -> None:
     pytest.importorskip("PIL")
     folder = published.tiny_imagenet(tmp_path)
     load("tinyimagenet", tmp_path)
     for file in (folder / ".flashfl-cache").glob("*.npy"):
-        file.write_bytes(file.read_bytes()[:500])
+        file.write_bytes(file.read_bytes()[:left])
     check(load("tinyimagenet", tmp_path), 12, 3)
 
 

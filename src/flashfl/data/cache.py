@@ -21,6 +21,15 @@ def digest(parts: Iterable[str]) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
+def stamp(path: Path, name: str) -> str:
+    """The file `name` as part of a digest: it changes when the file is written anew."""
+    try:
+        held = path.stat()
+    except OSError:  # whoever reads it will say so
+        return name
+    return f"{name} {held.st_size} {held.st_mtime_ns}"
+
+
 def cached(beside: Path, name: str, arrays: Iterable[str], make: Callable[[], Arrays]) -> Arrays:
     """The arrays that `make` makes, from disk if they were made before, mapped into memory.
 
@@ -34,7 +43,7 @@ def cached(beside: Path, name: str, arrays: Iterable[str], make: Callable[[], Ar
         if all(file.is_file() for file in files.values()):
             try:
                 return {array: _map(file) for array, file in files.items()}
-            except (OSError, ValueError):  # cut short by a full disk or another hand: made again below
+            except (OSError, ValueError, EOFError):  # cut short by a full disk or another hand: made again below
                 continue
     made = make()
     for place in places:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .augment import Normalise
-from .cache import Arrays, cached, digest
+from .cache import Arrays, cached, digest, stamp
 from .dataset import DataSet, Form, Options, check_labels, images
 from .files import damaged, read
 
@@ -30,7 +30,7 @@ def _split(folder: Path) -> Arrays:
     files = sorted(folder.glob("all_data_*.json"))
     if not files:
         raise damaged(folder, "it holds no all_data_*.json file")
-    name = digest(f"{file.name} {file.stat().st_size}" for file in files)
+    name = digest(stamp(file, file.name) for file in files)
     return cached(folder, name, ["images", "labels", "writers"], lambda: _parse(files))
 
 

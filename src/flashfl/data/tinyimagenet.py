@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .augment import Chain, CropFlip, Normalise, Rotate
-from .cache import Arrays, cached, digest
+from .cache import Arrays, cached, digest, stamp
 from .dataset import DataSet, Form, Options, images
 from .files import damaged
 from .folder import picture
@@ -59,7 +59,7 @@ def _decoded(split: str, files: Files, folder: Path) -> tuple[NDArray[Any], NDAr
             out[:] = picture(path, (_SIDE, _SIDE))
         return {"images": pixels}
 
-    name = digest(str(path.relative_to(folder)) for path, _ in files)
+    name = digest(stamp(path, str(path.relative_to(folder))) for path, _ in files)
     held = cached(folder, f"{split}-{name}", ["images"], make)
     return held["images"], np.array([label for _, label in files], dtype=np.int64)
 
