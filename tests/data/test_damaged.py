@@ -267,3 +267,23 @@ def test_folders_of_images(tmp_path: Path) -> None:
     published.picture(tmp_path / "b" / "1.png", (1, 1, 1), (9, 8))
     with pytest.raises(DataError, match=r"8x9 pixels where 8x8 belong; --size N"):
         load(f"folder:{tmp_path}", tmp_path)
+
+
+def test_damaged_folders_of_images(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    for name in ("train/a", "train/b", "test/a"):
+        published.picture(tmp_path / name / "1.png", (1, 1, 1), (8, 8))
+    load(f"folder:{tmp_path}", tmp_path)  # a class may be absent from the test images
+    (tmp_path / "test" / "c").mkdir()
+    with pytest.raises(DataError, match=r"test holds classes that .*train does not: c$"):
+        load(f"folder:{tmp_path}", tmp_path)
+    (tmp_path / "test" / "c").rename(tmp_path / "train" / "c")
+    with pytest.raises(DataError, match=r"no images under .*train/c"):
+        load(f"folder:{tmp_path}", tmp_path)
+    (tmp_path / "train" / "c").rmdir()
+    file = tmp_path / "train" / "b" / "1.png"
+    held = bytearray(file.read_bytes())
+    held[held.index(b"IDAT") - 1] -= 5  # the chunk says it is shorter, so the next begins amid its bytes
+    file.write_bytes(held)
+    with pytest.raises(DataError, match=r"b/1\.png is damaged: not readable as an image \(broken PNG"):
+        load(f"folder:{tmp_path}", tmp_path)

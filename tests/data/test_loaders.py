@@ -182,6 +182,29 @@ def test_a_folder_of_images(tmp_path: Path, split: bool) -> None:
     assert load(f"folder:{tmp_path}", tmp_path, Options(size=6)).shape == (3, 6, 6)
 
 
+def test_what_is_no_image_of_a_class_is_passed_over(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    for name in ("cat", "dog"):
+        published.picture(tmp_path / name / "1.png", (1, 1, 1), (8, 8))
+    (tmp_path / "cat" / "._1.png").write_bytes(b"\x00\x05\x16\x07 of a Mac")
+    published.picture(tmp_path / "cat" / ".thumbnails" / "1.png", (1, 1, 1), (2, 2))
+    (tmp_path / "cat" / "more.png").mkdir()
+    assert len(load(f"folder:{tmp_path}", tmp_path).train) == 2
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I"])
+def test_grey_of_16_bits_is_scaled(tmp_path: Path, mode: str) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    grey = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        image = pil.fromarray(grey if mode == "I;16" else grey.astype(np.int32))
+        assert image.mode == mode
+        image.save(tmp_path / name / "1.tiff")
+    pixels = load(f"folder:{tmp_path}", tmp_path).train.inputs[0].numpy()
+    assert np.array_equal(pixels, np.broadcast_to(grey // 257, (2, 3, 16, 16)))
+
+
 def test_digits() -> None:
     data = load("digits", Path("nowhere"))
     check(data, 1437, 360)

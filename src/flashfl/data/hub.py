@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..core.errors import ConfigError, DataError
 from .augment import CropFlip
 from .dataset import DataSet, Options, Pair, images
-from .folder import IMAGES
+from .folder import IMAGES, rgb
 from .sst2 import text_arrays
 from .text import Tokenizer
 
@@ -69,7 +69,7 @@ def _pictures(name: str, train: Any, test: Any, column: str, label: str, classes
 
 def _picture(image: Any, size: tuple[int, int], resize: bool, name: str) -> NDArray[Any]:
     """A pillow image as uint8 RGB (3, H, W)."""
-    image = image.convert("RGB")
+    image = rgb(image)
     if resize:
         image = image.resize(size)
     if image.size != size:
