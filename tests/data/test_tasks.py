@@ -238,6 +238,75 @@ def test_texts_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
+def hub_texts(columns: dict[str, list[object]], label: object = None) -> FakeSplit:
+    """A split whose columns are strings, but for the label if its feature is given."""
+    return FakeSplit(columns, {name: label if label and name == "label" else Value() for name in columns})
+
+
+THREE: list[object] = ["a b", "c d", "a d"]
+
+
+@pytest.mark.parametrize("other", ["id", "doc_id", "title"])
+def test_the_column_of_texts_is_found(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    held = hub_texts({other: ["x1", "x2", "x3"], "sentence": THREE, "label": [0, 1, 2]}, ClassLabel())
+    fake_hub(monkeypatch, {"train": held})
+    assert load_data(TaskConfig(dataset="hub:someone/things")).vocab == 4 + 4
+
+
+def test_labels_from_the_hub_may_be_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = hub_texts({"utterance": THREE, "label": ["good", "bad", "good"]})
+    fake_hub(monkeypatch, {"train": held, "test": hub_texts({"utterance": THREE, "label": ["bad"] * 3})})
+    data = load_data(TaskConfig(dataset="hub:someone/things"))
+    assert (data.classes, data.labels.tolist()) == (2, [1, 0, 1])
+    assert data.test is not None
+    assert data.test.target.tolist() == [0, 0, 0]
+
+
+def test_splits_without_labels_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = hub_texts({"text": THREE, "label": [0, 1, 2]}, ClassLabel())
+    secret = [hub_texts({"text": THREE, "label": [None] * 3}, ClassLabel()), hub_texts({"text": THREE})]
+    for test in secret:
+        fake_hub(monkeypatch, {"train": held, "test": test, "validation": held})
+        assert load_data(TaskConfig(dataset="hub:someone/things")).test is not None
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "what"),
+    [
+        ({"premise": THREE, "hypothesis": THREE}, {}, "several columns of texts, .*: premise, hypothesis$"),
+        ({"question": THREE, "sentence": THREE}, {}, "several columns of texts, .*: question, sentence$"),
+        ({"id": THREE}, {}, "neither images nor texts"),
+        ({"text": [None, "a", "b"]}, {}, "split 'train' has no text in row 0"),
+        ({"text": THREE, "label": [-1, 0, 1]}, {}, "split 'train' has 1 of 3 rows without a known label: row 0 has -1"),
+        ({"text": THREE, "label": [0, None, 1]}, {}, "split 'train' has 1 of 3 .*: row 1 has None"),
+        ({"text": THREE, "label": [0.5, 1, 2]}, {}, "neither all whole numbers nor all strings"),
+        ({"text": THREE, "label": [[0], [1], [2]]}, {}, "neither all whole numbers nor all strings"),
+        ({"text": THREE, "label": ["a", "b", "a"]}, {"label": ["a", "c", "a"]}, "split 'test' .* row 1 has 'c'"),
+        ({"text": THREE}, {"label": [0, None, 1]}, "split 'test' has 1 of 3 rows without a known label"),
+        ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),
+        ({"text": [], "label": []}, {}, "split 'train' is empty"),
+        ({"text": THREE, "label": [None] * 3}, {}, "split 'train' has 3 of 3 rows without a known label"),
+    ],
+)
+def test_what_cannot_be_read_from_the_hub_is_said(
+    monkeypatch: pytest.MonkeyPatch, train: dict[str, list[object]], test: dict[str, list[object]], what: str
+) -> None:
+    number = type("Value", (), {"dtype": "int64"})()
+    train = {"label": [0, 1, 2], **train}
+    splits = {"train": hub_texts(train, number), "test": hub_texts({**train, **test}, number)}
+    fake_hub(monkeypatch, splits if test else {"train": splits["train"]})
+    with pytest.raises(DataError, match=what):
+        load_data(TaskConfig(dataset="hub:someone/things"))
+
+
+def test_an_image_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    columns: dict[str, list[object]] = {"img": [None, pil.new("L", (9, 9)), None], "label": [0, 1, 2]}
+    fake_hub(monkeypatch, {"train": FakeSplit(columns, {"img": Image(), "label": ClassLabel()})})
+    with pytest.raises(DataError, match="split 'train' has a row without an image"):
+        load_data(TaskConfig(dataset="hub:someone/things"))
+
+
 def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'flashfl\[hub\]'"):

@@ -229,7 +229,7 @@ def load(path: str | Path, labels: NDArray[Any]) -> Partition:
     return np.split(index, ends[:-1])
 
 
-def _known_by(labels: NDArray[Any]) -> dict[str, NDArray[Any]]:
+def _known_by(labels: NDArray[Any]) -> dict[str, Any]:
     """What a saved partition says of its data set; older files say nothing."""
     digest = hashlib.blake2b(labels.astype("<i8").tobytes(), digest_size=8).digest()
     return {"samples": np.array(len(labels)), "labels": np.frombuffer(digest, dtype=np.uint8)}
