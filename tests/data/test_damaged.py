@@ -51,6 +51,10 @@ def broken(change: Callable[[bytes], bytes], zipped: bool = False) -> Callable[[
         ("train-images-idx3", broken(lambda b: b"not gzip at all", zipped=True), "not readable as gzip"),
         ("train-labels-idx1", broken(lambda b: published.idx(np.zeros(39))), "39 labels for the 40 images"),
         ("train-labels-idx1", broken(lambda b: b[:-1] + b"\x0a"), "has the label 10"),
+        ("train-images-idx3", broken(lambda b: published.idx(np.zeros((40, 28, 28)), 12)), "of type int32 where uint8"),
+        ("t10k-labels-idx1", broken(lambda b: published.idx(np.zeros(10), 12)), "of type int32 where uint8"),
+        ("train-images-idx3", broken(lambda b: published.idx(np.zeros((40, 0, 0)))), "its images have 0x0 pixels"),
+        ("t10k-images-idx3", broken(lambda b: published.idx(np.zeros((10, 14, 28)))), "its images have 14x28 pixels"),
     ],
 )
 def test_damaged_idx(tmp_path: Path, file: str, damage: Callable[[Path], None], what: str) -> None:
@@ -162,6 +166,9 @@ def test_the_pickle_reader_admits_plain_data() -> None:
         ({b"data": np.zeros((2, 3072)), b"labels": [0, 1]}, "'data' is not an array of uint8"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0]}, "not a list of 2 labels"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, "x"]}, "not a list of 2 labels"),
+        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, 10**30]}, "not a list of 2 labels"),
+        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": np.array(1)}, "not a list of 2 labels"),
+        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": np.zeros((2, 2), int)}, "not a list of 2 labels"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, 10]}, "has the label 10"),
     ],
 )
@@ -187,13 +194,16 @@ def test_cut_binary_cifar(tmp_path: Path) -> None:
         ("wnids.txt", "n00\nn09\n", "n09/images is damaged: it holds no .JPEG"),
         ("val/val_annotations.txt", "val_0.JPEG\tn77\n", "line 1 is not an image and a class"),
         ("val/val_annotations.txt", "val_9.JPEG\tn00\n", "val_9.JPEG is missing"),
+        ("wnids.txt", b"\xff\xfe\x00", r"wnids\.txt is damaged: not UTF-8"),
+        ("val/val_annotations.txt", b"\xff\xfe\x00", r"val_annotations\.txt is damaged: not UTF-8"),
+        ("val/val_annotations.txt", "", r"val_annotations\.txt is damaged: it lists no images"),
         ("val/images/val_1.JPEG", "not an image", "val_1.JPEG is damaged: not readable as an image"),
     ],
 )
-def test_damaged_tiny_imagenet(tmp_path: Path, file: str, text: str, what: str) -> None:
+def test_damaged_tiny_imagenet(tmp_path: Path, file: str, text: str | bytes, what: str) -> None:
     pytest.importorskip("PIL")
     folder = published.tiny_imagenet(tmp_path)
-    (folder / file).write_text(text)
+    (folder / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=what):
         load("tinyimagenet", tmp_path)
 
@@ -221,6 +231,14 @@ def test_leaf_without_json(tmp_path: Path) -> None:
     for file in (tmp_path / "femnist" / "test").glob("*.json"):
         file.unlink()
     with pytest.raises(DataError, match="no all_data_"):
+        load("femnist", tmp_path)
+
+
+def test_leaf_without_users(tmp_path: Path) -> None:
+    published.leaf(tmp_path)
+    for file in (tmp_path / "femnist" / "train").glob("*.json"):
+        file.write_text('{"users": [], "num_samples": [], "user_data": {}}')
+    with pytest.raises(DataError, match=r"train is damaged: there are no users in all_data_0_.*\.json"):
         load("femnist", tmp_path)
 
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,8 @@ def test_a_factory_can_travel_to_another_process() -> None:
     ("values", "what"),
     [
         ({"clients": -1}, "clients = -1: must be at least 0"),
+        *(({"length": n}, f"length = {n}: must be at least 3") for n in (2, 1, 0, -3)),
+        ({"vocab_size": 2}, "vocab_size = 2: must be at least 5"),
         ({"tokens": "letters"}, "expected auto, wordpiece or words"),
         ({"dataset": "hub:x", "synthetic": True}, "known shapes"),
         ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
@@ -178,6 +181,28 @@ def test_a_factory_can_travel_to_another_process() -> None:
 def test_bad_settings(values: dict[str, object], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         _ = build_task(build(TaskConfig, values)).layout
+
+
+def test_the_shortest_texts_and_the_smallest_vocabulary(tmp_path: Path) -> None:
+    published.sst2(tmp_path)
+    config = TaskConfig(dataset="sst2", data_root=str(tmp_path), model="tiny-transformer", length=3, vocab_size=5)
+    inputs, _ = build_task(replace(config, clients=2)).train[0].fetch(torch.arange(2))
+    assert inputs[0].shape == (2, 3)
+
+
+def test_images_that_are_not_square(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    for name in ("a", "b"):
+        for i in range(3):
+            published.picture(tmp_path / name / f"{i}.png", (100, 0, 0), (20, 40))
+    config = TaskConfig(dataset=f"folder:{tmp_path}", clients=2)
+    for model in ("mnistnet", "leafcnn"):
+        with pytest.raises(ConfigError, match=f"{model} needs square images, not 40x20"):
+            build_task(replace(config, model=model))
+    with pytest.raises(ConfigError, match="vgg16 needs images of at least 32 pixels a side, not 20"):
+        _ = build_task(replace(config, model="vgg16")).layout
+    task = build_task(config)
+    assert task.build(0)(task.train[0].fetch(torch.arange(2))[0][0]).shape == (2, 2)
 
 
 class FakeSplit:

@@ -38,9 +38,11 @@ def _python(path: Path, classes: int, options: Options) -> Pair:
     x, y = held.get(b"data"), held.get(key)
     if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != _PIXELS:
         raise damaged(path, f"'data' is not an array of uint8, N by {_PIXELS}")
-    if not isinstance(y, list | np.ndarray) or len(y) != len(x) or not all(isinstance(n, int | np.integer) for n in y):
+    if isinstance(y, list) and all(isinstance(n, int) for n in y):
+        y = np.array(y)  # of objects, where a number is too large
+    if not isinstance(y, np.ndarray) or y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
         raise damaged(path, f"{key.decode()!r} is not a list of {len(x)} labels")
-    return x, np.asarray(y, dtype=np.int64)
+    return x, y.astype(np.int64)
 
 
 def _binary(path: Path, classes: int, options: Options) -> Pair:

@@ -41,6 +41,8 @@ def _parse(files: list[Path]) -> Arrays:
             pixels.append(x)
             labels.append(y)
             writers += [user] * len(y)
+    if not pixels:
+        raise damaged(files[0].parent, f"there are no users in {', '.join(file.name for file in files)}")
     return {
         "images": np.concatenate(pixels).reshape(-1, 1, 28, 28),
         "labels": np.concatenate(labels),

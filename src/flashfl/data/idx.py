@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .augment import Normalise
-from .dataset import DataSet, Form, Options, check_labels, images
+from .dataset import DataSet, Form, Options, Pair, check_labels, images
 from .files import damaged, read
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -47,9 +47,17 @@ def read_idx(path: Path, dims: int, md5: str | None = None) -> NDArray[Any]:
 
 
 def _read(name: str, paths: list[Path], norm: Normalise, md5s: tuple[str | None, ...]) -> DataSet:
-    pairs = []
+    pairs: list[Pair] = []
     for pixels, labels, sums in ((paths[0], paths[1], md5s[:2]), (paths[2], paths[3], md5s[2:])):
         x, y = read_idx(pixels, 3, sums[0]), read_idx(labels, 1, sums[1])
+        for path, array in ((pixels, x), (labels, y)):
+            if array.dtype != np.uint8:
+                raise damaged(path, f"it holds numbers of type {array.dtype} where uint8 belongs")
+        size = "x".join(map(str, x.shape[1:]))
+        if 0 in x.shape[1:]:
+            raise damaged(pixels, f"its images have {size} pixels")
+        if pairs and x.shape[1:] != pairs[0][0].shape[2:]:
+            raise damaged(pixels, f"its images have {size} pixels, other than those of {paths[0].name}")
         if len(x) != len(y):
             raise damaged(labels, f"{len(y)} labels for the {len(x)} images of {pixels.name}")
         check_labels(labels, y, 10)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..core.errors import ConfigError
 from ..core.parts import build
 from ..core.rng import fold
-from ..models import PRETRAINED, bert, build_model
+from ..models import PRETRAINED, SQUARE, bert, build_model
 from . import partition, registry
 from .dataset import DataSet, Options
 from .examples import Arrays, Subset
@@ -51,9 +51,11 @@ class TaskConfig:
     size: int = 0  # pixels a side that images of a folder or the hub are scaled to; 0: as they are
 
     def __post_init__(self) -> None:
-        for name in ("clients", "per_client", "limit", "size"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
+        # A text has a start, a word and an end; a vocabulary the four special words and one more.
+        least = {"clients": 0, "per_client": 0, "limit": 0, "size": 0, "length": 3, "vocab_size": 5}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least {value}")
         if self.tokens not in ("auto", "wordpiece", "words"):
             raise ConfigError(f"tokens = {self.tokens!r}: expected auto, wordpiece or words")
 
@@ -140,7 +142,10 @@ def _model(config: TaskConfig, data: DataSet, key: int) -> tuple[Any, str]:
     name = _model_name(config) or ("resnet18" if len(data.shape) == 3 else "tiny-transformer")
     options: dict[str, Any] = {"classes": data.classes}
     if len(data.shape) == 3:
-        options |= {"channels": data.shape[0], "size": data.shape[1]}
+        channels, height, width = data.shape
+        if name in SQUARE and height != width:
+            raise ConfigError(f"{name} needs square images, not {height}x{width}: scale them with size = {height}")
+        options |= {"channels": channels, "size": min(height, width)}
     else:
         options |= {"vocab": data.vocab, "length": data.shape[0]}
     if name not in PRETRAINED:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .augment import Chain, CropFlip, Normalise, Rotate
 from .cache import Arrays, cached, digest, stamp
 from .dataset import DataSet, Form, Options, images
-from .files import damaged
+from .files import damaged, read_text
 from .folder import picture
 
 _NORM = Normalise((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
@@ -22,7 +22,7 @@ Files = list[tuple[Path, int]]  # image, class
 def load(paths: list[Path], options: Options) -> DataSet:
     """100,000 training and, from the validation folder, 10,000 test images: the test folder has no labels."""
     wnids, train, annotations = paths
-    names = wnids.read_text().split()
+    names = read_text(wnids).split()
     if not names or len(set(names)) != len(names):
         raise damaged(wnids, "it is not a list of different class names")
     classes = {name: i for i, name in enumerate(names)}
@@ -44,11 +44,13 @@ def _train(folder: Path, classes: dict[str, int]) -> Files:
 
 def _validation(annotations: Path, classes: dict[str, int]) -> Files:
     files: Files = []
-    for number, line in enumerate(annotations.read_text().splitlines(), 1):
+    for number, line in enumerate(read_text(annotations).splitlines(), 1):
         columns = line.split("\t")
         if len(columns) < 2 or columns[1] not in classes:
             raise damaged(annotations, f"line {number} is not an image and a class of wnids.txt")
         files.append((annotations.parent / "images" / columns[0], classes[columns[1]]))
+    if not files:
+        raise damaged(annotations, "it lists no images")
     return files
 
 

@@ -31,6 +31,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 # Those that come with weights, which are kept, and the model of the same shapes that is drawn at random.
 PRETRAINED: dict[str, str] = {"bert": "bert-scratch"}
 
+SQUARE = ("mnistnet", "leafcnn")  # those that take square images only
+
 
 def build_model(name: str, **options: Any) -> nn.Module:
     """The model `name` for `classes` classes, and `channels` and `size` of images or `vocab` and `length` of text."""
@@ -46,6 +48,7 @@ def build_model(name: str, **options: Any) -> nn.Module:
 __all__ = [
     "MODELS",
     "PRETRAINED",
+    "SQUARE",
     "VGG16",
     "DigitsNet",
     "LeafCNN",
