@@ -20,7 +20,7 @@ PUBLIC = {
     # what the parties know and exchange
     "Client", "Local", "Mask", "Order", "Plan", "State", "Sums", "Update", "Weights",
     # tasks and runs
-    "Task", "tasks", "simulate", "Run", "accuracy", "mismatch", "FlashError",
+    "Task", "tasks", "TrainConfig", "simulate", "Run", "accuracy", "mismatch", "FlashError",
 }  # fmt: skip
 
 
