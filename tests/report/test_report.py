@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import random
+import re
 import shutil
 import urllib.error
 import urllib.request
@@ -55,6 +57,51 @@ def test_damaged_folders_are_named_and_the_rest_is_read(damaged: Path) -> None:
     assert all(p.folder in p.why for p in found.problems)
     states = {run.folder.name: run.state for run in found.runs}
     assert states == {"good": "finished", "cut": "unfinished"}
+
+
+DAMAGE = {
+    "dence": lambda text: text.replace('"dense":', '"dence":'),
+    "metric": lambda text: re.sub(r'"metric": [0-9.]+', '"metric": "high"', text),
+    "flops": lambda text: re.sub(r'"flops": [0-9.e+]+', '"flops": "x"', text),
+    "layers": lambda text: re.sub(r'"layer_mismatch": \[[0-9.]+, ', '"layer_mismatch": [', text),
+    "cohort": lambda text: re.sub(r'"cohort_densities": \[[0-9.]+', '"cohort_densities": ["x"', text),
+    "histogram": lambda text: re.sub(r'"histogram": \[\[\d+, ', '"histogram": [[', text),
+    "alpha": lambda text: re.sub(r'"alpha": [0-9.]+', '"alpha": null', text),
+    "snapshot": lambda text: re.sub(r'"snapshot": "\w+"', '"snapshot": 7', text),
+    "shapes": lambda text: text.replace('"layers": [["', '"layers": [["x", 7], ["'),
+    "versions": lambda text: re.sub(r'"versions": \{[^}]*\}', '"versions": null', text),
+    "nobody": lambda text: re.sub(r'"cohort": \[[^]]*\]', '"cohort": []', text),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_run_damaged_in_one_field_is_named_and_the_others_are_drawn(
+    compared: Path, tmp_path: Path, kind: str
+) -> None:
+    whole = (compared / "nst-seed0" / "results.jsonl").read_text()
+    shutil.copytree(compared / "nst-seed1", tmp_path / "good")
+    shutil.copytree(compared / "nst-seed0", tmp_path / "bad")
+    (tmp_path / "bad" / "results.jsonl").write_text(DAMAGE[kind](whole))
+    assert (tmp_path / "bad" / "results.jsonl").read_text() != whole
+    found = load([tmp_path])
+    assert [Path(p.folder).name for p in found.problems] == ["bad"]
+    assert [g["label"] for g in Feed(tmp_path).data()["groups"]] == ["nst"]
+
+
+def test_no_single_byte_takes_a_report_down(compared: Path, tmp_path: Path) -> None:
+    whole = (compared / "nst-seed0" / "results.jsonl").read_bytes()
+    shutil.copytree(compared / "nst-seed1", tmp_path / "good")
+    shutil.copytree(compared / "nst-seed0", tmp_path / "bad")
+    chance = random.Random(0)
+    for _ in range(300):
+        text, at = bytearray(whole), chance.randrange(len(whole))
+        text[at] = chance.choice([text[at] ^ 1 << chance.randrange(7), chance.randrange(32, 127)])
+        (tmp_path / "bad" / "results.jsonl").write_bytes(text)
+        found = load([tmp_path])
+        assert len(found.runs) + len(found.problems) == 2
+        script_json(page_data(found))
+        tables.markdown(found)
+        tables.rounds_csv(found)
 
 
 def test_a_damaged_snapshot_costs_its_round_alone(compared: Path, tmp_path: Path) -> None:

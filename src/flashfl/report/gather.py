@@ -190,7 +190,7 @@ def _tasks(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
     for run in sorted((run for runs in groups.values() for run in runs), key=lambda run: run.seed):
         info, title = run.info, _split(run.info)
         if info.get("histogram") and title not in seen:
-            counts = np.array(info["histogram"])
+            counts = np.array(info["histogram"], dtype=int)
             seen[title] = {"title": f"{title}, seed {run.seed}", "clients": len(counts), **_cut(counts)}
     return list(seen.values())[:6]
 
@@ -216,5 +216,5 @@ def _about(label: str, run: RunData) -> dict[str, Any]:
         "rounds": len(run.stage2),
         "checksum": end.get("checksum"),
         "settings": run.settings,
-        "versions": run.header.get("versions", {}),
+        "versions": dict(run.header.get("versions", {})),
     }

@@ -132,7 +132,7 @@ def load(paths: Iterable[Path]) -> Found:
             found.runs.append(_read(folder))
         except FlashError as error:
             found.problems.append(Problem(str(folder), str(error)))
-        except (OSError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except Exception as error:  # damage can make anything of a number, and must cost no other run
             why = f"{folder} is damaged: its results do not read as a run's ({type(error).__name__}: {error})"
             found.problems.append(Problem(str(folder), why))
     _once(found)
@@ -183,22 +183,29 @@ def _once(found: Found) -> None:
 
 
 def _read(folder: Path) -> RunData:
-    """A run whose every line has what a report needs, or the error that says what is missing."""
+    """A run that can be reported on, or the error that says what is missing."""
     raw = read_run(folder)
     run = RunData(folder, raw["header"], raw["rounds"], raw["end"], (folder / RESULTS).stat().st_mtime)
-    _ = (run.key, run.layers, run.seed, run.info.get)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
-    for line in run.rounds:
-        _ = (line["round"] + line["stage"], line["loss"], line["density"], line["layer_densities"][0:])
-        _ = (
-            line["bytes"]["up"] + line["total"]["up"] + line["total"]["down"],
-            len(line["cohort"]),
-            len(line["failures"]),
-            line["seconds"].get,
-        )
-        _ = [view["metric"] for view in line["metrics"].values()]
+    _try(run)
     return run
+
+
+def _try(run: RunData) -> None:
+    """Report on a run alone: whatever it lacks for that is an error here, and not on a page beside others."""
+    from . import gather, html, tables  # which are made of runs
+
+    alone = Found([run])
+    html.script_json(gather.page_data(alone, heat=lambda run: ([], None)))
+    tables.markdown(alone)
+    tables.rounds_csv(alone)
+    # What seeds are averaged by, and what masks are found by: not needed of a run alone.
+    width, _ = len(run.layers), sum(_size(shape) for _, shape in run.header["task"]["layers"])
+    for line in run.rounds:
+        rows = [line[k] for k in ("layer_densities", "layer_mismatch", "cohort_densities") if line.get(k)]
+        if any(len(row) != width or sum(row) < 0 for row in rows) or not isinstance(line.get("snapshot", ""), str):
+            raise ValueError(f"its layers or its mask in round {line['round'] + 1}")
 
 
 def _split(info: Mapping[str, Any]) -> dict[str, Any]:
