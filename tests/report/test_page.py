@@ -15,6 +15,7 @@ import pytest
 from flashfl.report.command import write
 from flashfl.report.load import load
 from flashfl.report.watch import serve
+from tests.report.runs import edited
 
 Open = Callable[..., Any]
 CHARTS = {
@@ -81,6 +82,33 @@ def test_nothing_is_fetched(page: str, open_page: Open) -> None:
     browser = open_page(page)
     assert browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
     assert "http://" not in browser.page_source.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_on_a_narrow_screen_long_names_leave_room_for_numbers(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    long = "nst as somebody who has much to say would call it"
+    for name in ("one", "two"):
+        method = {"name": f"{long}, number {name}"}
+        edited(compared / "nst-seed0", tmp_path / name, lambda h, m=method: h | {"config": h["config"] | {"method": m}})
+    browser = open_page(write(load([tmp_path]), tmp_path / "long.html").as_uri(), 400)
+    seen = browser.execute_script(
+        "const s = document.querySelector('.scroll'); s.scrollLeft = s.scrollWidth;"
+        "const shown = (n) => { const b = n.getBoundingClientRect();"
+        " return n.contains(document.elementFromPoint((b.left + b.right) / 2, (b.top + b.bottom) / 2)); };"
+        "return [...s.querySelectorAll('tr')].flatMap((r) => [shown(r.firstChild), shown(r.lastChild)])"
+    )
+    assert seen == [True] * 6
+
+
+def test_a_total_stands_at_the_end_of_its_bar_and_not_at_the_mark(page: str, open_page: Open) -> None:
+    ends = open_page(page).execute_script(
+        "const s = document.querySelector('#bytes-a-client-and-round svg');"
+        "const box = (n) => n.getBoundingClientRect(), of = (k) => [...s.querySelectorAll(k)].map(box);"
+        "return of('.total').map((t) => [t.left, Math.max(...of('.bar').filter((b) => Math.abs(b.top - t.top) < 20)"
+        ".map((b) => b.right)), ...of('.mark').filter((m) => Math.abs(m.top - t.top) < 20).map((m) => m.left)])"
+    )
+    assert len(ends) == 4
+    assert any(mark[0] > end + 60 for _, end, *mark in ends if mark), "a mark far behind its bar is what this is about"
+    assert all(0 < text - end < 20 for text, end, *mark in ends if not mark or not end - 4 < mark[0] < end + 60)
 
 
 @pytest.mark.parametrize(("where", "says"), [

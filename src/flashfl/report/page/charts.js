@@ -155,7 +155,9 @@ function bars(host, o) {
       at += v;
     });
     if (total > most) for (const k of [0, 7]) svg.append(shape("path", { d: `M${scale(most) - 26 + k} ${y + 23}l6 -26`, style: { stroke: "var(--card)", "stroke-width": 3 } }));
-    svg.append(shape("text", { x: to(Math.max(total, row.mark || 0)) + 8, y: y + 14 }, o.text(total)));
+    // The total stands at the bar's end, behind a mark that it would lie over.
+    const words = o.text(total), end = to(total) + 8, mark = to(row.mark || 0);
+    svg.append(shape("text", { class: "total", x: mark > end - 12 && mark < end + words.length * 6.7 + 4 ? mark + 8 : end, y: y + 14 }, words));
     if (row.mark && row.mark <= most) svg.append(shape("line", { class: "mark", x1: scale(row.mark), x2: scale(row.mark), y1: y - 4, y2: y + 24, style: { stroke: "var(--ink)", "stroke-width": 2 } }));
     const area = shape("rect", { class: "catch", x: 0, y: y - 6, width, height: line - 2, fill: "transparent" });
     const show = (event) => showTip(event, row.label, [...row.parts.map(([n, v], k) => [`var(--p${k})`, n, o.text(v)]), ["", "in all", o.text(total)], ...(row.mark ? [["var(--ink)", o.markName, o.text(row.mark)]] : [])]);

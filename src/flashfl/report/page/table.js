@@ -31,7 +31,7 @@ function table() {
     onclick: () => pick(name), onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); pick(name); } } }, name));
   const rows = groups.map((g) => make("tr", { class: hidden.has(g.label) ? "off" : "" }, ...columns.map(([name, value, words], i) => (i
     ? make("td", { "data-column": name }, known(value(g)) ? words(g) : "–")
-    : make("td", { style: { "--c": g.colour } }, make("i", {}), g.label, g.summary.state === "finished" ? null : make("small", {}, ` ${g.summary.state}, round ${g.summary.rounds}`))))));
+    : make("td", { style: { "--c": g.colour } }, make("div", {}, make("i", {}), g.label, g.summary.state === "finished" ? null : make("small", {}, ` ${g.summary.state}, round ${g.summary.rounds}`)))))));
   node.append(make("div", { class: "scroll" }, make("table", { class: "sum" }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows))));
   const notes = groups.filter((g) => g.paper && g.paper.differs.length).map((g) => make("li", {}, `† ${g.label}: ${g.paper.differs.join("; ")}.`));
   notes.push(...groups.filter((g) => known(g.summary.published_saving)).map((g) => make("li", {}, `${g.label}: the paper states a saving of ${g.summary.published_saving}×.`)));
