@@ -7,12 +7,13 @@ import io
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashfl import PDST, simulate, tasks
+from flashfl import PDST, HeteroJMWST, PruneRegrow, simulate, tasks
 from flashfl.cli import main
 from flashfl.report import figures, paper, tables
 from flashfl.report.gather import groups_of, page_data
@@ -44,6 +45,54 @@ def test_runs_from_python_on_other_tasks_are_not_averaged(from_python: Path) -> 
     assert seeds == {"pdst · alpha 0.1": "2", "pdst · alpha 100.0": "1"}
     assert found.problems == []
     assert paper.match(found.runs[0].settings) is None
+
+
+def _config(header: dict[str, Any], **changed: Any) -> dict[str, Any]:
+    """The header with other settings, given as table_name."""
+    config = {table: dict(values) for table, values in header["config"].items()}
+    for name, value in changed.items():
+        table, _, field = name.partition("_")
+        config[table][field] = value
+    return {**header, "config": config}
+
+
+def test_labels_name_the_methods_settings_first_and_tell_every_group_apart(compared: Path, tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {"method_density": 0.1, "train_lr": 0.1},
+        {"method_density": 0.2, "train_lr": 0.1, "task_clients": 5, "task_alpha": 2.0, "task_limit": 90},
+        {"method_density": 0.2, "train_lr": 0.2, "task_clients": 5, "task_alpha": 2.0, "task_limit": 90},
+    ]
+    for i, changed in enumerate(changes):
+        edited(compared / "nst-seed0", tmp_path / str(i), lambda h, changed=changed: _config(h, **changed))
+    assert list(groups_of(load([tmp_path]).runs)) == [
+        "nst · density 0.1 · clients 4 · alpha 1.0",
+        "nst · density 0.2 · clients 5 · alpha 2.0 · lr 0.1",
+        "nst · density 0.2 · clients 5 · alpha 2.0 · lr 0.2",
+    ]
+
+
+def test_labels_that_cannot_differ_are_counted(compared: Path, tmp_path: Path) -> None:
+    for i in range(4):
+        edited(compared / "nst-seed0", tmp_path / str(i), lambda h, i=i: _config(h, task_model="x" * 60 + str(i)))
+    base = "nst · model " + "x" * 37 + "..."
+    assert list(groups_of(load([tmp_path]).runs)) == [base, *(f"{base} ({n})" for n in (2, 3, 4))]
+
+
+def test_the_settings_of_a_method_from_python_are_told_one_by_one(from_python: Path, tmp_path: Path) -> None:
+    jmwst = HeteroJMWST(densities=(0.1, 0.3), shares=(0.5, 0.5), warmup_clients=2)
+    more = {"a": jmwst, "b": replace(jmwst, warmup_clients=3), "c": replace(jmwst, adapt=PruneRegrow(rate=0.5))}
+    for name, method in more.items():
+        said = {"method": repr(method)}
+        edited(from_python / "alpha0.1-seed0", tmp_path / name, lambda h, s=said: {**h, "identity": h["identity"] | s})
+    runs = load([tmp_path]).runs
+    assert runs[0].settings["method.densities"] == [0.1, 0.3]
+    assert list(groups_of(runs)) == [
+        "hetero-jmwst · warmup_clients 2 · rate 0.25",
+        "hetero-jmwst · warmup_clients 3 · rate 0.25",
+        "hetero-jmwst · warmup_clients 2 · rate 0.5",
+    ]
+    edited(from_python / "alpha0.1-seed0", tmp_path / "own", lambda h: {**h, "identity": {"method": "<Mine of 3>"}})
+    assert "<mine of 3>" in groups_of(load([tmp_path]).runs)
 
 
 def _shards(header: dict[str, Any], classes: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from . import curves, paper
 from .load import ELSEWHERE, Found, RunData
 
 PHASES = ("train", "aggregate", "evaluate", "record")
+DIGESTS = ("task.layout", "task.holdings")  # tell runs apart and readers nothing
 MOST_CLIENTS, MOST_CLASSES = 100, 64
 Heat = Callable[[RunData], tuple[list[int], Any]]
 
@@ -59,17 +60,37 @@ def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
     labels = []
     for group in groups:
         mine = group[0].settings
-        others = [g[0].settings for g in groups if g[0].method == group[0].method]
-        differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
-        parts = [f"{k.rpartition('.')[2]} {_brief(mine[k])}" for k in differ[:3]]
+        others = {
+            g[0].key: g[0].settings for g in groups if g[0].method == group[0].method and g[0].key != group[0].key
+        }
+        parts = [f"{_short(k)} {_brief(mine[k])}" for k in _telling(mine, list(others.values()))]
         if not group[0].ended and any(g[0].ended and g[0].key == group[0].key for g in groups):
             seeds = sorted(run.seed for run in group)
             parts.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}")
-        label, n = " · ".join([group[0].method, *parts]), 2
+        plain = label = " · ".join([group[0].method, *parts])
+        n = 2
         while label in labels:
-            label, n = f"{label} ({n})", n + 1
+            label, n = f"{plain} ({n})", n + 1
         labels.append(label)
     return labels
+
+
+def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that tell a run from others: three that all have, the method's first, and more if they must be."""
+    differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
+    differ.sort(key=lambda k: not k.startswith("method."))
+    named = [k for k in differ if k not in DIGESTS and all(k in o for o in others)][:3]
+    while alike := [o for o in others if all(o.get(k) == mine[k] for k in named)]:
+        told = {k: sum(o.get(k) != mine[k] for o in alike) for k in differ}
+        best = max(told, key=lambda k: told[k], default="")
+        if not told.get(best):
+            break
+        named.append(best)
+    return named
+
+
+def _short(name: str) -> str:
+    return name if name.startswith("flower.") else name.rpartition(".")[2]
 
 
 def _brief(value: Any) -> str:

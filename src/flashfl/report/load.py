@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any
 from ..core.errors import FlashError
 from ..measure.mismatch import pairwise
 from ..measure.snapshots import Snapshots
+from ..methods import METHODS
 from ..run.record import SNAPSHOTS
 from ..run.results import RESULTS, read_run
 
@@ -43,19 +45,20 @@ class RunData:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting by its full name; of a run started from Python, what it recorded of its task and method."""
+        beside = flat({"flower": self.header.get("flower", {})})  # where clients are Flower's
         if config := self.header.get("config"):
-            return flat(config)
+            return {**flat(config), **beside}
         identity = self.header.get("identity", {})
         described = str(identity.get("method", "?"))
         return {
-            "method.name": described.partition("(")[0].lower(),
-            "method.settings": described,
+            **_method(described),
             "task.dataset": self.header["task"]["name"],
             **{f"task.{k}": v for k, v in _split(self.info).items()},
             **{f"train.{k}": v for k, v in identity.get("settings", {}).items()},
             # Digests: of the model's layers, and of how much data (and which density) each client has.
             "task.layout": identity.get("layout"),
             "task.holdings": identity.get("clients"),
+            **beside,
         }
 
     @property
@@ -206,6 +209,30 @@ def _try(run: RunData) -> None:
         rows = [line[k] for k in ("layer_densities", "layer_mismatch", "cohort_densities") if line.get(k)]
         if any(len(row) != width or sum(row) < 0 for row in rows) or not isinstance(line.get("snapshot", ""), str):
             raise ValueError(f"its layers or its mask in round {line['round'] + 1}")
+
+
+def _method(described: str) -> dict[str, Any]:
+    """A method's name and settings from how it prints, called as in a configuration."""
+    kind = described.partition("(")[0]
+    name = next((name for name, cls in METHODS.items() if cls.__name__ == kind), kind.lower())
+    try:
+        found = _fields(ast.parse(described, mode="eval").body)
+        del found["is"]
+        return flat({"method": {"name": name, **found}})
+    except (SyntaxError, ValueError, TypeError):  # a method of somebody's own may print itself as it likes
+        return {"method.name": name, "method.settings": described}
+
+
+def _fields(node: ast.AST) -> Any:
+    """What stands in the text of an object: a part with its class and fields, a value, or else the text itself."""
+    if isinstance(node, ast.Call):
+        return {"is": ast.unparse(node.func), **{str(field.arg): _fields(field.value) for field in node.keywords}}
+    if isinstance(node, ast.Tuple | ast.List):
+        return [_fields(item) for item in node.elts]
+    try:
+        return ast.literal_eval(node)  # type: ignore[arg-type]
+    except ValueError:
+        return ast.unparse(node)
 
 
 def _split(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,8 +106,8 @@ def _alpha(settings: Mapping[str, Any]) -> float | None:
 
 
 def _method(row: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    if row["method"] != settings.get("method.name") or "method.settings" in settings:
-        return False  # a run started from Python has not recorded its method's settings one by one
+    if row["method"] != settings.get("method.name") or "task.holdings" in settings:
+        return False  # a run started from Python has not recorded its task's settings one by one
     if any(settings.get(k, v) != v for k, v in _PLAIN.items()) or settings.get("method.warmup_clients") == 0:
         return False
     densities = settings.get("method.densities")
