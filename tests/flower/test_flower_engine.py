@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,7 +25,9 @@ from flashfl.core.errors import CheckpointError
 from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, client_app, server_task
-from flashfl.run.config import TrainConfig
+from flashfl.report.gather import groups_of
+from flashfl.report.load import load
+from flashfl.run.config import RunConfig, TrainConfig
 from flashfl.run.results import read_run
 from tests.conftest import DropoutNet, NormNet, blobs, make_task
 from tests.test_every_method import VARIANTS, small
@@ -199,6 +202,51 @@ def test_checkpoints_that_cannot_be_used_are_an_error_and_stay(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="reads format"):
         train(small("pdst"), task, federation(task), tmp_path, resume=True)
     assert sorted((tmp_path / "checkpoints").glob("*.json")) == kept
+
+
+def test_what_decides_the_average_is_recorded_and_stays(tmp_path: Path) -> None:
+    task, method = make_task("norm"), small("pdst")
+    trimmed = replace(PATIENT, trim=0.3, max_samples=100)
+
+    def stop(state: State, line: Any) -> None:
+        if state.round == 2:
+            raise _Stop
+
+    with pytest.raises(_Stop):
+        train(method, task, federation(task), tmp_path, watch=stop, options=trimmed)
+    header = read_run(tmp_path)["header"]
+    assert header["flower"] == {"trust": 10.0, "clip": 0.0, "trim": 0.3, "max_samples": 100}
+    with pytest.raises(CheckpointError, match=r"trim is 0\.3, this run's is 0"):
+        train(method, task, federation(task), tmp_path, resume=True)
+    more = replace(trimmed, trust=20.0, max_samples=0)
+    resumed = train(method, task, federation(task), tmp_path, resume=True, options=more)
+    assert_equal(resumed, train(method, task, federation(task), options=trimmed))
+
+
+def test_a_checkpoint_from_before_the_average_was_recorded_goes_on(tmp_path: Path) -> None:
+    task, method, trimmed = make_task("norm"), small("pdst"), replace(PATIENT, trim=0.3)
+    train(method, task, federation(task), tmp_path, options=trimmed)
+    for path in (tmp_path / "checkpoints").glob("*.json"):
+        record = json.loads(path.read_text())
+        del record["identity"]["flower"]
+        path.write_text(json.dumps({**record, "flashfl checkpoint": 1}))
+    for options in (trimmed, PATIENT):
+        run = train(method, task, federation(task), tmp_path, resume=True, options=options)
+        assert len(run.history) == ROUNDS
+
+
+def test_reports_tell_averages_apart_and_deployed_runs_from_simulated_ones(tmp_path: Path) -> None:
+    task, method = make_task("norm"), small("pdst")
+    config = RunConfig(train=TrainConfig(rounds=1, **SETTINGS), method=method)
+    for name, options in {"plain": PATIENT, "trim": replace(PATIENT, trim=0.3)}.items():
+        where = tmp_path / name
+        FlashStrategy(method, task, config.train, options, folder=where, header=config.to_json()).start(
+            federation(task)
+        )
+    fl.simulate(method, task, train=config.train, folder=tmp_path / "here", header=config.to_json())
+    found = load([tmp_path])
+    assert not found.problems
+    assert sorted(groups_of(found.runs)) == ["pdst", "pdst · flower.trim 0.0", "pdst · flower.trim 0.3"]
 
 
 def test_a_run_that_is_not_there_cannot_be_resumed_and_starts(tmp_path: Path) -> None:

@@ -91,8 +91,9 @@ class FlashStrategy(Strategy):
 
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.roster, self.folder, resume, watch, self.header
-            )
+                self.method, self.task, self.train, engine, engine.roster, self.folder, resume, watch, self.header,
+                self._believed(),
+            )  # fmt: skip
         finally:
             display.close()
         return _result(self.run)
@@ -113,6 +114,13 @@ class FlashStrategy(Strategy):
         log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in roster))
         masks = self.folder / "masks" if self.folder else None
         return FlowerEngine(self.task, grid, roster, options, self.train.values, masks)
+
+    def _believed(self) -> dict[str, Any] | None:
+        """What decides whose word counts how much; None if the run that goes on did not record it yet."""
+        record = _latest(self.folder) if self.resume else None
+        if record is not None and "flower" not in record["identity"]:
+            return None
+        return {name: getattr(self.options, name) for name in ("trust", "clip", "trim", "max_samples")}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

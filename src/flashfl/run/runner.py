@@ -158,15 +158,19 @@ def drive(
     resume: bool = False,
     watch: Watch | None = None,
     header: Mapping[str, Any] | None = None,
+    flower: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run a method on any engine, for these clients; of the task only its model is used here.
 
+    flower: how far a Flower server believes its clients; it is recorded, and what decides an average must stay.
     The folder is this process's alone until the run is over; it is an error if another process uses it.
     """
     _check_method(method)
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, getattr(clients, "planned", clients), engine.device, method)
     identity = _identity(method, task, config, clients, header or {})
+    if flower:
+        identity["flower"] = {k: flower[k] for k in ("clip", "trim")}
     # Clients that come and go are admitted as they come, by whoever keeps the list of them.
     live = getattr(clients, "admit", None)
     clients = live(method, plan.key) if live else method.admit(clients, plan.key)
@@ -178,7 +182,7 @@ def drive(
             keeper.begin()
         if not run.results.lines:
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
-            run.results.begin({**about, "code": code_of(method)})
+            run.results.begin({**about, **({"flower": dict(flower)} if flower else {}), "code": code_of(method)})
         run.state = start
         step = start.round if start.stage == 2 else 0
         tracking = Tracking(config.track, folder, folder.name if folder else "", header or identity, step)
