@@ -95,6 +95,23 @@ def test_clients_judge_where_the_server_has_no_samples() -> None:
     assert "judging" not in here.results.lines[-1]
 
 
+def test_who_joins_within_a_round_may_judge_at_its_end() -> None:
+    whole = Task(DropoutNet, own_parts(make_task("dropout")), name="held")
+    grid = federation(whole)
+    late = grid.apps[node_of(7)]
+    grid.leave(node_of(7))
+
+    def joins(node: int, message: Any, reply: Any) -> Any:
+        if message.metadata.message_type == "train" and node_of(7) not in grid.apps:
+            grid.join(node_of(7), late, {"partition-id": 7})
+        return [reply]
+
+    grid.tamper = joins
+    server = server_task(DropoutNet, example=blobs(1, (6,), 0)[0], name="held")
+    assert len(train(small("pdst"), server, grid, eval_every=1).history) == ROUNDS
+    assert (node_of(7), "evaluate") in grid.pushed
+
+
 def test_who_joins_with_other_data_late_is_believed() -> None:
     """Clients that have converged hardly move; one with a class nobody had moves a hundred times as far."""
     torch.manual_seed(0)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
-from flower_support import QUICK, assert_equal, federation, node_of, only, train
+from flower_support import PATIENT, QUICK, assert_equal, federation, node_of, only, train
 from flwr.app import Message
 
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.state import State
-from flashfl.flower import client_app, records
+from flashfl.data.task import Task
+from flashfl.flower import client_app, records, server_task
 from flashfl.flower.fixed import fingerprint
 from flashfl.flower.roster import Roster, Terms
-from tests.conftest import make_task
+from tests.conftest import NormNet, blobs, make_task
 from tests.test_every_method import small
 
 
@@ -174,3 +176,94 @@ def test_a_resumed_run_keeps_its_plan_with_fewer_clients(tmp_path: Any) -> None:
     assert run.state is not None
     assert resumed.state.plan.clients == run.state.plan.clients == 8
     assert_equal(run, resumed)
+
+
+def of_size(n: int, net: Any = NormNet, client: int = 2) -> Any:
+    """An app with so many samples of its own."""
+    return client_app(Task(net, [blobs(n, (1, 5, 5), 100 + client)], holdout=0))
+
+
+def after(grid: Any, number: int, node: int, app: Any, **config: Any) -> Any:
+    """Starts a node anew, with another app, after a round."""
+
+    def change(state: State, line: Any) -> None:
+        if line["round"] == number:
+            grid.join(node, app, {"partition-id": 2, **config})
+
+    return change
+
+
+def test_a_node_that_comes_back_with_other_data_is_left_out_once(caplog: pytest.LogCaptureFixture) -> None:
+    task, cohort = make_task("norm"), {"per_round": 8, "rounds": 5}
+    grid = federation(task)
+    anew = after(grid, 1, node_of(2), of_size(33))
+    run = train(small("pdst"), server_task(NormNet, blobs(30, (1, 5, 5), 7)), grid, watch=anew, **cohort)
+    assert [list(line["failures"]) for line in run.history] == [[], [], ["2"], [], []]
+    assert "reports 33 samples and is known to have 13" in run.history[2]["failures"]["2"]
+    assert f"node {node_of(2)} was started anew: client 2 with 33 samples" in caplog.text
+    assert grid.pushed.count((node_of(2), "query")) == 2
+    assert grid.pushed.count((node_of(3), "query")) == 1
+
+
+@pytest.mark.parametrize(("app", "why"), [
+    (of_size(33), "registers 33 samples, flower.max_samples is 20"),
+    (client_app(make_task("dropout")), "has another model"),
+])  # fmt: skip
+def test_a_node_that_comes_back_unfit_is_refused(app: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    task, options = make_task("norm"), replace(PATIENT, max_samples=20)
+    grid = federation(task)
+    server = server_task(NormNet, blobs(30, (1, 5, 5), 7))
+    run = train(small("pdst"), server, grid, watch=after(grid, 1, node_of(2), app), options=options, per_round=7)
+    assert f"node {node_of(2)} is refused: client 2 {why}" in caplog.text
+    assert 2 not in run.history[-1]["cohort"]
+
+
+def test_a_node_that_comes_back_as_another_client_is_that_one() -> None:
+    task = make_task("norm", clients=3)
+    grid = federation(task)
+    roster = roster_of(grid, task)
+    assert [c.id for c in roster] == [0, 1, 2]
+    grid.join(node_of(2), of_size(9), {"partition-id": 0, "client-id": 5})
+    roster.doubt([2, 77])
+    assert [(c.id, c.n) for c in roster][2:] == [(5, 9)]
+    assert roster.node(5) == node_of(2)
+
+
+def test_a_node_that_is_refused_is_asked_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    grid.join(node_of(2), client_app(make_task("dropout")), {"partition-id": 2})
+    roster = roster_of(grid, task)
+    assert len(roster) == 7
+    roster.refresh()
+    assert grid.pushed.count((node_of(2), "query")) == 1, "not all the time"
+    monkeypatch.setattr("flashfl.flower.roster._AGAIN", 0.0)
+    roster.refresh()
+    assert grid.pushed.count((node_of(2), "query")) == 2
+    assert caplog.text.count("has another model") == 1, "what is known is not said again"
+    grid.join(node_of(2), client_app(task), {"partition-id": 2})
+    roster.refresh()
+    assert [c.id for c in roster] == list(range(8))
+    assert not roster.refused
+    roster.refresh()
+    assert grid.pushed.count((node_of(2), "query")) == 3
+
+
+def test_who_is_needed_is_waited_for() -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    apps = {c.id: grid.apps[node_of(c.id)] for c in task.clients}
+    for c in range(1, 8):
+        grid.leave(node_of(c))
+    looks = iter(range(1, 8))
+
+    def ids() -> Iterable[int]:
+        if (c := next(looks, None)) is not None and c > 3:
+            grid.join(node_of(c), apps[c], {"partition-id": c})
+        return list(grid.apps)
+
+    grid.get_node_ids = ids  # type: ignore[method-assign]
+    run = train(small("pdst"), task, grid, options=replace(PATIENT, clients=1), per_round=1, min_replies=2, rounds=1)
+    assert len(run.history) == 1

@@ -78,7 +78,9 @@ class FlowerEngine:
     def finish(self, this: Round) -> Outcome:
         """What a round came to; the next look at the roster is a fresh one."""
         self.roster.stale = True
-        return this.close(self.task.layout)
+        outcome = this.close(self.task.layout)
+        self.roster.doubt(this.doubtful)
+        return outcome
 
     def _push(self, messages: Iterable[Message]) -> None:
         """Send messages, a few at a time: together is faster than one by one, all at once may be too much to hold."""
@@ -112,9 +114,11 @@ class FlowerEngine:
     def _ask_clients(self, weights: Weights, statistics: bool) -> dict[str, float]:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
         share = self.task.metric is accuracy and self.task.metric_known
+        present = list(self.roster)  # first of all, as this look may find others than the last
         jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout, share)
-        self._push(jury.post(client) for client in self.roster if self.roster.entries[client.id].held)
+        self._push(jury.post(client) for client in present if jury.entries[client.id].held)
         self._exchange(lambda: jury.waiting, jury.take)
+        self.roster.doubt(jury.out)
         verdict = jury.verdict()
         self.judging += jury.traffic.down
         return verdict

@@ -30,7 +30,7 @@ class Jury:
         self.traffic = Traffic()
         self._posts: list[tuple[Client, Any]] = []
         self._votes: dict[int, tuple[int, float, float]] = {}
-        self._out: dict[int, str] = {}
+        self.out: dict[int, str] = {}
         self._reminded: set[int] = set()
 
     def post(self, client: Client, full: bool = False) -> Message:
@@ -45,7 +45,7 @@ class Jury:
 
     @property
     def waiting(self) -> dict[str, Client]:
-        done = {*self._votes, *self._out}
+        done = {*self._votes, *self.out}
         return {meta.message_id: client for client, meta in self._posts if client.id not in done}
 
     def take(self, reply: Message) -> Message | None:
@@ -53,7 +53,7 @@ class Jury:
         if client is None:
             return None
         if reply.has_error():
-            self._out[client.id] = str(reply.error.reason)[:300]
+            self.out[client.id] = str(reply.error.reason)[:300]
         elif "lack" in reply.content and client.id not in self._reminded:
             self._reminded.add(client.id)
             return self.post(client, full=True)
@@ -69,15 +69,15 @@ class Jury:
             if n != held or not (abs(loss) <= LARGEST_METRIC and known):
                 raise ValueError(f"loss {loss} and metric {metric} of {n} samples, expected {held} samples")
         except (KeyError, ValueError, TypeError, OverflowError) as error:
-            self._out[client.id] = why or f"its verdict cannot be read ({error})"
+            self.out[client.id] = why or f"its verdict cannot be read ({error})"
             return
         self._votes[client.id] = (n, loss, metric)
 
     def verdict(self) -> dict[str, float]:
         """Mean over all samples that were judged; whoever gave no good answer is left out."""
         for client in self.waiting.values():
-            self._out[client.id] = "no reply in time"
-        for client_id, why in sorted(self._out.items()):
+            self.out[client.id] = "no reply in time"
+        for client_id, why in sorted(self.out.items()):
             log.warning("client %d is left out of this evaluation: %s", client_id, why)
         total = sum(n for n, _, _ in self._votes.values())
         if not total:

@@ -2,13 +2,15 @@
 
 A node says its client id, how many samples it has, its density budget if it has one, and what it runs. Whoever does not
 fit is refused by name and the others go on; a node whose id is taken is reconsidered when the one that has it leaves.
+A node may be started anew under its old id, so whoever is refused is asked again now and then, and so is a client whose
+reply does not fit what it has said.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -25,6 +27,7 @@ from .fixed import NONE, difference
 
 log = logging.getLogger("flwr.flashfl")
 _ERRORS = 3  # failed questions to a node before it is refused
+_AGAIN = 60.0  # seconds after which those that are refused are asked again, when a round begins
 _SAMPLES = 1 << 32  # of one client: sums of any cohort's fit 64 bits
 
 
@@ -90,6 +93,9 @@ class Roster(Sequence[Client]):
         self._told: dict[int, Entry] = {}  # node -> what it said
         self._waiting: set[int] = set()  # nodes whose id another one has
         self._errors: dict[int, int] = {}  # node -> how often asking it failed
+        self._again: set[int] = set()  # nodes to be asked once more, whatever they said
+        self._logged: dict[int, str] = {}  # node -> why it was last said to be refused
+        self._checked = time.monotonic()  # when those that are refused were last asked again
         self._nodes: set[int] = set()
         self._admit: Callable[[Sequence[Client]], Sequence[Client]] = tuple
         self._present: tuple[Client, ...] = ()
@@ -124,10 +130,16 @@ class Roster(Sequence[Client]):
     def node(self, client: int) -> int:
         return self.entries[client].node
 
+    def doubt(self, clients: Iterable[int]) -> None:
+        """Ask these who they are at the next look, as they may have been started anew; what they say counts then."""
+        self._again |= {self.entries[c].node for c in clients if c in self.entries}
+        self.stale = self.stale or bool(self._again)
+
     # How they are found.
 
     def gather(self, count: int) -> None:
         """Wait until every node has said who it is and `count` clients are there; then the run can be planned."""
+        count = max(count, self.need)
         self._until(lambda: not self._asked and len(self._present) >= count)
         if len(self._present) < self.need:
             raise RunStopped(self._too_few())
@@ -154,8 +166,11 @@ class Roster(Sequence[Client]):
     def refresh(self) -> None:
         """Ask nodes that have appeared, read what has come back, forget those that left. Does not wait."""
         self._nodes = set(self.grid.get_node_ids())
-        asked = {*self._told, *self._asked.values(), *self.refused}
-        new = sorted(self._nodes - asked)
+        if time.monotonic() - self._checked >= _AGAIN:
+            self._checked, self._again = time.monotonic(), {*self._again, *self.refused}
+        known = {*self._told, *self.refused} - self._again
+        new = sorted(self._nodes - known - {*self._asked.values()})
+        self._again = (self._again & self._nodes).difference(new)
         if new:
             messages = [Message(records.fields("query", {"layout": self.terms.layout}), node, "query") for node in new]
             ids = self.grid.push_messages(messages)
@@ -167,9 +182,9 @@ class Roster(Sequence[Client]):
                     self._hear(node, reply)
         for gone in set(self._told) - self._nodes:
             del self._told[gone]
-        for gone in {*self.refused, *self._errors} - self._nodes:
-            self.refused.pop(gone, None)
-            self._errors.pop(gone, None)
+        for gone in {*self.refused, *self._errors, *self._logged} - self._nodes:
+            for about in (self.refused, self._errors, self._logged):
+                about.pop(gone, None)
         self._settle()
         self.stale = False
 
@@ -182,18 +197,27 @@ class Roster(Sequence[Client]):
         try:
             if (why := records.failure(reply.content)) is not None:
                 raise ConfigError(why)
-            self._told[node] = Entry.read(node, records.read_fields(reply.content, "client"), self.terms)
+            entry = Entry.read(node, records.read_fields(reply.content, "client"), self.terms)
         except ConfigError as error:
             self._refuse(node, str(error))
+            return
+        if self._told.get(node, entry) != entry:
+            log.warning("node %d was started anew: client %d with %d samples", node, entry.client.id, entry.client.n)
+        self._told[node] = entry
+        self.refused.pop(node, None)
+        self._errors.pop(node, None)
 
     def _refuse(self, node: int, why: str) -> None:
+        self._told.pop(node, None)
         self.refused[node] = why
-        log.error("node %d is refused: %s", node, why)
+        if self._logged.get(node) != why:
+            log.error("node %d is refused: %s", node, why)
+        self._logged[node] = why
 
     def _settle(self) -> None:
         """Who of those that told who they are has which id: whoever had it first, as long as it is there."""
         before = self.entries
-        self.entries = {i: e for i, e in before.items() if e.node in self._told}
+        self.entries = {i: new for i, e in before.items() if (new := self._told.get(e.node)) and new.client.id == i}
         waiting = set()
         for node, entry in sorted(self._told.items()):
             holder = self.entries.setdefault(entry.client.id, entry).node
@@ -218,9 +242,7 @@ class Roster(Sequence[Client]):
             if not unfit:
                 raise
             for client, why in unfit:
-                node = self.entries.pop(client.id).node
-                del self._told[node]
-                self._refuse(node, why)
+                self._refuse(self.entries.pop(client.id).node, why)
             return self._admitted()
         self.densities |= {c.id: c.density for c in admitted if c.density is not None and c.id not in own}
         return admitted

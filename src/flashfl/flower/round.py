@@ -42,6 +42,7 @@ class Round:
         self.server, self.nodes, self.timeout, self.trim = server, nodes, timeout, trim
         self.inbox = Inbox(server)
         self.posts: list[Post] = []
+        self.doubtful: set[int] = set()  # clients that may not be what they said they are
 
     def post(self, client: Client, order: Order) -> Message:
         """The message that carries an order to its client."""
@@ -74,6 +75,7 @@ class Round:
             log.warning("client %d replied twice: the second reply is left out", post.client.id)
             return None
         if reply.has_error():
+            self.doubtful.add(post.client.id)
             self._fail(post, f"Flower reports error {reply.error.code}: {str(reply.error.reason)[:300]}")
             return None
         if reply.metadata.src_node_id != post.metadata.dst_node_id:
@@ -83,6 +85,7 @@ class Round:
 
     def _read(self, post: Post, reply: Message) -> Message | None:
         if (why := records.failure(reply.content)) is not None:
+            self.doubtful.add(post.client.id)
             self._fail(post, why)
             return None
         try:
@@ -126,6 +129,7 @@ class Round:
         for update in updates:  # nothing is left of them where they were trimmed
             add(sums, update)
         self.inbox.spool.close()
+        self.doubtful |= {c for c, why in self.inbox.failures.items() if why.startswith("WrongContent")}
         for client, why in sorted(self.inbox.failures.items()):
             log.warning("client %d is left out of this round: %s", client, why)
         return Outcome(sums, self.inbox.traffic, dict(sorted(self.inbox.failures.items())))
