@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
 import flashfl as fl
-from flashfl.core.errors import CheckpointError
+from flashfl.core.errors import CheckpointError, ConfigError
 from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, client_app, server_task
@@ -93,6 +93,20 @@ def test_clients_judge_where_the_server_has_no_samples() -> None:
     assert [bool(line.get("judging")) for line in there.history] == [bool(line["metrics"]) for line in there.history]
     assert there.results.lines[-1]["judging"] == there.bytes_judging > 0
     assert "judging" not in here.results.lines[-1]
+
+
+def test_nobody_to_judge_is_said_before_anything_runs() -> None:
+    task = make_task("norm")  # whose clients hold nothing back, as it has test samples
+    grid = federation(task)
+    with pytest.raises(ConfigError, match="nothing to judge the model on"):
+        train(small("pdst"), server_task(NormNet), grid)
+    assert all(kind == "query" for _, kind in grid.pushed)
+
+
+@pytest.mark.parametrize("setting", [{"dropout": 0.5}, {"device": "cuda"}])
+def test_settings_without_effect_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} = .*; set it to"):
+        FlashStrategy(small("pdst"), make_task("norm"), TrainConfig(**setting))
 
 
 def test_who_joins_within_a_round_may_judge_at_its_end() -> None:

@@ -59,6 +59,7 @@ class FlashStrategy(Strategy):
     ) -> None:
         self.method, self.task = method, task
         self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
+        _check(self.train)
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
         self.run: Run | None = None
@@ -106,6 +107,10 @@ class FlashStrategy(Strategy):
         if self.resume and (record := _latest(self.folder)) is not None:
             roster.restore(record["engine"].get("roster", {}))
         roster.gather(options.clients or min(self.train.per_round, roster.size or self.train.per_round))
+        if self.task.test is None and not any(entry.held for entry in roster.entries.values()):
+            raise ConfigError(
+                "nothing to judge the model on: give the server's task `test`, or the clients' a `holdout` above 0"
+            )
         if self.train.per_round > roster.size:
             raise ConfigError(
                 f"per_round = {self.train.per_round} and {roster.size} clients registered: start more SuperNodes, "
@@ -172,6 +177,14 @@ class FlashStrategy(Strategy):
         """Log what is about to run."""
         log.info("%r on %r: %d rounds of %d clients, values as %s; %r", self.method, self.task.name, self.train.rounds,
                  self.train.per_round, self.train.values, self.options)  # fmt: skip
+
+
+def _check(train: TrainConfig) -> None:
+    """Refuse settings of a simulation that would be recorded and have no effect."""
+    if train.dropout:
+        raise ConfigError(f"dropout = {train.dropout}: of Flower's clients those fail that fail; set it to 0")
+    if train.device not in ("auto", "cpu"):
+        raise ConfigError(f"device = {train.device!r}: Flower's clients train on the CPU; set it to auto or cpu")
 
 
 def _latest(folder: Path | None) -> dict[str, Any] | None:
