@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from flashfl.report.gather import groups_of, page_data, summary
 from flashfl.report.html import page, script_json
 from flashfl.report.load import load
 from flashfl.report.watch import Feed, serve
+from tests.report.runs import edited
 
 
 def test_a_comparison_ends_with_the_path_of_a_page(compared: Path) -> None:
@@ -167,6 +169,37 @@ def test_every_figure_of_the_paper_can_be_drawn(compared: Path, tmp_path: Path, 
     path = tmp_path / f"{name}.png"
     assert main(["figure", name, str(compared), "--out", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["accuracy-rounds", "accuracy-bytes", "mismatch-rounds", "sm-layers"])
+def test_a_curve_of_one_point_is_seen(compared: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    edited(compared / "nst-seed0", tmp_path / "a", rounds=1)
+    lines = figures.figure(name, load([tmp_path]).runs).axes[0].get_lines()
+    assert lines
+    assert all(line.get_marker() == "o" for line in lines if len(line.get_xdata()) == 1)
+
+
+@pytest.mark.parametrize("name", [*figures.NAMES, "overview"])
+def test_long_names_hide_no_curve_and_stay_in_the_picture(compared: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    for i, source in enumerate(("nst", "jmwst", "nst")):
+        method = {"name": f"{'a method with a long name ' * 5}{i}"}
+        new = tmp_path / str(i)
+        edited(compared / f"{source}-seed0", new, lambda h, m=method: h | {"config": h["config"] | {"method": m}})
+    runs = load([tmp_path]).runs
+    made = figures.overview(runs) if name == "overview" else figures.figure(name, runs)
+    made.draw_without_rendering()
+    legends = [*made.legends, *(axes.get_legend() for axes in made.axes if axes.get_legend())]
+    assert legends or name == "sm-heatmap"
+    panels = [axes for axes in made.axes if axes.get_visible()]
+    for legend in legends:
+        box = legend.get_window_extent()
+        assert made.bbox.x0 <= box.x0 <= box.x1 <= made.bbox.x1
+        assert made.bbox.y0 <= box.y0
+        assert not any(box.overlaps(axes.get_window_extent()) for axes in panels)
+    titles = [axes.title.get_window_extent() for axes in panels if axes.get_title()]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(titles, 2))
 
 
 def test_an_unknown_figure_names_the_nearest(compared: Path) -> None:

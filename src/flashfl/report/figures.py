@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -46,16 +47,21 @@ def accuracy_bytes(axes: Any, groups: Groups) -> None:
 
 def _line(axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], label: str, ink: str) -> None:
     mean, std = [100 * v for v in shown["mean"]], [100 * v for v in shown["std"]]
-    axes.plot(x, mean, color=ink, label=label, linewidth=1.6)
+    axes.plot(x, mean, _dot(x), color=ink, label=label, linewidth=1.6)
     low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
     axes.fill_between(x, low, high, color=ink, alpha=0.15, linewidth=0)
+
+
+def _dot(x: Sequence[float]) -> str:
+    """How a curve is drawn: one of a single point has no line to see."""
+    return "o" if len(x) == 1 else "-"
 
 
 def mismatch_rounds(axes: Any, groups: Groups) -> None:
     """SM between the masks of consecutive rounds."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.mismatch(run) for run in runs])
-        axes.plot(shown["round"], shown["mean"], color=_ink(i), label=label, linewidth=1.6)
+        axes.plot(shown["round"], shown["mean"], _dot(shown["round"]), color=_ink(i), label=label, linewidth=1.6)
     axes.set(xlabel="round", ylabel="mask mismatch", ylim=(0, None))
 
 
@@ -105,11 +111,11 @@ def _sm_layers(axes: Any, runs: Sequence[RunData], most: float) -> None:
     found = curves.layer_mismatch(runs)
     count = max(2, len(found["layers"]))
     for i, row in enumerate(found["layers"]):
-        axes.plot(
-            found["round"], row, color=colormaps["turbo"](0.05 + 0.9 * i / (count - 1)), linewidth=1.2, label=i + 1
-        )
+        ink = colormaps["turbo"](0.05 + 0.9 * i / (count - 1))
+        axes.plot(found["round"], row, _dot(row), color=ink, linewidth=1.2, label=i + 1)
     axes.set(xlabel="round", ylabel="mask mismatch", ylim=(0, most))
-    axes.legend(title="layer", fontsize="x-small", ncols=2)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
+    axes.legend(title="layer", fontsize="x-small", ncols=min(7, count), **below)
 
 
 ONE: dict[str, Callable[[Any, Groups], None]] = {
@@ -134,8 +140,7 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
         made = _blank((6.4, 4))
         ONE[name](made.subplots(), groups)
         made.axes[0].grid(alpha=0.25)
-        if made.axes[0].get_legend_handles_labels()[1]:
-            made.axes[0].legend(fontsize="small")
+        _legend(made, made.axes[0])
         return made
     return _panels(name, groups)
 
@@ -183,7 +188,7 @@ def _panels(name: str, groups: Groups) -> Any:
     images = []
     for axes, (label, runs) in zip(every, groups.items(), strict=False):
         images.append(EACH[name](axes, runs, most))
-        axes.set_title(label, fontsize="medium")
+        axes.set_title(textwrap.fill(label, 34), fontsize="small")
     for axes in every[len(groups) :]:
         axes.set_visible(False)
     if images[0] is not None:
@@ -219,9 +224,23 @@ def overview(runs: Sequence[RunData]) -> Any:
     for axes, draw in zip(every, ONE.values(), strict=False):
         draw(axes, groups)
         axes.grid(alpha=0.25)
-    every[0].legend(fontsize="small")
+    _legend(made, every[0])
     every[-1].set_visible(False)
     return made
+
+
+def _legend(made: Any, axes: Any) -> None:
+    """What the curves are: below all of them, where it hides none, in a figure made so much higher."""
+    lines, labels = axes.get_legend_handles_labels()
+    if not labels:
+        return
+    wide, high = made.get_size_inches()
+    letters = int(14 * wide)  # of the small font, on a line
+    texts = [textwrap.fill(label, letters - 10) for label in labels]
+    columns = max(1, min(len(texts), letters // (8 + max(len(line) for text in texts for line in text.split("\n")))))
+    rows = sum(text.count("\n") + 1 for text in texts) / columns
+    made.set_size_inches(wide, high + 0.18 * math.ceil(rows))
+    made.legend(lines, texts, loc="outside lower center", ncols=columns, fontsize="small")
 
 
 def _blank(size: tuple[float, float]) -> Any:
