@@ -152,6 +152,15 @@ def test_a_summary_adds_up(compared: Path) -> None:
     assert found["state"] == "finished"
 
 
+def test_a_saving_counts_all_that_travels_as_stored_results_do(compared: Path) -> None:
+    runs = groups_of(load([compared]).runs)["nst"]
+    about = runs[0].header["task"]
+    assert about["values"] > about["trained"], "its BatchNorm has statistics"
+    messages = 2 * sum(len(line["cohort"]) for line in runs[0].rounds)
+    found = summary(runs[:1])
+    assert found["saving"] == pytest.approx(4 * about["values"] * messages / (found["up"] + found["down"]))
+
+
 def test_tables_hold_every_group_and_every_round(compared: Path) -> None:
     found = load([compared])
     lines = tables.markdown(found).splitlines()
@@ -161,6 +170,19 @@ def test_tables_hold_every_group_and_every_round(compared: Path) -> None:
     assert len(rows) == sum(len(run.rounds) for run in found.runs)
     by_run = {run.folder.name: run.rounds[-1]["metrics"]["after"]["metric"] for run in found.runs}
     assert float(rows[-1]["accuracy"]) == by_run[Path(rows[-1]["run"]).name]
+
+
+def test_no_name_breaks_a_table_or_a_figure(compared: Path, tmp_path: Path) -> None:
+    for i, data in enumerate(("a|b\nc", "$\\frac{$")):
+        task = {"task": {"dataset": data}}
+        edited(compared / "nst-seed0", tmp_path / str(i), lambda h, task=task: h | {"config": h["config"] | task})
+    (tmp_path / "not\na run").mkdir()
+    found = load([tmp_path])
+    lines = tables.markdown(found).splitlines()
+    assert lines[2].startswith(r"| nst · dataset a\|b c |")
+    assert len(lines) == 2 + 2 + 1 + len(found.problems) == 6
+    pytest.importorskip("matplotlib")
+    figures.overview(found.runs).draw_without_rendering()
 
 
 @pytest.mark.parametrize("name", figures.NAMES)

@@ -188,12 +188,17 @@ def _panels(name: str, groups: Groups) -> Any:
     images = []
     for axes, (label, runs) in zip(every, groups.items(), strict=False):
         images.append(EACH[name](axes, runs, most))
-        axes.set_title(textwrap.fill(label, 34), fontsize="small")
+        axes.set_title(_broken(label, 34), fontsize="small")
     for axes in every[len(groups) :]:
         axes.set_visible(False)
     if images[0] is not None:
         made.colorbar(images[0], ax=list(every), label="mask mismatch", shrink=0.8)
     return made
+
+
+def _broken(label: str, letters: int) -> str:
+    """A label on as many lines as it takes; a dollar in it begins no formula."""
+    return textwrap.fill(label.replace("$", r"\$"), letters)
 
 
 def _decades(axis: Any) -> None:
@@ -236,7 +241,7 @@ def _legend(made: Any, axes: Any) -> None:
         return
     wide, high = made.get_size_inches()
     letters = int(14 * wide)  # of the small font, on a line
-    texts = [textwrap.fill(label, letters - 10) for label in labels]
+    texts = [_broken(label, letters - 10) for label in labels]
     columns = max(1, min(len(texts), letters // (8 + max(len(line) for text in texts for line in text.split("\n")))))
     rows = sum(text.count("\n") + 1 for text in texts) / columns
     made.set_size_inches(wide, high + 0.18 * math.ceil(rows))

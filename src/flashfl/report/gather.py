@@ -144,6 +144,9 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
     up, down = (_mean([run.rounds[-1]["total"][k] for run in runs]) for k in ("up", "down"))
     # What dense FedAvg would send has no first stage; what this method sent in one counts all the same.
     dense = sum(line["paper_bytes"]["dense"] for line in lines if line["stage"] == 2 and "paper_bytes" in line)
+    # The paper leaves BatchNorm statistics out. They travel all the same, and dense FedAvg would send them too.
+    about = runs[0].header["task"]
+    whole = dense * about["values"] / about["trained"]
     flops = [curves.total_flops(run) for run in runs]
     return {
         "seeds": len(runs),
@@ -155,7 +158,7 @@ def summary(runs: Sequence[RunData]) -> dict[str, Any]:
         "density": _mean([run.stage2[-1]["density"] for run in runs if run.stage2]),
         "up": up,
         "down": down,
-        "saving": dense / len(runs) / (up + down) if dense and up and down else None,
+        "saving": whole / len(runs) / (up + down) if dense and up and down else None,
         "paper_saving": dense / sum(b["up"] + b["down"] for b in paper_bytes) if dense else None,
         "published_saving": paper.saving(runs[0].settings),
         "flops": _mean([list(f.values())[-1] for f in flops if f]),

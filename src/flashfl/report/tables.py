@@ -25,9 +25,18 @@ def markdown(found: Found) -> str:
     """A table of groups, as GitHub and most papers' tools read it; folders that are no runs are named below it."""
     rows = [_HEAD, tuple("---" if i == 0 else "---:" for i in range(len(_HEAD)))]
     rows += [_row(label, runs) for label, runs in titled(groups_of(found.runs)).items()]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", *(f"- not shown: {problem.why}" for problem in found.problems)] if found.problems else []
+    lines = ["| " + " | ".join(_cell(text) for text in row) + " |" for row in rows]
+    lines += ["", *(f"- not shown: {_line(problem.why)}" for problem in found.problems)] if found.problems else []
     return "\n".join(lines) + "\n"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cell(text: str) -> str:
+    """On one line, and without what would end the cell."""
+    return _line(text).replace("|", r"\|")
 
 
 def _row(label: str, runs: list[RunData]) -> tuple[str, ...]:
