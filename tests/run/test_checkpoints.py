@@ -95,6 +95,39 @@ def test_a_cut_record_is_warned_of_and_the_checkpoint_before_is_used(cut: Path, 
     assert resumed.checksum == go(None).checksum
 
 
+def only_in(number: int, folder: Path) -> Path:
+    """A mask that one of the two checkpoints alone needs."""
+    engines = [checkpoint.read_record(p)["engine"] for p in checkpoint.found_in(folder / "checkpoints")]
+    this, other = engines if number == 3 else engines[::-1]
+    digest = min({h for rounds in this["clients"].values() for _, *both in rounds for h in both} - {*other["masks"]})
+    return folder / "masks" / f"{digest}.mask"
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "empty", "gone"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_lost_mask_is_warned_of_and_the_checkpoint_before_is_used(tmp_path: Path, how: str, workers: int) -> None:
+    """A client would start afresh from the common mask, and the run end elsewhere."""
+    with killed():
+        go(tmp_path, method=NST, watch=After(4, Killed()))
+    lost = only_in(3, tmp_path)
+    before = lost.read_bytes()
+    damage(lost, how)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003.json needs .* mask.*Going on from .*00000002"):
+        resumed = go(tmp_path, method=NST, resume=True, workers=workers)
+    assert not lost.exists() or lost.read_bytes() == before, "it came again, or nobody needs it"
+    whole = go(None, method=NST)
+    assert (resumed.checksum, resumed.traffic) == (whole.checksum, whole.traffic)
+
+
+def test_if_the_masks_of_all_are_lost_that_is_an_error(tmp_path: Path) -> None:
+    with killed():
+        go(tmp_path, method=NST, watch=After(4, Killed()))
+    for path in (tmp_path / "masks").iterdir():
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: checkpoint-00000003.json needs the "):
+        go(tmp_path, method=NST, resume=True)
+
+
 def test_if_all_are_damaged_that_is_an_error_that_names_them(cut: Path) -> None:
     for number in (2, 3):
         damage(cut / "checkpoints" / f"checkpoint-0000000{number}.safetensors", "cut")

@@ -71,7 +71,7 @@ class Memories:
         }
 
     def restore(self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu") -> None:
-        """Take over what `save` gave; if a mask is lost, clients are sent full ones again."""
+        """Take over what `save` gave; if a mask is lost, real clients are sent full ones again."""
         self._marked = None
         self.clients = {
             int(c): [(tuple(tag), order, own) for tag, order, own in rounds] for c, rounds in memory["clients"].items()

@@ -53,6 +53,7 @@ class MaskStore(Mapping[str, Mask]):
         except OSError:
             raise KeyError(digest) from None
         if packed.size != (self.layout.prunable_size + 7) // 8 or (mask := self._read(packed)).hash != digest:
+            self._path(digest).unlink(missing_ok=True)  # or `put` would take it for the mask when that comes again
             raise CheckpointError(f"{self._path(digest)} is damaged: its content does not have the hash it is named by")
         self._remember(mask)
         return mask

@@ -32,7 +32,7 @@ _NAME = re.compile(r"checkpoint-(\d{8})\.json")
 
 
 class Unusable(CheckpointError):
-    """A checkpoint that is damaged or of another format; the one before it may be sound."""
+    """A checkpoint that is damaged, of another format or of another run; the one before it may do."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,13 @@ def _write(path: Path, write: Callable[[Path], object]) -> str:
     return digest
 
 
-def load(folder: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
-    """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is used."""
+def load(
+    folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None = None
+) -> Checkpoint:
+    """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is used.
+
+    masks: where the masks lie that clients remember, which must all be there to go on with the run.
+    """
     found = found_in(folder)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {folder}: start the run anew (--overwrite if it had begun)")
@@ -109,6 +114,8 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
             _check_tensors(path.with_suffix(".safetensors"), record["tensors"])
             _check_identity(path, record["identity"], identity)
             point = _restore(path, record, plan)
+            if masks is not None:
+                _check_masks(path, record["engine"], masks)
         except Unusable as error:
             damaged.append(str(error))
             continue
@@ -152,6 +159,17 @@ def _check_tensors(tensors: Path, recorded: str) -> None:
         raise Unusable(f"{tensors.name} cannot be read ({error.strerror})") from None
     if digest != recorded:
         raise Unusable(f"{tensors.name} is damaged or truncated: its digest is not the one recorded")
+
+
+def _check_masks(path: Path, engine: Mapping[str, Any], masks: Mapping[str, Mask]) -> None:
+    """Where clients are played here, their masks are state; real ones hold their own and are sent what they lack."""
+    for digest in engine["masks"] if engine.get("clients") else ():
+        try:
+            masks[digest]
+        except KeyError:
+            raise Unusable(f"{path.name} needs the mask {digest}, which is lost") from None
+        except CheckpointError as error:
+            raise Unusable(f"{path.name} needs a mask that cannot be used ({error})") from None
 
 
 def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ..core.parts import check_fields
 from ..core.state import Client, Plan, State, Traffic, Weights
 from ..data.task import Task
 from ..engine import make_engine
+from ..engine.store import MaskStore
 from ..engine.train import warn_of_buffers
 from . import checkpoint as checkpoints
 from .code import code_of
@@ -349,7 +350,8 @@ def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State | None:
             f"{run.folder} holds {earned} finished rounds and no checkpoint to go on from: start the run anew, without "
             f"resume (--overwrite on the command line); these rounds are then kept in {OLD}"
         )
-    point = checkpoints.load(keeper.folder, plan, keeper.identity)
+    masks = MaskStore(plan.layout, keeper.folder.with_name("masks"))
+    point = checkpoints.load(keeper.folder, plan, keeper.identity, masks)
     keeper.engine.restore(point.engine)
     keeper.engine.forget_masks(checkpoints.referenced(keeper.folder))  # from now on, too, what checkpoints name is kept
     keeper.rounds = point.progress["rounds"]
