@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import shutil
 import signal
 import warnings
 from collections.abc import Iterator
@@ -160,6 +161,20 @@ def test_a_foreign_checkpoint_is_refused(cut: Path, change: dict[str, Any], name
         go(cut, resume=True, **change)
     assert "Resume with the same settings" in str(caught.value) or "layout" in str(caught.value)
     assert (found(cut), (cut / "results.jsonl").read_bytes()) == before, "and what is there is left alone"
+
+
+def test_checkpoints_of_another_run_among_ours_are_passed_over(cut: Path, tmp_path_factory: Any) -> None:
+    """And they do not push ours out."""
+    other = tmp_path_factory.mktemp("other")
+    go(other, seed=1)
+    for number in (98, 99):
+        for end in (".json", ".safetensors"):
+            theirs = other / "checkpoints" / f"checkpoint-00000005{end}"
+            shutil.copy(theirs, cut / "checkpoints" / f"checkpoint-000000{number}{end}")
+    with pytest.warns(RuntimeWarning, match=r"00000099.json belongs to another run: its seed is 1.*from .*00000003"):
+        resumed = go(cut, resume=True)
+    assert resumed.checksum == go(None).checksum
+    assert [name[-7:-5] for name in found(cut) if name.endswith("json")] == ["04", "05", "98", "99"]
 
 
 def test_what_does_not_decide_the_result_may_change(cut: Path) -> None:

@@ -122,6 +122,27 @@ def test_the_older_format_had_no_digest_and_is_read(done: tuple[Path, str], tmp_
     go(tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_text('{"flashfl checkpoint": 1}'),
+        put(tensors=None), put(identity="x"), put(engine=3), put(engine__masks=3), put(engine__masks=[[]]),
+        put(state__masks=[]), put(state={}), put(progress={}),
+    ],
+)  # fmt: skip
+def test_the_older_format_with_things_missing_falls_back_too(
+    damage: Callable[[Path], None], done: tuple[Path, str], tmp_path: Path
+) -> None:
+    """There is no digest that would tell."""
+    shutil.copytree(done[0], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "checkpoints" / "checkpoint-00000003.json"
+    put(**{"flashfl checkpoint": 1, "digest": None})(path)
+    damage(path)
+    checkpoint.referenced(tmp_path / "checkpoints")
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\..*Going on from checkpoint-00000002\.json"):
+        assert go(tmp_path, resume=True).checksum == done[1]
+
+
 def test_another_format_is_one_clear_line(done: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(done[0], tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "checkpoints").glob("*.json"):

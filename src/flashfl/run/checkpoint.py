@@ -32,7 +32,11 @@ _NAME = re.compile(r"checkpoint-(\d{8})\.json")
 
 
 class Unusable(CheckpointError):
-    """A checkpoint that is damaged, of another format or of another run; the one before it may do."""
+    """A checkpoint that is damaged or of another format; the one before it may be sound."""
+
+
+class Foreign(Unusable):
+    """A checkpoint of another run."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, identity: Mapping[st
         }
         text = json.dumps({**record, "digest": _digest(record)})
         _write(stem.with_suffix(".json"), lambda path: path.write_text(text))
-    for old in sorted(folder.glob("checkpoint-*.json"))[:-keep]:
+    ours = [path for path in found_in(folder) if path.stem <= stem.name]  # later ones were of no use to this run
+    for old in ours[keep:]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
     return stem.with_suffix(".json")
@@ -97,32 +102,37 @@ def _write(path: Path, write: Callable[[Path], object]) -> str:
     return digest
 
 
-def load(
-    folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None = None
-) -> Checkpoint:
-    """The newest checkpoint that is whole; a damaged one is named in a warning and the one before it is used.
+def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None = None) -> Checkpoint:
+    """The newest checkpoint of this run that is whole; any other is named in a warning and the one before it is used.
 
     masks: where the masks lie that clients remember, which must all be there to go on with the run.
     """
     found = found_in(folder)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {folder}: start the run anew (--overwrite if it had begun)")
-    damaged = []
+    passed: list[Unusable] = []
     for path in found:
         try:
-            record = read_record(path)
-            _check_tensors(path.with_suffix(".safetensors"), record["tensors"])
-            _check_identity(path, record["identity"], identity)
-            point = _restore(path, record, plan)
-            if masks is not None:
-                _check_masks(path, record["engine"], masks)
+            point = _read(path, plan, identity, masks)
         except Unusable as error:
-            damaged.append(str(error))
+            passed.append(error)
             continue
-        if damaged:
-            warnings.warn(f"{'; '.join(damaged)}. Going on from {path.name}.", RuntimeWarning, stacklevel=2)
+        if passed:
+            warnings.warn(f"{'; '.join(map(str, passed))}. Going on from {path.name}.", RuntimeWarning, stacklevel=2)
         return point
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(damaged)}")
+    if foreign := [error for error in passed if isinstance(error, Foreign)]:
+        raise CheckpointError(f"{foreign[0]}. Resume with the same settings, or use another folder.")
+    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed))}")
+
+
+def _read(path: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None) -> Checkpoint:
+    record = read_record(path)
+    _check_tensors(path.with_suffix(".safetensors"), record.get("tensors"))
+    _check_identity(path, record["identity"], identity)
+    point = _restore(path, record, plan)
+    if masks is not None:
+        _check_masks(path, point.engine, masks)
+    return point
 
 
 def found_in(folder: Path) -> list[Path]:
@@ -141,6 +151,11 @@ def read_record(path: Path) -> dict[str, Any]:
             raise Unusable(f"{path.name} is of format {found!s:.20} and this version of flashfl reads format {FORMAT}")
         if found != _OLDER and digest != _digest(record):
             raise Unusable(f"{path.name} is damaged: its digest is not the one recorded")
+        for name in ("identity", "state", "engine", "progress"):
+            if not isinstance(record.get(name), dict):
+                raise Unusable(f"{path.name} is damaged: it has no table {name!r}")
+        if not isinstance(record["engine"].get("masks", []), list):
+            raise Unusable(f"{path.name} is damaged: it does not say which masks it needs")
     except (OSError, ValueError, RecursionError) as error:
         raise Unusable(f"{path.name} cannot be read ({error})") from None
     return record
@@ -151,7 +166,7 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(record).encode()).hexdigest()
 
 
-def _check_tensors(tensors: Path, recorded: str) -> None:
+def _check_tensors(tensors: Path, recorded: object) -> None:
     try:
         with tensors.open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()
@@ -163,10 +178,10 @@ def _check_tensors(tensors: Path, recorded: str) -> None:
 
 def _check_masks(path: Path, engine: Mapping[str, Any], masks: Mapping[str, Mask]) -> None:
     """Where clients are played here, their masks are state; real ones hold their own and are sent what they lack."""
-    for digest in engine["masks"] if engine.get("clients") else ():
+    for digest in engine.get("masks", ()) if engine.get("clients") else ():
         try:
             masks[digest]
-        except KeyError:
+        except (KeyError, TypeError):
             raise Unusable(f"{path.name} needs the mask {digest}, which is lost") from None
         except CheckpointError as error:
             raise Unusable(f"{path.name} needs a mask that cannot be used ({error})") from None
@@ -174,10 +189,7 @@ def _check_masks(path: Path, engine: Mapping[str, Any], masks: Mapping[str, Mask
 
 def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if different := list(_differences(found, wanted)):
-        raise CheckpointError(
-            f"{path} belongs to another run: its {'; its '.join(different)}. "
-            "Resume with the same settings, or use another folder."
-        )
+        raise Foreign(f"{path} belongs to another run: its {'; its '.join(different)}")
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
@@ -222,8 +234,9 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
             if name.startswith("extra ")
         }
         state = State(plan, weights, described["stage"], described["round"], described["attempt"], extra)
+        int(record["progress"]["rounds"])
         return Checkpoint(state, record["engine"], record["progress"])
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
         raise Unusable(f"{path.name} does not hold the state of this model ({error})") from None
 
 
@@ -239,6 +252,6 @@ def referenced(folder: Path) -> set[str]:
     """The hashes of all masks that a kept checkpoint still needs."""
     needed: set[str] = set()
     for path in found_in(folder):
-        with suppress(Unusable):
+        with suppress(Unusable, TypeError):
             needed |= set(read_record(path)["engine"].get("masks", ()))
     return needed
