@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -91,6 +92,21 @@ def test_a_client_whose_loss_is_nan_is_left_out_and_the_round_goes_on(method: fl
         assert line["failures"] == {"2": "its weights or its loss are not finite after training"}
         assert np.isfinite(line["loss"])
     assert torch.isfinite(run.weights.vector).all()
+
+
+def test_a_client_that_is_left_out_is_told_of_once_where_nobody_watches() -> None:
+    def told(**more: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            go(fl.Dense(), with_nans({2, 4}), rounds=3, per_round=6, **more)
+        return [str(one.message) for one in caught]
+
+    why = "its weights or its loss are not finite after training"
+    assert told() == [f"client {c} was left out of round 0: {why}" for c in (2, 4)]
+    assert not told(watch=lambda state, line: None), "whoever watches says it"
+    dropped = told(dropout=0.3)
+    assert dropped
+    assert not any("simulated" in text for text in dropped)
 
 
 def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:

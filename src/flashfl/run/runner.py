@@ -30,6 +30,7 @@ from .record import Recorder
 from .results import OLD, Results, reported
 from .track import Tracking
 
+DROPPED = "dropped out (simulated)"
 Watch = Callable[[State, dict[str, Any]], None]
 
 
@@ -210,6 +211,7 @@ def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, 
 def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | None, tracking: Tracking) -> None:
     config, recorder = run.train, Recorder(run.task, clients, run.folder)
     assert run.state is not None
+    left_out = _LeftOut()
     recorder.begin(run.state)
     keeper.mark()
     rounds = run_rounds(
@@ -224,8 +226,7 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
         keeper.mark()
         run.results.append(line)
         tracking.log(state.round, line)
-        if watch is not None:
-            watch(state, line)
+        (watch or left_out)(state, line)
         if config.checkpoint_every and keeper.rounds % config.checkpoint_every == 0:
             keeper.keep()
     keeper.keep()
@@ -243,6 +244,19 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
             "stopped": run.stopped,
         }
     )
+
+
+class _LeftOut:
+    """Warns of clients that are left out, once of each reason, where nobody watches; simulated dropouts are as asked."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, str]] = set()
+
+    def __call__(self, state: State, line: Mapping[str, Any]) -> None:
+        for client, why in line["failures"].items():
+            if why != DROPPED and (client, why) not in self._said:
+                self._said.add((client, why))
+                warnings.warn(f"client {client} was left out of round {line['round']}: {why}", RuntimeWarning)
 
 
 def _line(record: Record, total: Traffic) -> dict[str, Any]:
