@@ -21,11 +21,12 @@ from run_support import After, Killed, killed
 import flashfl as fl
 from flashfl.core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from flashfl.core.state import State
+from flashfl.data.examples import Arrays, Subset
 from flashfl.engine.cpu import CPUEngine
 from flashfl.run import checkpoint, runner
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.results import read_run
-from tests.conftest import make_task
+from tests.conftest import DropoutNet, blobs, make_task
 
 SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "eval_every": 2, "workers": 1, "checkpoint_every": 1}
 SPDST = fl.SPDST(density=0.3, warmup_clients=2, warmup_epochs=2)
@@ -161,6 +162,40 @@ def test_a_foreign_checkpoint_is_refused(cut: Path, change: dict[str, Any], name
         go(cut, resume=True, **change)
     assert "Resume with the same settings" in str(caught.value) or "layout" in str(caught.value)
     assert (found(cut), (cut / "results.jsonl").read_bytes()) == before, "and what is there is left alone"
+
+
+@pytest.mark.parametrize("wrap", ["tensors", "shares", "held back"])
+@pytest.mark.parametrize("other", ["inputs", "targets", "type"])
+def test_other_samples_are_another_run(wrap: str, other: str, tmp_path: Path) -> None:
+    """Of the same number and shape."""
+
+    def task(change: bool) -> fl.Task:
+        data = [blobs(9 + i, (6,), i) for i in range(8)]
+        if change and other == "inputs":
+            data = [(x + 1, y) for x, y in data]
+        elif change and other == "targets":
+            data = [(x, y.flip(0)) for x, y in data]
+        elif change:
+            data = [(x.half().float(), y) for x, y in data]
+        if wrap == "shares":
+            whole = Arrays((torch.cat([x for x, _ in data]),), torch.cat([y for _, y in data]))
+            parts: list[Any] = [Subset(whole, torch.arange(9 * i, 9 * i + 9)) for i in range(8)]
+            return fl.Task(DropoutNet, parts, data[0])
+        return fl.Task(DropoutNet, data, None if wrap == "held back" else data[0])
+
+    go(tmp_path, task=task(False), rounds=2)
+    go(tmp_path, task=task(False), rounds=2, resume=True)
+    with pytest.raises(CheckpointError, match=r"belongs to another run: its samples are others than this run's\. Res"):
+        go(tmp_path, task=task(True), rounds=2, resume=True)
+
+
+def test_a_run_that_began_when_samples_were_not_recorded_goes_on(cut: Path) -> None:
+    for path in checkpoint.found_in(cut / "checkpoints"):
+        record = checkpoint.read_record(path)
+        assert record["identity"].pop("samples")
+        path.write_text(json.dumps({**record, "digest": checkpoint._digest(record)}))
+    assert go(cut, resume=True).checksum == go(None).checksum
+    assert checkpoint.read_record(checkpoint.found_in(cut / "checkpoints")[0])["identity"]["samples"]
 
 
 def test_checkpoints_of_another_run_among_ours_are_passed_over(cut: Path, tmp_path_factory: Any) -> None:
