@@ -16,7 +16,7 @@ from flashfl.core.errors import ConfigError
 from flashfl.methods import METHODS, Dense
 from flashfl.run import code
 from flashfl.run import compare as comparing
-from flashfl.run.code import code_of
+from flashfl.run.code import code_of, joined
 from flashfl.run.compare import compare, replace_seed, rows, verdict
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.export import export_run
@@ -182,6 +182,30 @@ def test_a_method_in_a_file_of_ones_own_counts_as_code(
     assert len(begun) == 3, "both, none, and the changed one"
     found = [read_run(tmp_path / "c" / f"{name}-seed0")["header"]["code"] for name in ("mine", "pdst")]
     assert [list(one) for one in found] == [["flashfl", "a_file_of_mine"], ["flashfl"]]
+
+
+def test_a_run_resumed_with_other_code_is_warned_of_and_of_neither(
+    tmp_path: Path, begun: list[bool], edit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(monkeypatch, tmp_path)
+    folder, old = tmp_path / "pdst-seed0", code_of(base("pdst", 0).method)
+    assert old is not None
+    edit()
+    with pytest.warns(RuntimeWarning, match=r"the code of flashfl has changed since the last round of the run in"):
+        comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)
+    assert read_run(folder)["header"]["code"] == {"flashfl": f"{old['flashfl']}+other"}
+    comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)  # it had ended: there is nothing to say
+    with pytest.raises(ConfigError, match="other code"):
+        compare(base, ["pdst"], [0], tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="other code"):
+        compare(base, ["pdst"], [0], tmp_path)
+
+
+def test_digests_are_joined_where_they_differ() -> None:
+    assert joined({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == {"a": "1", "b": "2+3"}
+    assert joined({"a": "1+2"}, {"a": "2", "c": "4"}) == {"a": "1+2", "c": "+4"}
+    assert joined({"a": "1"}, None) is None
 
 
 def test_code_that_cannot_be_read_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

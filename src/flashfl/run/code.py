@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -36,3 +37,11 @@ def code_of(method: Any) -> dict[str, str] | None:
         return {ours: digest(PACKAGE), **others} if len(others) == len(files) else None
     except OSError:
         return None
+
+
+def joined(before: Mapping[str, str], now: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Digests of a run that goes on with the code it has now: "old+new", which no code has, where that is another."""
+    if now is None:
+        return None
+    pairs = {name: (before.get(name, ""), now.get(name, "")) for name in {**before, **now}}
+    return {name: old if old.rpartition("+")[2] == new else f"{old}+{new}" for name, (old, new) in pairs.items()}

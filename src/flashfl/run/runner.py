@@ -26,7 +26,7 @@ from ..engine import make_engine
 from ..engine.store import MaskStore
 from ..engine.train import warn_of_buffers
 from . import checkpoint as checkpoints
-from .code import code_of
+from .code import code_of, joined
 from .config import OUTSIDE, TrainConfig, plan_of
 from .lock import alone
 from .record import Recorder
@@ -250,7 +250,7 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
 
 
 class _LeftOut:
-    """Warns of clients that are left out, once of each reason, where nobody watches; simulated dropouts are as asked."""
+    """Warns of clients that are left out, once of each and its reason; simulated dropouts are as asked."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, str]] = set()
@@ -390,4 +390,21 @@ def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State | None:
     keeper.rounds = point.progress["rounds"]
     run.results.resume(point.progress["rounds"])
     run.traffic = Traffic(**point.progress["traffic"])
+    if not point.state.done:
+        _note_code(run)
     return point.state
+
+
+def _note_code(run: Run) -> None:
+    """Say so where a run goes on with other code than it began with, and write down that it is of both."""
+    header = next(iter(run.results.lines), {})
+    if not isinstance(before := header.get("code"), dict):
+        return
+    header["code"] = now = joined(before, code_of(run.method))
+    if changed := [name for name, digest in (now or {}).items() if digest != before.get(name)]:
+        warnings.warn(
+            f"the code of {', '.join(changed)} has changed since the last round of the run in {run.folder}: what comes "
+            "out is of neither code alone (start anew, without resume, for a run of one code)",
+            RuntimeWarning,
+        )
+    run.results._rewrite()

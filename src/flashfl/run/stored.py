@@ -119,7 +119,7 @@ def write_result(cell: Cell, seed: int, run: Mapping[str, Any], folder: Path) ->
     record = {
         "recipe": recipe_of(cell.method["name"]),
         "command": command_of(config),
-        "commit": commit() + ("" if begun == source else f", begun by source {begun}"),
+        "commit": commit() + ("" if begun == source else f", begun by source {begun.partition('+')[0]}"),
         "seed": seed,
         "machine": machine(),
         "versions": versions(),
