@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,26 @@ def test_a_run_reads_back(results: Results, tmp_path: Path) -> None:
     assert run["end"]["accuracy"] == 0.5
     for text in (tmp_path / RESULTS).read_text().splitlines():
         json.loads(text)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_no_number_is_null_in_the_file_and_nan_when_read(odd: float, tmp_path: Path) -> None:
+    made = Results(tmp_path)
+    made.begin({"config": {"a": None}})
+    made.append({**line(0), "loss": odd, "metrics": {"before": {"loss": odd, "metric": 0.5}}})
+    made.append({"type": "end", "accuracy": odd, "best": odd, "stopped": None})
+    for ended in (True, False):
+        for text in (tmp_path / RESULTS).read_text().splitlines():
+            json.loads(text, parse_constant=pytest.fail)
+        run = read_run(tmp_path)
+        [found] = run["rounds"]
+        judged = found["metrics"]["before"]
+        assert (math.isnan(found["loss"]), math.isnan(judged["loss"]), judged["metric"]) == (True, True, 0.5)
+        assert run["header"]["config"] == {"a": None}
+        if ended:
+            assert math.isnan(run["end"]["accuracy"])
+            assert run["end"]["stopped"] is None
+        Results(tmp_path).resume(1)
 
 
 @pytest.mark.parametrize("torn", ['{"type": "round", "rou', "\x00\x00", "{", '"'])

@@ -24,7 +24,7 @@ from flashfl.core.state import Outcome, Sums, Traffic
 from flashfl.data.task import Task
 from flashfl.run.config import TrainConfig, make_config, plan_of
 from flashfl.run.export import export_run, masks_beside
-from flashfl.run.results import read_run
+from flashfl.run.results import read_run, reported
 from tests.conftest import DropoutNet, blobs, make_task
 
 SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "workers": 1}
@@ -107,6 +107,21 @@ def test_a_client_that_is_left_out_is_told_of_once_where_nobody_watches() -> Non
     dropped = told(dropout=0.3)
     assert dropped
     assert not any("simulated" in text for text in dropped)
+
+
+def test_a_run_judged_by_nan_goes_on_and_is_told_of(tmp_path: Path) -> None:
+    """Its file is JSON all the same, and whoever reads it finds NaN."""
+    from flashfl.report.load import load
+
+    task = Task(
+        DropoutNet, [blobs(9, (6,), i) for i in range(6)], (torch.full((9, 6), float("nan")), torch.ones(9).long())
+    )
+    go(fl.Dense(), task, folder=tmp_path, eval_every=1)
+    assert "NaN" not in (tmp_path / "results.jsonl").read_text()
+    assert np.isnan(reported(read_run(tmp_path)["rounds"][0])["loss"])
+    run = go(fl.Dense(), task, folder=tmp_path, eval_every=1, resume=True)
+    assert run.accuracy == reported(run.history[-1])["metric"]
+    assert not load([tmp_path]).problems
 
 
 def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:

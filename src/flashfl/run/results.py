@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class Results:
                 self._rewrite()
             else:
                 with self.path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                    file.write(_text(line))
             self._behind = False
         except OSError as error:
             self._behind = True
@@ -120,11 +121,27 @@ class Results:
     def _rewrite(self) -> None:
         if self.path is None:
             return
-        put(self.path, "".join(json.dumps(line) + "\n" for line in self.lines).encode(), sync=True)
+        put(self.path, "".join(map(_text, self.lines)).encode(), sync=True)
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
         return [line for line in self.lines if line.get("type") == "round"]
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    """A line of the file. JSON knows no NaN and no infinity: what a model that diverged is judged by is null."""
+    finite = _measured(line, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+    return json.dumps(finite) + "\n"
+
+
+def _measured(line: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A line with its losses and metrics changed."""
+    metrics = {
+        view: {k: change(v) for k, v in values.items()} if isinstance(values, Mapping) else values
+        for view, values in (line["metrics"].items() if isinstance(line.get("metrics"), Mapping) else ())
+    }
+    changed = {k: change(line[k]) for k in ("loss", "accuracy", "best") if k in line}
+    return {**line, **changed, **({"metrics": metrics} if metrics else {})}
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -143,7 +160,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 bad = number
                 continue
             if isinstance(line, dict):
-                yield line
+                yield _measured(line, lambda x: math.nan if x is None else x)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
