@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from safetensors import safe_open
@@ -100,6 +102,38 @@ def test_methods_lists_every_method_with_its_settings(capsys: pytest.CaptureFixt
     assert "--density" in text
     assert "random|gradient|momentum" in text
     assert "--r-int" in text
+
+
+@dataclass(frozen=True)
+class Needy(fl.Method):
+    """Says nothing of its own."""
+
+    name: ClassVar[str] = "needy"
+    density: float
+    adapt: fl.PruneRegrow
+    rate: float = 0.5
+
+    def init(self, plan: fl.Plan) -> fl.State:
+        return fl.PDST(density=self.density).init(plan)
+
+    def aggregate(self, s: fl.State, sums: fl.Sums) -> fl.State:
+        return fl.PDST(density=self.density).aggregate(s, sums)
+
+
+def test_a_method_may_have_settings_without_a_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fl.METHODS, "needy", Needy)
+    assert cli.main(["methods"]) == 0
+    shown = capsys.readouterr().out.partition("needy\n")[2].split("\n\n")[0]
+    assert [line.split()[:2] for line in shown.splitlines() if "--" in line and "adapt" not in line] == [
+        ["--density", "required"],
+        ["--rate", "0.5"],
+    ]
+    assert "--adapt.growth" in shown
+    assert cli.main(["compare", "--methods", "pdst", "--seeds", "1", "--out", "a", "--quiet", *PLAIN]) == 0
+    words = ["--adapt.rate", "0.1", *PLAIN]
+    assert cli.main(["run", "--method", "needy", "--density", "0.3", "--out", "b", "--quiet", *words]) == 0
 
 
 def test_settings_lists_every_setting_and_each_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:

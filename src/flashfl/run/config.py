@@ -11,7 +11,7 @@ import types
 import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -249,17 +249,24 @@ def parse(text: str, hint: Any, name: str) -> Any:
 
 def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
     """Option -> (type, default, explanation) of a method or a table of settings, for help texts."""
-    made: Any = cls()
     said = _explained(cls)
     out = {}
     for path, hint in _walk(cls):
-        value: Any = made
-        for name in path:
-            value = getattr(value, name)
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         kind = "|".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
-        out[".".join(path)] = (kind, value, said.get(path[0], ""))
+        out[".".join(path)] = (kind, _default(cls, path), said.get(path[0], ""))
     return out
+
+
+def _default(cls: type, path: Sequence[str]) -> Any:
+    """What a setting is unless it is given; "required" where it must be."""
+    found = {f.name: f for f in fields(cls)}[path[0]]
+    if found.default is MISSING and found.default_factory is MISSING:
+        return _default(get_type_hints(cls)[path[0]], path[1:]) if path[1:] else "required"
+    value = found.default if found.default_factory is MISSING else found.default_factory()
+    for name in path[1:]:
+        value = getattr(value, name)
+    return value
 
 
 def _explained(cls: type) -> dict[str, str]:
