@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 import flashfl as fl
 from flashfl import cli
+from flashfl.core.parts import _PARTS
 from flashfl.run import compare as comparing
 from flashfl.run.config import RunConfig
 from flashfl.run.results import read_run
@@ -389,3 +390,108 @@ def test_central_is_one_client_with_all_data(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["run", *words, "--central", "--method", "sparse", "--out", "x", "--quiet"]) == 0
     capsys.readouterr()
     assert [r["cohort"] for r in read_run(tmp_path / "x")["rounds"]] == [[0], [0]]
+
+
+# -- methods of one's own -----------------------------------------------------------------------------------------
+
+OWN = """
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import ClassVar
+
+import flashfl as fl
+from flashfl.core.parts import part
+from flashfl.methods import PDST
+
+
+@part
+@dataclass(frozen=True)
+class Still:
+    rate: float = 0.2
+
+    def moments(self, epochs, batches):
+        return {1: Fraction(1, 5)}
+
+    def move(self, layout, vectors, masks, scores, rate, keys, counts):
+        return counts
+
+
+@dataclass(frozen=True)
+class Own(PDST):
+    name: ClassVar[str] = "own"
+    still: Still = field(default_factory=Still)
+
+    def order(self, s, client):
+        return s.order(client, self.local(s, adapt=self.still))
+
+
+fl.METHODS["own"] = Own
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A file that registers a method and a rule; they are forgotten again."""
+    (tmp_path / "lib").mkdir()
+    path = tmp_path / "lib" / "a_method_of_mine.py"
+    path.write_text(OWN)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield str(path)
+    sys.modules.pop(path.stem, None)
+    fl.METHODS.pop("own", None)
+    _PARTS.pop("Still", None)
+
+
+def test_a_method_of_ones_own_is_loaded_from_its_file(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--load FILE.py" in refused(capsys, "run", "--method", "own", *PLAIN)
+    words = ["--load", own, "--quiet", *PLAIN]
+    assert cli.main(["run", "--method", "own", "--still.rate", "0.1", "--out", "a", *words]) == 0
+    header = read_run(tmp_path / "a")["header"]
+    assert header["config"]["method"]["still"] == {"rate": 0.1}
+    assert list(header["code"]) == ["flashfl", "a_method_of_mine"]
+    assert cli.main(["run", "--method", "own", "--still.rate", "0.1", "--out", "a", "--resume", *words]) == 0
+    assert cli.main(["export", "a", "--load", own]) == 0
+    assert cli.main(["compare", "--methods", "own,pdst", "--seeds", "1", "--out", "c", *words]) == 0
+    capsys.readouterr()
+    assert cli.main(["methods", "--load", own]) == 0
+    assert "\nown\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_worker_processes_know_its_rules_too(own: str, tmp_path: Path, threads: str) -> None:
+    """Two threads: workers are not forked, and import the file themselves."""
+    words = ["run", "--method", "own", "--load", own, "--threads", threads, *PLAIN]
+    script = [sys.executable, "-m", "flashfl.cli", *words, "--workers", "2", "--out", "a"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not any(line["failures"] for line in read_run(tmp_path / "a")["rounds"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("nowhere.py", None, "there is no such Python file"),
+        ("mine.txt", "", "there is no such Python file"),
+        ("json.py", "", "another module is called json too; give the file another name"),
+        ("broken_one.py", "x = (", "it cannot be imported (SyntaxError: "),
+        ("broken_two.py", "import no_such_thing", "it cannot be imported (ModuleNotFoundError: No module named"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(
+    name: str, text: str | None, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if text is not None:
+        Path(name).write_text(text)
+    assert f"--load {name}: {said}" in refused(capsys, "methods", "--load", name)
+
+
+def test_a_method_registered_by_another_name_than_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records would be taken for those of the method that has the name."""
+    monkeypatch.setitem(fl.METHODS, "better", fl.PDST)
+    said = refused(capsys, "run", "--method", "better", *PLAIN)
+    assert "the method registered as 'better' calls itself 'pdst'" in said

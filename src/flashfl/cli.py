@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(args, "go"):
             parser.print_help()
             return 2
+        if getattr(args, "load", None):
+            from .run.loaded import load_file
+
+            load_file(args.load)
         return int(args.go(args, overrides) or 0)
     except FlashError as error:
         print(f"flashfl: {error}", file=sys.stderr)
@@ -141,7 +145,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_commands(add)
     for command in (run, comparison):
         command.add_argument("--central", action="store_true", help="one client holding all data; a round is an epoch")
-    add("methods", _methods, "list every method with its settings and defaults")
+    methods = add("methods", _methods, "list every method with its settings and defaults")
+    for command in (run, comparison, export, methods):
+        said = "a Python file to import first, which registers methods of your own: flashfl.METHODS[NAME] = CLASS"
+        command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
     add("settings", _settings, "list every setting of training and tasks with its default")
     return parser, made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import multiprocessing as mp
 import pickle
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ConfigError
+from ..core.parts import _PARTS
 
 Job = Any
 Result = Any
@@ -69,9 +71,12 @@ class Pool:
         # A forked child holds copies of our ends; while it does, it would never learn that we are gone.
         forked = self._context.get_start_method() == "fork"
         inherited = [ours, *(connection for _, connection in self._workers)] if forked else []
+        # A process that was not forked knows rules defined elsewhere only once it has imported them too.
+        modules = [] if forked else sorted({cls.__module__ for cls in _PARTS.values()} - {"__main__"})
         process = self._context.Process(
-            target=_serve, args=(theirs, self._make, self._threads, inherited), daemon=True, name="flashfl-worker"
-        )
+            target=_serve, args=(theirs, self._make, self._threads, inherited, modules), daemon=True,
+            name="flashfl-worker",
+        )  # fmt: skip
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
             try:
@@ -160,12 +165,17 @@ class Pool:
         self._workers = []
 
 
-def _serve(connection: Connection, make: Make, threads: int, inherited: Sequence[Connection]) -> None:
+def _serve(
+    connection: Connection, make: Make, threads: int, inherited: Sequence[Connection], modules: Sequence[str] = ()
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so is whatever it made of this one
     for other in inherited:
         other.close()
     torch.set_num_threads(threads)
+    for name in modules:
+        with contextlib.suppress(Exception):  # an order that needs it will say what is missing
+            importlib.import_module(name)
     work = make()
     while True:
         try:

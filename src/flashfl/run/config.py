@@ -156,7 +156,12 @@ def make_method(values: Mapping[str, Any]) -> Method:
 
 def _known_method(name: Any) -> type[Method]:
     if not isinstance(name, str) or name not in METHODS:
-        raise unknown("method", str(name), METHODS)
+        raise ConfigError(f"{unknown('method', str(name), METHODS)} (one of your own: --load FILE.py registers it)")
+    if METHODS[name].name != name:  # by which records and checkpoints know it
+        raise ConfigError(
+            f"the method registered as {name!r} calls itself {METHODS[name].name!r}: "
+            f'let its class say name: ClassVar[str] = "{name}"'
+        )
     return METHODS[name]
 
 
