@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import flashfl as fl
+from flashfl.aggregate import average
 from flashfl.core.errors import ConfigError, DataError, RunStopped
 from flashfl.core.loop import run_rounds
 from flashfl.core.state import Outcome, Sums, Traffic
@@ -61,6 +62,16 @@ def test_an_empty_client() -> None:
         Task(DropoutNet, [], blobs(3, (6,), 1))
 
 
+def test_a_method_must_be_a_dataclass_of_its_own() -> None:
+    """Without, it would run with its parent's settings."""
+
+    class Mine(fl.PDST):
+        density: float = 0.02
+
+    with pytest.raises(ConfigError, match=r"Mine is not a dataclass .*put @dataclass\(frozen=True\) above the class"):
+        go(Mine())
+
+
 def test_settings_are_checked_by_name() -> None:
     with pytest.raises(ConfigError, match="unknown setting in train 'batch_size'"):
         go(fl.Dense(), batch_size=4)
@@ -73,6 +84,21 @@ def test_settings_are_checked_by_name() -> None:
 def test_defaults_fit_a_task_of_few_clients() -> None:
     run = fl.simulate(fl.Dense(), make_task("dropout", clients=2), 1, workers=1)
     assert run.history[0]["cohort"] == [0, 1]
+
+
+@dataclass(frozen=True)
+class DenseServer(fl.NST):
+    """Clients with masks of their own, and a server that keeps a dense model."""
+
+    def aggregate(self, s: fl.State, sums: fl.Sums) -> fl.State:
+        return s.next(fl.Weights(fl.Mask.full(s.layout), average("fedavg", sums)))
+
+
+def test_sparse_answers_to_a_dense_order_have_indices_to_send() -> None:
+    task = make_task("norm")
+    first, later = (line["paper_bytes"] for line in go(DenseServer(density=0.5), task, rounds=2).history)
+    assert later["down"] == 4 * 4 * task.layout.trained_size, "of four clients"
+    assert later["up"] == first["up"] == first["down"]
 
 
 # -- bad clients --------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Run:
 
     @property
     def best(self) -> float:
-        """The best test metric of any round judged."""
+        """The highest test metric of any round judged: for one of which less is better, it is the worst."""
         return max(self._metric(), default=float("nan"))
 
     def _metric(self) -> list[float]:
@@ -199,6 +199,11 @@ def drive(
 def _check_method(method: Any) -> None:
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")
+    if "__dataclass_fields__" not in vars(type(method)):
+        raise ConfigError(
+            f"{type(method).__name__} is not a dataclass of its own, so settings written in it would not count: put "
+            "@dataclass(frozen=True) above the class"
+        )
     check_fields(method)
 
 
