@@ -22,6 +22,11 @@ def part(cls: type[T]) -> type[T]:
     return cls
 
 
+def modules_of_parts() -> list[str]:
+    """The modules that define the registered parts: another process knows them once it has imported these."""
+    return sorted({cls.__module__ for cls in _PARTS.values()} - {"__main__"})
+
+
 def to_json(value: Any) -> Any:
     """Plain JSON data for a part, its fields' parts included; fields at their default are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

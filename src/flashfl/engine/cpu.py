@@ -28,6 +28,8 @@ from .server import Inbox, ServerSide
 from .store import MaskStore
 from .train import ClientFailed, Trainer, judged_batches
 
+DROPPED = "dropped out (simulated)"
+
 
 class CPUEngine:
     """Server and clients on one machine, joined by bytes alone."""
@@ -100,7 +102,7 @@ class CPUEngine:
             encoded = self.server.encode(message)
             inbox.sent(message, encoded)
             if self.dropout and drops(s, client.id, self.dropout):
-                inbox.failed(client.id, "dropped out (simulated)")
+                inbox.failed(client.id, DROPPED)
                 continue
             waiting[next(numbers)] = (client, order)
             yield _Work(client.id, encoded.data, self.memories.clients.get(client.id, []))

@@ -21,7 +21,7 @@ from ..sparsity import move, random_mask
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
 from .books import Books, chunks, stacked
-from .cpu import drops
+from .cpu import DROPPED, drops
 from .crew import LaneCrew, Seat, WideCrew, faster
 from .judge import Judge
 from .lanes import Stack
@@ -89,7 +89,7 @@ class LaneEngine:
         for client, order in orders:
             round_.sent(client, order)
             if self.dropout and drops(s, client.id, self.dropout):
-                round_.failed(client.id, "dropped out (simulated)")
+                round_.failed(client.id, DROPPED)
                 continue
             try:
                 self.trainer.batches(self.train_data[client.id], order.local)

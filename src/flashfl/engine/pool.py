@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ConfigError
-from ..core.parts import _PARTS
+from ..core.parts import modules_of_parts
 
 Job = Any
 Result = Any
@@ -72,7 +72,7 @@ class Pool:
         forked = self._context.get_start_method() == "fork"
         inherited = [ours, *(connection for _, connection in self._workers)] if forked else []
         # A process that was not forked knows rules defined elsewhere only once it has imported them too.
-        modules = [] if forked else sorted({cls.__module__ for cls in _PARTS.values()} - {"__main__"})
+        modules = [] if forked else modules_of_parts()
         process = self._context.Process(
             target=_serve, args=(theirs, self._make, self._threads, inherited, modules), daemon=True,
             name="flashfl-worker",

@@ -53,7 +53,7 @@ class Results:
     def begin(self, header: Mapping[str, Any]) -> None:
         self.lines = []
         self._set_aside()
-        self._rewrite()
+        self.rewrite()
         self.append({"type": "run", **header, "versions": versions(), "argv": sys.argv})
 
     def earned(self) -> int | None:
@@ -92,7 +92,7 @@ class Results:
         if seen < rounds:
             warnings.warn(f"{self.path} lacks {rounds - seen} of the {rounds} rounds before this one", RuntimeWarning)
         self.lines = kept
-        self._rewrite()
+        self.rewrite()
 
     def sync(self) -> None:
         """See to it that the lines so far survive a loss of power: a checkpoint is about to count on them."""
@@ -107,7 +107,7 @@ class Results:
             return
         try:
             if self._behind:
-                self._rewrite()
+                self.rewrite()
             else:
                 with self.path.open("a") as file:
                     file.write(_text(line))
@@ -118,7 +118,7 @@ class Results:
                 f"could not write results to {self.path} ({error}); tried again after the next round", RuntimeWarning
             )
 
-    def _rewrite(self) -> None:
+    def rewrite(self) -> None:
         if self.path is None:
             return
         put(self.path, "".join(map(_text, self.lines)).encode(), sync=True)

@@ -23,6 +23,7 @@ from ..core.state import Client, Plan, State, Traffic, Weights
 from ..data.examples import Arrays, Subset
 from ..data.task import Task
 from ..engine import make_engine
+from ..engine.cpu import DROPPED
 from ..engine.store import MaskStore
 from ..engine.train import warn_of_buffers
 from . import checkpoint as checkpoints
@@ -33,7 +34,6 @@ from .record import Recorder
 from .results import OLD, Results, reported
 from .track import Tracking
 
-DROPPED = "dropped out (simulated)"
 Watch = Callable[[State, dict[str, Any]], None]
 
 
@@ -114,7 +114,7 @@ class Run:
 
         target = Path(folder)
         kept, self.results.path = self.results.path, target / "results.jsonl"
-        self.results._rewrite()
+        self.results.rewrite()
         self.results.path = kept
         about = {"method": self.method.name}
         return export_weights(self.weights, self.task.build(), target / "model.safetensors", about)
@@ -262,7 +262,7 @@ class _LeftOut:
 
     def __call__(self, state: State, line: Mapping[str, Any]) -> None:
         for client, why in line["failures"].items():
-            if why != DROPPED and (client, why) not in self._said:
+            if not why.endswith(DROPPED) and (client, why) not in self._said:
                 self._said.add((client, why))
                 warnings.warn(f"client {client} was left out of round {line['round']}: {why}", RuntimeWarning)
 
@@ -412,4 +412,4 @@ def _note_code(run: Run) -> None:
             "out is of neither code alone (start anew, without resume, for a run of one code)",
             RuntimeWarning,
         )
-    run.results._rewrite()
+    run.results.rewrite()
