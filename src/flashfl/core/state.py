@@ -19,6 +19,7 @@ from .parts import part
 from .rng import fold
 
 T = TypeVar("T")
+DROPPED = "dropped out (simulated)"  # why a client was left out that was made to fail
 Tag = tuple[int, int, int]  # (stage, round, attempt): which round of work something belongs to
 
 

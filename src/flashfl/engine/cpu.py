@@ -16,7 +16,7 @@ import torch
 
 from ..aggregate import add
 from ..core.errors import FlashError
-from ..core.state import Client, Mask, Order, Outcome, State, Sums, Traffic, Weights
+from ..core.state import DROPPED, Client, Mask, Order, Outcome, State, Sums, Traffic, Weights
 from ..data.task import Task
 from ..wire import decode
 from ..wire.trust import Trust
@@ -27,8 +27,6 @@ from .pool import Died, InProcess, Pool
 from .server import Inbox, ServerSide
 from .store import MaskStore
 from .train import ClientFailed, Trainer, judged_batches
-
-DROPPED = "dropped out (simulated)"
 
 
 class CPUEngine:

@@ -14,14 +14,14 @@ import torch
 from ..core.errors import ConfigError
 from ..core.kernel import kernel
 from ..core.rng import fold
-from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Weights
+from ..core.state import DROPPED, Client, Local, Mask, Order, Outcome, State, Sums, Weights
 from ..data.examples import on_device
 from ..data.task import Task
 from ..sparsity import move, random_mask
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
 from .books import Books, chunks, stacked
-from .cpu import DROPPED, drops
+from .cpu import drops
 from .crew import LaneCrew, Seat, WideCrew, faster
 from .judge import Judge
 from .lanes import Stack

@@ -122,7 +122,9 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[s
         return point
     if foreign := [error for error in passed if isinstance(error, Foreign)]:
         raise CheckpointError(f"{foreign[0]}. Resume with the same settings, or use another folder.")
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed))}")
+    raise CheckpointError(
+        f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed))}. Start the run anew (--overwrite)."
+    )
 
 
 def _read(path: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None) -> Checkpoint:

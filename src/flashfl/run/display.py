@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from ..core.state import State
+from ..core.state import DROPPED, State
 from .results import reported
 
 
@@ -80,3 +81,16 @@ class Display:
         if self.live and self.width:
             self.out.write("\n")
             self.out.flush()
+
+
+class LeftOut:
+    """Warns of clients that are left out, once of each and its reason; simulated dropouts are as asked."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, str]] = set()
+
+    def __call__(self, state: State, line: Mapping[str, Any]) -> None:
+        for client, why in line["failures"].items():
+            if not why.endswith(DROPPED) and (client, why) not in self._said:
+                self._said.add((client, why))
+                warnings.warn(f"client {client} was left out of round {line['round']}: {why}", RuntimeWarning)

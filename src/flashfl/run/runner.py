@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..core.errors import CheckpointError, ConfigError
@@ -20,18 +18,18 @@ from ..core.loop import Record, checked, run_rounds
 from ..core.method import Method
 from ..core.parts import check_fields
 from ..core.state import Client, Plan, State, Traffic, Weights
-from ..data.examples import Arrays, Subset
 from ..data.task import Task
 from ..engine import make_engine
-from ..engine.cpu import DROPPED
 from ..engine.store import MaskStore
 from ..engine.train import warn_of_buffers
 from . import checkpoint as checkpoints
 from .code import code_of, joined
 from .config import OUTSIDE, TrainConfig, plan_of
+from .display import LeftOut
 from .lock import alone
 from .record import Recorder
 from .results import OLD, Results, reported
+from .samples import samples_of
 from .track import Tracking
 
 Watch = Callable[[State, dict[str, Any]], None]
@@ -219,7 +217,7 @@ def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, 
 def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | None, tracking: Tracking) -> None:
     config, recorder = run.train, Recorder(run.task, clients, run.folder)
     assert run.state is not None
-    left_out = _LeftOut()
+    left_out = LeftOut()
     recorder.begin(run.state)
     keeper.mark()
     rounds = run_rounds(
@@ -252,19 +250,6 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
             "stopped": run.stopped,
         }
     )
-
-
-class _LeftOut:
-    """Warns of clients that are left out, once of each and its reason; simulated dropouts are as asked."""
-
-    def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
-
-    def __call__(self, state: State, line: Mapping[str, Any]) -> None:
-        for client, why in line["failures"].items():
-            if not why.endswith(DROPPED) and (client, why) not in self._said:
-                self._said.add((client, why))
-                warnings.warn(f"client {client} was left out of round {line['round']}: {why}", RuntimeWarning)
 
 
 def _line(record: Record, total: Traffic) -> dict[str, Any]:
@@ -305,7 +290,7 @@ def _identity(
     settings = {k: v for k, v in asdict(config).items() if k not in (*OUTSIDE, "max_bytes")}
     live = hasattr(clients, "admit")  # those that come and go are not part of what a run is
     known = json.dumps([] if live else [[c.id, c.n, c.density] for c in clients])
-    samples = "" if live else _samples(task)
+    samples = "" if live else samples_of(task)
     return {
         "method": f"{method!r}",
         "settings": settings,
@@ -314,20 +299,6 @@ def _identity(
         "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
         **({"samples": samples} if samples else {}),
     }
-
-
-def _samples(task: Task) -> str:
-    """A digest of the first clients' first and last samples, as they lie in memory; "" where none do."""
-    found: list[bytes] = []
-    for source in itertools.islice(task.train, 8):
-        data: Any = source
-        at = torch.tensor([0, len(data) - 1])
-        while isinstance(data, Subset):
-            data, at = data.source, data.index[at.to(data.index.device)]
-        if isinstance(data, Arrays):
-            some = (x[at.to(x.device)].cpu().contiguous() for x in (*data.inputs, data.target))
-            found += [x.view(torch.uint8).numpy().tobytes() for x in some]
-    return hashlib.blake2b(b"".join(found), digest_size=8).hexdigest() if found else ""
 
 
 class _Keeper:
