@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +198,10 @@ def drive(
 def _check_method(method: Any) -> None:
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")
-    if "__dataclass_fields__" not in vars(type(method)):
+    own = [name for name, hint in get_annotations(type(method)).items() if "ClassVar" not in str(hint)]
+    if own and "__dataclass_fields__" not in vars(type(method)):
         raise ConfigError(
-            f"{type(method).__name__} is not a dataclass of its own, so settings written in it would not count: put "
+            f"{type(method).__name__} is not a dataclass of its own, so {', '.join(own)} would not count: put "
             "@dataclass(frozen=True) above the class"
         )
     check_fields(method)
