@@ -205,6 +205,16 @@ def test_grey_of_16_bits_is_scaled(tmp_path: Path, mode: str) -> None:
     assert np.array_equal(pixels, np.broadcast_to(grey // 257, (2, 3, 16, 16)))
 
 
+def test_grey_of_8_bits_in_a_wider_type_stays_as_it_is(tmp_path: Path) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    grey = np.arange(256, dtype=np.int32).reshape(16, 16)
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        pil.fromarray(grey).save(tmp_path / name / "1.tiff")
+    pixels = load(f"folder:{tmp_path}", tmp_path).train.inputs[0].numpy()
+    assert np.array_equal(pixels, np.broadcast_to(grey, (2, 3, 16, 16)))
+
+
 def test_digits() -> None:
     data = load("digits", Path("nowhere"))
     check(data, 1437, 360)

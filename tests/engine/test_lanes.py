@@ -455,7 +455,7 @@ class Rarely(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:evaluation cannot be captured")
 def test_a_model_that_looks_beyond_a_sample_needs_lanes(model: Any, device: str) -> None:
     task = fl.Task(model, [blobs(5 + 3 * i, (1, 5, 5), 100 + i) for i in range(6)], blobs(30, (1, 5, 5), 7))
-    with pytest.raises(ConfigError, match="what the model makes of a sample depends on others"):
+    with pytest.raises(ConfigError, match="or depends on its batch, on chance or earlier ones"):
         run_lanes(small("pdst"), task, device, crew="wide")
     agree(small("jmwst", warmup_clients=0), task, device)
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
 from flower_support import PATIENT, QUICK, assert_equal, federation, node_of, only, train
-from flwr.app import Message
+from flwr.app import Error, Message
 
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.state import State
@@ -249,6 +249,21 @@ def test_a_node_that_is_refused_is_asked_again_after_a_while(
     assert not roster.refused
     roster.refresh()
     assert grid.pushed.count((node_of(2), "query")) == 3
+
+
+def test_a_client_that_is_out_of_reach_for_a_while_stays_known() -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    roster = roster_of(grid, task)
+    grid.tamper = lambda node, message, reply: [
+        Message(Error(2, "no way there"), reply_to=message) if node == node_of(2) else reply
+    ]
+    for _ in range(12):
+        roster.doubt([2])
+        roster.refresh()
+    assert grid.pushed.count((node_of(2), "query")) > 4, "more often than an unknown one would be"
+    assert [c.id for c in roster] == list(range(8))
+    assert not roster.refused
 
 
 def test_who_is_needed_is_waited_for() -> None:

@@ -91,6 +91,17 @@ def test_the_settings_of_a_method_from_python_are_told_one_by_one(from_python: P
         "hetero-jmwst · warmup_clients 3 · rate 0.25",
         "hetero-jmwst · warmup_clients 2 · rate 0.5",
     ]
+    for i, text in enumerate(
+        ["np.float64(0.1)", "np.float64(0.3)", "Fraction(1, 2)", "Fraction(1, 3)", "{1, 2}", "b'a'"]
+    ):
+        said = {"method": f"Own(lam={text})"}
+        edited(
+            from_python / "alpha0.1-seed0", tmp_path / f"o{i}", lambda h, s=said: {**h, "identity": h["identity"] | s}
+        )
+    found = load([tmp_path])
+    assert not found.problems
+    shown = [label for label in groups_of(found.runs) if label.startswith("own")]
+    assert shown == [f"own · lam {x}" for x in ("0.1", "0.3", "Fraction(1, 2)", "Fraction(1, 3)", "{1, 2}", "b'a'")]
     edited(from_python / "alpha0.1-seed0", tmp_path / "own", lambda h: {**h, "identity": {"method": "<Mine of 3>"}})
     assert "<mine of 3>" in groups_of(load([tmp_path]).runs)
 

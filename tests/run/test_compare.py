@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flashfl.core.errors import ConfigError
+from flashfl.engine.cpu import CPUEngine
 from flashfl.methods import METHODS, Dense
 from flashfl.run import code
 from flashfl.run import compare as comparing
@@ -191,7 +192,17 @@ def test_a_run_resumed_with_other_code_is_warned_of_and_of_neither(
     folder, old = tmp_path / "pdst-seed0", code_of(base("pdst", 0).method)
     assert old is not None
     edit()
-    with pytest.warns(RuntimeWarning, match=r"the code of flashfl has changed since the last round of the run in"):
+    changed = pytest.warns(RuntimeWarning, match=r"the code of flashfl has changed since the last round of the run in")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(CPUEngine, "train", interrupted)
+        with changed, pytest.raises(KeyboardInterrupt):
+            comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)
+    assert read_run(folder)["header"]["code"] == old, "no round is of the other code yet"
+    with changed:
         comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)
     assert read_run(folder)["header"]["code"] == {"flashfl": f"{old['flashfl']}+other"}
     comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)  # it had ended: there is nothing to say

@@ -41,6 +41,7 @@ class Record:
     loss: float  # mean training loss
     seconds: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # view -> loss, metric, density
+    missed: Mapping[int, str] = field(default_factory=dict)  # who failed in attempts that had to be repeated, and why
 
 
 def run_rounds(
@@ -66,13 +67,12 @@ def run_rounds(
         if outcome.sums.clients < max(1, min(min_replies, len(cohort))):
             engine.undo()
             _raise_if_hopeless(state, outcome, retries)
-            missed |= {c: f"in attempt {state.attempt}: {why}" for c, why in outcome.failures.items()}
+            missed |= outcome.failures
             state, lost = state.again(), lost + outcome.traffic
             continue
         trained = time.perf_counter()
         after, traffic = _aggregate(method, state, outcome), lost + outcome.traffic
-        last, failures = after.done or enough(traffic), missed | dict(outcome.failures)
-        lost, missed = Traffic(), {}
+        last, failures = after.done or enough(traffic), dict(outcome.failures)
         if last and not after.plan.local.statistics:
             after, gathered = gather_statistics(method, after, clients, engine, retries)
             traffic, failures = traffic + gathered.traffic, failures | dict(gathered.failures)
@@ -92,8 +92,9 @@ def run_rounds(
             outcome.sums.mean_loss,
             seconds,
             metrics,
+            missed,
         )
-        state = after
+        state, lost, missed = after, Traffic(), {}
         yield state, record
         if last:
             return
@@ -151,7 +152,7 @@ def checked(method: Method, state: State, before: State | None = None) -> State:
     if not type(method).__module__.startswith("flashfl."):  # this makes a GPU wait; ours are tested
         if not bool(vector.isfinite().all()):
             raise FlashError(f"{name} gives weights that are not finite")
-        if mask.counts != (found := Mask(layout, mask.bits).counts):
+        if tuple(mask.counts) != (found := Mask(layout, mask.bits).counts):
             raise FlashError(f"{name}: a mask is said to have {mask.counts} active weights by layer, and has {found}")
     return state
 

@@ -100,6 +100,13 @@ class Subset:
         return Subset(self.source.to(device), self.index.to(device))
 
 
+def in_memory(data: Source) -> bool:
+    """Whether a source holds its samples as arrays, and nobody's code runs when they are fetched."""
+    while isinstance(data, Subset):
+        data = data.source
+    return isinstance(data, Arrays)
+
+
 def source(data: Any) -> Source:
     """A source from what users have: a source, a tuple of tensors or arrays, or a torch Dataset.
 

@@ -42,10 +42,10 @@ def picture(path: Path, size: tuple[int, int] | None = None, resize: bool = Fals
 
 def rgb(image: Any) -> Any:
     """A pillow image in RGB; pillow itself would cut 16-bit grey off at 255 instead of scaling it."""
-    if image.mode.startswith("I"):
+    if image.mode.startswith("I") and (grey := np.asarray(image)).max(initial=0) > 255:
         from PIL import Image
 
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) // 257).astype(np.uint8))
+        image = Image.fromarray((grey.clip(0, 65535) // 257).astype(np.uint8))
     return image.convert("RGB")
 
 

@@ -232,7 +232,7 @@ def load(path: str | Path, labels: NDArray[Any]) -> Partition:
 def _known_by(labels: NDArray[Any]) -> dict[str, Any]:
     """What a saved partition says of its data set; older files say nothing."""
     digest = hashlib.blake2b(labels.astype("<i8").tobytes(), digest_size=8).digest()
-    return {"samples": np.array(len(labels)), "labels": np.frombuffer(digest, dtype=np.uint8)}
+    return {"known_samples": np.array(len(labels)), "known_labels": np.frombuffer(digest, dtype=np.uint8)}
 
 
 def histogram(partition: Partition, labels: NDArray[Any], classes: int) -> NDArray[np.int64]:

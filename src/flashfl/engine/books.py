@@ -123,8 +123,9 @@ class Round:
         bits = stacked([seat.mask.bits for seat in seats])
         finite = kernel("collect", "finite") if values.is_cuda else None
         fine = (finite or _finite)(values) & losses.isfinite()
-        good = fine & (values.index_select(1, self.books.variances(values.device)) >= 0).all(1)
-        if seats[0].order.local.report != "counts":
+        good = fine
+        if seats[0].order.local.report != "counts":  # else neither weights nor statistics travel
+            good = fine & (values.index_select(1, self.books.variances(values.device)) >= 0).all(1)
             self._add(seats, values, bits, good, sums)
         self.heard.append(_Heard(seats, self._mask_bytes(seats, bits), good, fine, losses))
         if "mask" not in seats[0].order.local.keep:

@@ -144,7 +144,7 @@ class LaneEngine:
             return f"a client has more than {self.capacity} samples"
         inputs, target = various(self.train_data, self.device)
         if not sees_samples_alone(self.trainer.module, inputs):
-            return "what the model makes of a sample depends on others of the batch, on chance or on earlier ones"
+            return "what the model makes of a sample is no tensor, or depends on its batch, on chance or earlier ones"
         if not is_mean_of_samples(self.task.loss, self.trainer.module, inputs, target):
             return "the loss of a batch is not the mean of its samples' losses"
         return ""
@@ -209,9 +209,11 @@ class LaneEngine:
             steps = [m[j][0] if j < len(m) else at for m, at in zip(moments, done, strict=True)]
             crew.advance(local, seats, done, steps)
             moving = {row: m[j][1] for row, m in enumerate(moments) if j < len(m)}
-            for rate in dict.fromkeys(moving.values()):
+            while moving:
+                rate = next(iter(moving.values()))
                 rows = [row for row, own in moving.items() if own == rate]
                 self._move(local, seats, rows, rate, steps, crew)
+                moving = {row: own for row, own in moving.items() if row not in rows}
             done = steps
         crew.advance(local, seats, done, ends)
 
@@ -280,7 +282,8 @@ class LaneEngine:
 def _moments(local: Local, batches: int) -> list[tuple[int, Any]]:
     """After which of a client's steps its mask moves, and at what rate; as in the trainer, others never come."""
     found = local.adapt.moments(local.epochs, batches) if local.adapt else {}
-    return sorted((step, rate) for step, rate in found.items() if 1 <= step <= local.epochs * batches)
+    steps = sorted(step for step, rate in found.items() if rate is not None and 1 <= step <= local.epochs * batches)
+    return [(step, found[step]) for step in steps]
 
 
 def _fused() -> Any:

@@ -14,7 +14,7 @@ from ..data.task import Task
 from .train import Trainer, judged_batches
 from .wide import captured
 
-_MOST = 16  # graphs; with more (every client's own samples, say) they would cost more than they save
+_MOST = 32  # graphs; with more (every client's own samples, say) they would cost more than they save
 
 
 class Judge:

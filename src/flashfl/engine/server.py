@@ -207,8 +207,10 @@ def _expected(order: Message) -> int | None:
 def _limits(order: Message) -> Limits:
     """No more extras than were asked for, none larger than those or a mask, and no recipe from whom none was given."""
     most = max([order.layout.prunable_size, *(extra.value.numel() for extra in order.extra.values())])
-    recipes = order.local is not None and order.local.start is not None
-    return Limits(extras=len(order.extra), elements=most, recipes=recipes)
+    local = order.local or Local()
+    # One that the client kept may have been a recipe, and be unknown here by now.
+    kept = "mask" in local.keep and order.start is not None and order.own is None
+    return Limits(extras=len(order.extra), elements=most, recipes=local.start is not None or kept)
 
 
 def _update(message: Message, order: Message) -> Update:

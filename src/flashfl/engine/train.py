@@ -6,7 +6,7 @@ import math
 import random
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..core.errors import FlashError
 from ..core.layout import tensors_of
 from ..core.rng import fold, permutation
 from ..core.state import Local, Mask, Order, Update, Weights
-from ..data.examples import Source
+from ..data.examples import Source, in_memory
 from ..data.task import Task
 from ..sparsity import move, random_mask
 from ..wire.trust import all_finite
@@ -87,7 +87,7 @@ class Trainer:
         if not local.statistics:  # they have not travelled, and a norm that is frozen uses what the model brought
             self.vector[self.layout.trained_size :] = self._statistics
         del start, order  # as large as the model, and no longer needed
-        with self._seeded(fold(key, "torch") >> 1):
+        with seeded(fold(key, "torch") >> 1, self.device):
             if local.report == "statistics":
                 loss = self._gather(local, data)
             else:
@@ -98,20 +98,6 @@ class Trainer:
             raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         return Update(client, len(data), weights, mask.counts, {"loss": loss})
-
-    @contextmanager
-    def _seeded(self, seed: int) -> Iterator[None]:
-        """Inside, whoever draws (dropout, a data set of the user's) draws the same whatever was drawn before."""
-        outside = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                random.seed(seed)
-                np.random.seed(seed & 0xFFFFFFFF)
-                yield
-        finally:
-            random.setstate(outside[0])
-            np.random.set_state(outside[1])
 
     def _starting_mask(self, order: Order) -> Mask:
         if (recipe := order.local.start) is not None:
@@ -201,7 +187,8 @@ class Trainer:
         if not statistics:  # they may not have travelled
             self.vector[self.layout.trained_size :] = self._statistics
         self.judging(statistics)
-        with torch.no_grad(), self._seeded(int(index[0])):
+        drawn = not in_memory(data)  # a data set of the user's may draw; seeding takes longer than a small batch
+        with torch.no_grad(), seeded(int(index[0]), self.device) if drawn else nullcontext():
             inputs, target = data.fetch(index)
             output = self.module(*inputs)
             n = len(index)
@@ -222,6 +209,23 @@ class Trainer:
         self.module.eval()
         for m in self.norms:
             m.train(not statistics and m not in frozen)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, whoever draws (dropout, a data set of the user's) draws the same whatever was drawn before."""
+    outside = random.getstate(), np.random.get_state()
+    # On a CPU not torch.manual_seed, which looks at its whole stack for devices that are not there.
+    seed_torch = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            seed_torch(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+            yield
+    finally:
+        random.setstate(outside[0])
+        np.random.set_state(outside[1])
 
 
 class Stepper:

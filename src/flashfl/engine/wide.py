@@ -73,14 +73,14 @@ def sees_samples_alone(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
             whole, part = module(*inputs)[:few], module(*(x[:few] for x in inputs))
         error = (whole - part).abs()[whole.isfinite() & part.isfinite()]
         alike = not len(error) or bool(error.max() <= 1e-2 * whole[whole.isfinite()].abs().max())
-    except (AttributeError, TypeError, IndexError, RuntimeError, ValueError):  # an output that is no tensor of samples
+        now = dict(module.named_buffers())
+        return alike and all(torch.equal(b.nan_to_num(), now[name].nan_to_num()) for name, b in kept.items())
+    except (AttributeError, TypeError, LookupError, RuntimeError, ValueError):  # no tensor of samples, odd buffers
         return False
-    now = dict(module.named_buffers())
-    same = all(torch.equal(buffer.nan_to_num(), now[name].nan_to_num()) for name, buffer in kept.items() if name in now)
-    for name, buffer in kept.items():
-        if name in now:
-            now[name].copy_(buffer)
-    return alike and same
+    finally:
+        for name, buffer in module.named_buffers():
+            if name in kept:
+                buffer.copy_(kept[name])
 
 
 @torch.no_grad()

@@ -191,7 +191,8 @@ class Roster(Sequence[Client]):
     def _hear(self, node: int, reply: Message) -> None:
         if reply.has_error():
             self._errors[node] = self._errors.get(node, 0) + 1
-            if self._errors[node] >= _ERRORS:  # else it is asked again as long as it is listed
+            # One that is known is asked again when it fails a round, another one as long as it is listed.
+            if self._errors[node] >= _ERRORS and node not in self._told:
                 self._refuse(node, f"it cannot say who it is ({str(reply.error.reason)[:200]})")
             return
         try:

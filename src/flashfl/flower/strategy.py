@@ -59,7 +59,8 @@ class FlashStrategy(Strategy):
     ) -> None:
         self.method, self.task = method, task
         self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
-        _check(self.train)
+        if not resume:  # a run that has recorded them goes on with them
+            _check(self.train)
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
         self.run: Run | None = None
@@ -82,6 +83,10 @@ class FlashStrategy(Strategy):
         self.options = replace(self.options, timeout=timeout) if timeout else self.options
         resume = self.resume and self.folder is not None and bool(checkpoint.found_in(self.folder / "checkpoints"))
         engine = self.connect(grid)
+        if self.task.test is None and not any(entry.held for entry in engine.roster.entries.values()):
+            raise ConfigError(
+                "nothing to judge the model on: give the server's task `test`, or the clients' a `holdout` above 0"
+            )
         self.summary()
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
 
@@ -107,10 +112,6 @@ class FlashStrategy(Strategy):
         if self.resume and (record := _latest(self.folder)) is not None:
             roster.restore(record["engine"].get("roster", {}))
         roster.gather(options.clients or min(self.train.per_round, roster.size or self.train.per_round))
-        if self.task.test is None and not any(entry.held for entry in roster.entries.values()):
-            raise ConfigError(
-                "nothing to judge the model on: give the server's task `test`, or the clients' a `holdout` above 0"
-            )
         if self.train.per_round > roster.size:
             raise ConfigError(
                 f"per_round = {self.train.per_round} and {roster.size} clients registered: start more SuperNodes, "

@@ -225,14 +225,17 @@ def _method(described: str) -> dict[str, Any]:
 
 def _fields(node: ast.AST) -> Any:
     """What stands in the text of an object: a part with its class and fields, a value, or else the text itself."""
-    if isinstance(node, ast.Call):
+    if isinstance(node, ast.Call) and not node.args:
         return {"is": ast.unparse(node.func), **{str(field.arg): _fields(field.value) for field in node.keywords}}
+    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("np.") and len(node.args) == 1:
+        return _fields(node.args[0])  # a number of numpy's
     if isinstance(node, ast.Tuple | ast.List):
         return [_fields(item) for item in node.elts]
     try:
-        return ast.literal_eval(node)  # type: ignore[arg-type]
+        value = ast.literal_eval(node)  # type: ignore[arg-type]
     except ValueError:
         return ast.unparse(node)
+    return value if isinstance(value, str | int | float | None) else ast.unparse(node)
 
 
 def _split(info: Mapping[str, Any]) -> dict[str, Any]:

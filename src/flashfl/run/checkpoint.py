@@ -11,7 +11,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,21 +110,32 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[s
     found = found_in(folder)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {folder}: start the run anew (--overwrite if it had begun)")
-    passed: list[Unusable] = []
+    passed: dict[Path, Unusable] = {}
     for path in found:
         try:
             point = _read(path, plan, identity, masks)
         except Unusable as error:
-            passed.append(error)
+            passed[path] = error
             continue
         if passed:
-            warnings.warn(f"{'; '.join(map(str, passed))}. Going on from {path.name}.", RuntimeWarning, stacklevel=2)
+            said = "; ".join(map(str, passed.values()))
+            warnings.warn(f"{said}. Going on from {path.name}.", RuntimeWarning, stacklevel=2)
+        if masks is not None:
+            _set_aside(path for path, error in passed.items() if not isinstance(error, Foreign))
         return point
-    if foreign := [error for error in passed if isinstance(error, Foreign)]:
+    if foreign := [error for error in passed.values() if isinstance(error, Foreign)]:
         raise CheckpointError(f"{foreign[0]}. Resume with the same settings, or use another folder.")
     raise CheckpointError(
-        f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed))}. Start the run anew (--overwrite)."
+        f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed.values()))}. "
+        "Start the run anew (--overwrite)."
     )
+
+
+def _set_aside(paths: Iterable[Path]) -> None:
+    """Later checkpoints that could not be used must not come back: the record is cut to the one that was."""
+    for path in paths:
+        with suppress(OSError):
+            path.rename(path.with_name(f"{path.name}.unused"))
 
 
 def _read(path: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None) -> Checkpoint:

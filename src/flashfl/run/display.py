@@ -90,7 +90,7 @@ class LeftOut:
         self._said: set[tuple[str, str]] = set()
 
     def __call__(self, state: State, line: Mapping[str, Any]) -> None:
-        for client, why in line["failures"].items():
-            if not why.endswith(DROPPED) and (client, why) not in self._said:
+        for client, why in [*line.get("missed", {}).items(), *line["failures"].items()]:
+            if why != DROPPED and (client, why) not in self._said:
                 self._said.add((client, why))
                 warnings.warn(f"client {client} was left out of round {line['round']}: {why}", RuntimeWarning)

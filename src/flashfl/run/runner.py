@@ -45,6 +45,7 @@ class Run:
         self.state: State | None = None
         self.traffic = Traffic()
         self.stopped: str | None = None
+        self.code: dict[str, str] | None = None  # to be written down with the next round, after a resume
 
     @property
     def weights(self) -> Weights:
@@ -232,6 +233,9 @@ def _loop(run: Run, engine: Any, clients: Any, keeper: _Keeper, watch: Watch | N
         # From here on the round counts, in all its parts.
         run.state, run.traffic, keeper.rounds = state, traffic, keeper.rounds + 1
         keeper.mark()
+        if run.code is not None:  # now there is a round of this code too
+            run.results.lines[0]["code"], run.code = run.code, None
+            run.results.rewrite()
         run.results.append(line)
         tracking.log(state.round, line)
         (watch or left_out)(state, line)
@@ -263,6 +267,7 @@ def _line(record: Record, total: Traffic) -> dict[str, Any]:
         "attempt": record.attempt,
         "cohort": list(record.cohort),
         "failures": {str(k): v for k, v in record.failures.items()},
+        **({"missed": {str(k): v for k, v in record.missed.items()}} if record.missed else {}),
         "loss": record.loss,
         "metrics": {view: dict(values) for view, values in record.metrics.items()},
         "bytes": asdict(record.traffic),
@@ -368,21 +373,21 @@ def _resume(run: Run, keeper: _Keeper, plan: Plan) -> State | None:
     keeper.rounds = point.progress["rounds"]
     run.results.resume(point.progress["rounds"])
     run.traffic = Traffic(**point.progress["traffic"])
-    if not point.state.done:
-        _note_code(run)
+    if not point.state.done and not run.over_budget(Traffic()):
+        run.code = _code(run)
     return point.state
 
 
-def _note_code(run: Run) -> None:
-    """Say so where a run goes on with other code than it began with, and write down that it is of both."""
+def _code(run: Run) -> dict[str, str] | None:
+    """The code that a run is of from its next round on; said where it is other than it began with."""
     header = next(iter(run.results.lines), {})
     if not isinstance(before := header.get("code"), dict):
-        return
-    header["code"] = now = joined(before, code_of(run.method))
+        return None
+    now = joined(before, code_of(run.method))
     if changed := [name for name, digest in (now or {}).items() if digest != before.get(name)]:
         warnings.warn(
             f"the code of {', '.join(changed)} has changed since the last round of the run in {run.folder}: what comes "
             "out is of neither code alone (start anew, without resume, for a run of one code)",
             RuntimeWarning,
         )
-    run.results.rewrite()
+    return now

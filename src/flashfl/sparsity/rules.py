@@ -148,15 +148,16 @@ def move(
     counts: Sequence[Sequence[int]],
 ) -> list[tuple[int, ...]]:
     """`rule.move`, held to what a rule promises: as many active weights as before, and counts that are true."""
-    found: list[tuple[int, ...]] = rule.move(layout, vectors, masks, scores, rate, keys, counts)
+    found = [tuple(row) for row in rule.move(layout, vectors, masks, scores, rate, keys, counts)]
     name = type(rule).__name__
     for old, new in zip(counts, found, strict=True):
         if sum(old) != sum(new):
             raise FlashError(f"the rule {name} makes {sum(new)} active weights of {sum(old)}: it has to keep them")
     if not type(rule).__module__.startswith("flashfl."):  # reading a mask makes a GPU wait; ours are tested
         true = torch.stack([masks[:, x.start : x.stop].sum(1) for x in layout.prunable], 1).tolist()
-        if true != [list(row) for row in found]:
-            raise FlashError(f"the rule {name} says its layers have {found[0]} active weights, and they have {true[0]}")
+        for said, has in zip(found, map(tuple, true), strict=True):
+            if said != has:
+                raise FlashError(f"the rule {name} says its layers have {said} active weights, and they have {has}")
     return found
 
 
