@@ -255,6 +255,7 @@ def test_a_client_that_is_out_of_reach_for_a_while_stays_known() -> None:
     task = make_task("norm")
     grid = federation(task)
     roster = roster_of(grid, task)
+    assert len(roster) == 8
     grid.tamper = lambda node, message, reply: [
         Message(Error(2, "no way there"), reply_to=message) if node == node_of(2) else reply
     ]
