@@ -145,6 +145,8 @@ class Mistaken(Forgetful):
             full = fl.Mask(s.layout, full.bits.float(), full.counts)
         if self.what == "false counts":
             full = fl.Mask(s.layout, full.bits, tuple(c - 1 for c in full.counts))
+        if self.what == "counts in a list":
+            full = fl.Mask(s.layout, full.bits, list(full.counts))  # type: ignore[arg-type]
         if self.what == "not finite":
             mean = mean * float("nan")
         return s.next(fl.Weights(full, mean))
@@ -168,6 +170,28 @@ class Mistaken(Forgetful):
 def test_what_a_method_gives_is_looked_at(what: str, said: str, small_task: Task) -> None:
     with pytest.raises(FlashError, match=said):
         fl.simulate(Mistaken(what=what), small_task, 2, **QUICK)
+
+
+@part
+@dataclass(frozen=True)
+class Loose(PruneRegrow):
+    """Says what it must, in other containers."""
+
+    def moments(self, epochs: int, batches: int) -> Any:
+        return {step: [rate] for step, rate in super().moments(epochs, batches).items()} | {1: None}
+
+    def move(self, layout: Any, vectors: Any, masks: Any, scores: Any, rate: Any, keys: Any, counts: Any) -> Any:
+        yield from map(list, super().move(layout, vectors, masks, scores, rate[0], keys, counts))
+
+
+def test_containers_do_not_matter(small_task: Task) -> None:
+    fl.simulate(Mistaken(what="counts in a list"), small_task, 1, **QUICK)
+    task, config, runs = make_task("norm"), TrainConfig(device="cpu", rounds=2, **QUICK), []
+    for method in (fl.JMWST(0.3, warmup_clients=0), fl.JMWST(0.3, warmup_clients=0, adapt=Loose())):
+        for made in (LaneEngine(task, "cpu", "fp32"), CPUEngine(task, workers=1)):
+            with closing(made):  # type: ignore[type-var]
+                runs.append(drive(method, task, config, made, task.clients))
+    assert all(run.weights.mask.equal(runs[0].weights.mask) for run in runs)
 
 
 @part

@@ -27,7 +27,7 @@ from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask
 from flashfl.wire import Message, encode, seal
-from flashfl.wire.errors import WrongContent
+from flashfl.wire.errors import WireError, WrongContent
 from tests.conftest import make_task
 
 STATISTICS = [("bn.running_mean", (1,)), ("bn.running_var", (1,))]
@@ -370,3 +370,16 @@ def test_a_mask_of_ones_own_is_held_to_what_the_server_knows_of_it() -> None:
     assert kept.equal(OTHER)
     moving = replace(first, local=replace(order.local, adapt=PruneRegrow()))
     assert server._frozen(moving) is None
+
+
+def test_a_kept_mask_that_the_server_forgot_may_come_back_as_a_recipe() -> None:
+    """As the writer of the page would send it: in the smallest form."""
+    server = ServerSide(LAYOUT)
+    order = Order(Weights(MASK, torch.zeros(LAYOUT.size)), Local(keep=("mask",)), 1, TAG)
+    server.ledger.accept(1, (2, 3, 0), MASK, own=MADE)
+    known = server.message(Client(1, 10), order)
+    assert known.own == MADE.hash
+    data = encode(RECIPE, form="recipe").data
+    with pytest.raises(WireError, match="a recipe where none was asked for"):
+        server.decode(data, known)
+    assert server.decode(data, replace(known, own=None)).mask is not None
