@@ -13,6 +13,8 @@ from ..core.errors import DataError
 
 _ASKED = "each a tensor or an array: a model with inputs in a dict or a list needs a wrapper that takes them one by one"
 
+_NONE = torch.zeros(0, dtype=torch.int64)
+
 Inputs = tuple[Tensor, ...]
 Prepare = Callable[[Inputs], Inputs]
 # (inputs, key, at): augment the samples that stand at positions at, at+1, ... of an epoch; a pure function of its
@@ -100,11 +102,17 @@ class Subset:
         return Subset(self.source.to(device), self.index.to(device))
 
 
+def below(data: Source, index: Tensor) -> tuple[Source, Tensor]:
+    """The source that all shares are taken from, and where in it the samples at `index` lie."""
+    while isinstance(data, Subset):
+        index = data.index[index.to(data.index.device)]
+        data = data.source
+    return data, index
+
+
 def in_memory(data: Source) -> bool:
     """Whether a source holds its samples as arrays, and nobody's code runs when they are fetched."""
-    while isinstance(data, Subset):
-        data = data.source
-    return isinstance(data, Arrays)
+    return isinstance(below(data, _NONE)[0], Arrays)
 
 
 def source(data: Any) -> Source:

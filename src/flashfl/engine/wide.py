@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from ..data.examples import Arrays, Source, Subset
+from ..data.examples import Arrays, Source, below
 from ..data.task import Task
 from .lanes import Options, Stack
 
@@ -46,17 +46,12 @@ def various(sources: Sequence[Source], device: torch.device) -> tuple[list[Tenso
 
 def _labels(data: Source) -> list[int]:
     """A source's labels, of a sample with several the lowest; none if they are no integers or not in memory."""
-    if isinstance(data, Subset):
-        base = data.source
-        return _lowest(base.target[data.index.to(base.target.device)]) if isinstance(base, Arrays) else []
-    return _lowest(data.target) if isinstance(data, Arrays) else []
-
-
-def _lowest(target: Tensor) -> list[int]:
-    if target.is_floating_point() or target.is_complex() or not target.numel():
+    held, index = below(data, torch.arange(len(data)))
+    if not isinstance(held, Arrays) or held.target.is_floating_point() or held.target.is_complex():
         return []
-    found: list[int] = target.flatten(1).amin(1).tolist() if target.dim() > 1 else target.tolist()
-    return found
+    target = held.target[index.to(held.target.device)]
+    found: list[int] = target.flatten(1).amin(1).tolist() if target.dim() > 1 and target.numel() else target.tolist()
+    return found if target.numel() else []
 
 
 @torch.no_grad()

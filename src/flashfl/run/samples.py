@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from typing import Any
 
 import torch
 
-from ..data.examples import Arrays, Subset
+from ..data.examples import Arrays, below
 from ..data.task import Task
 
 
@@ -19,10 +18,7 @@ def samples_of(task: Task) -> str:
     """
     found: list[bytes] = []
     for source in itertools.islice(task.train, 8):
-        data: Any = source
-        at = torch.tensor([0, len(data) - 1])
-        while isinstance(data, Subset):
-            data, at = data.source, data.index[at.to(data.index.device)]
+        data, at = below(source, torch.tensor([0, len(source) - 1]))
         if isinstance(data, Arrays):
             held = [torch.as_tensor(x) for x in (*data.inputs, data.target)]
             some = [x[at.to(x.device)].cpu() for x in held if not (x.is_floating_point() or x.is_complex())]
