@@ -23,7 +23,7 @@ def test_a_moving_mask_costs_its_indices_and_counts_cost_four_bytes_a_layer() ->
     assert paper_bytes(LAYOUT, Local(), [2], [2]) == (20, 20)
     assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow()), [4], [2]) == (56, 40)
     assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow(), report="counts"), [2], [2]) == (40, 4)
-    assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow()), [8], [8], whole=True) == (44, 44)
+    assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow()), [8], [8]) == (44, 44)
 
 
 @pytest.mark.parametrize(("density", "saving"), [(0.1, 9.88), (0.05, 19.5)])

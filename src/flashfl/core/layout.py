@@ -67,8 +67,8 @@ class Layout:
         for name, b in module.named_buffers():
             if b.is_floating_point() and name.rsplit(".", 1)[-1] in ("running_mean", "running_var"):
                 found["statistic"].append((name, tuple(b.shape)))
-        owners = [(name, m) for name, m in module.named_modules() if isinstance(m, _TURNED)]
-        return Layout.build(found, turned={f"{name}.weight".lstrip(".") for name, _ in owners})
+        turned = {f"{name}.weight".lstrip(".") for name, m in module.named_modules() if isinstance(m, _TURNED)}
+        return Layout.build(found, turned)
 
     @staticmethod
     def build(tensors: Mapping[Kind, Iterable[tuple[str, tuple[int, ...]]]], turned: Collection[str] = ()) -> Layout:

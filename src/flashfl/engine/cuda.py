@@ -17,7 +17,7 @@ from ..core.rng import fold
 from ..core.state import DROPPED, Client, Local, Mask, Order, Outcome, State, Sums, Weights
 from ..data.examples import on_device
 from ..data.task import Task
-from ..sparsity import move, random_mask
+from ..sparsity import mask_of, move
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
 from .books import Books, chunks, stacked
@@ -195,8 +195,7 @@ class LaneEngine:
         local, data = order.local, self.train_data[client.id]
         mask = self.books.remembered(client.id, order)
         if mask is None and local.start is not None:
-            recipe = local.start
-            mask = random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
+            mask = mask_of(self.layout, local.start, self.device)
         mask = mask if mask is not None else order.weights.mask
         return Seat(client, order, mask, len(data), self.trainer.batches(data, local), mask.counts)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.state import Client, Extra, Local, Mask, Order, Traffic, Update, Weights
-from ..sparsity import random_mask
+from ..sparsity import mask_of
 from ..wire import Encoded, Limits, Message, ServerLedger, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.trust import Seen, Trust, activations, change_norm, check_cohort, check_statistics, check_update, length
@@ -84,7 +84,7 @@ class ServerSide:
         if "mask" in local.keep and order.start is not None:
             return self.ledger.own(order.client)  # None: it has one that is no longer known here
         if local.start is not None:
-            return random_mask(self.layout, local.start.budgets, local.start.key, nm=local.start.nm)
+            return mask_of(self.layout, local.start)
         return order.mask
 
     def accept(self, order: Message, update: Message) -> None:

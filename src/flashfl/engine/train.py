@@ -19,7 +19,7 @@ from ..core.rng import fold, permutation
 from ..core.state import Local, Mask, Order, Update, Weights
 from ..data.examples import Source, in_memory
 from ..data.task import Task
-from ..sparsity import move, random_mask
+from ..sparsity import mask_of, move
 from ..wire.trust import all_finite
 
 NOT_FINITE = "its weights or its loss are not finite after training"
@@ -101,7 +101,7 @@ class Trainer:
 
     def _starting_mask(self, order: Order) -> Mask:
         if (recipe := order.local.start) is not None:
-            return random_mask(self.layout, recipe.budgets, recipe.key, self.device, recipe.nm)
+            return mask_of(self.layout, recipe, self.device)
         return order.weights.mask
 
     def _epochs(self, local: Local, key: int, data: Source, mask: Mask) -> tuple[Mask, float]:

@@ -31,16 +31,15 @@ def csr_bytes(layout: Layout, counts: Sequence[float], frozen: bool) -> float:
     return total + _INDEX * (sum(counts) + rows)
 
 
-def paper_bytes(
-    layout: Layout, local: Local, down: Sequence[float], up: Sequence[float], whole: bool = False
-) -> tuple[float, float]:
+def paper_bytes(layout: Layout, local: Local, down: Sequence[float], up: Sequence[float]) -> tuple[float, float]:
     """(down, up) of one client in one round: its order had `down` active weights a layer, its update `up`.
 
-    whole: the model is dense, so there is no index to send. A client asked for layer counts answers with those alone.
+    A dense model has no index to send, either way. A client asked for layer counts answers with those alone.
     """
-    frozen = local.adapt is None or whole
-    answer = _VALUE * len(up) if local.report == "counts" else csr_bytes(layout, up, frozen)
-    return csr_bytes(layout, down, frozen), answer
+    sent, answer = (
+        csr_bytes(layout, counts, local.adapt is None or sum(counts) == layout.prunable_size) for counts in (down, up)
+    )
+    return sent, _VALUE * len(up) if local.report == "counts" else answer
 
 
 @dataclass(frozen=True)

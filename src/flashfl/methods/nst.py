@@ -9,7 +9,7 @@ from ..aggregate import Aggregator, average, union
 from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Client, Order, Plan, Recipe, State, Sums, Weights
-from ..sparsity import PruneRegrow, allocate, random_mask
+from ..sparsity import PruneRegrow, allocate, mask_of
 from .common import check_density, check_rule, initial
 
 
@@ -32,7 +32,7 @@ class NST(Method):
 
     def init(self, plan: Plan) -> State:
         recipe = self._start(plan)
-        mask = random_mask(plan.layout, recipe.budgets, recipe.key, plan.device)
+        mask = mask_of(plan.layout, recipe, plan.device)
         return State(plan, Weights.masked(mask, initial(plan)))
 
     def order(self, s: State, client: Client) -> Order:

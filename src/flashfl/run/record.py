@@ -67,9 +67,7 @@ class Recorder:
             down = self._known(mask)
             # Layer by layer only the mean over the cohort is known; where models differ in size it is nobody's.
             up = [c / replied for c in sums.counts] if told and len(sizes) == 1 else list(down)
-            # Each way by its own counts: a dense order may be answered by an update that is sparse.
-            bytes_down, _ = paper_bytes(self.layout, local, down, up, sum(down) == self.layout.prunable_size)
-            _, bytes_up = paper_bytes(self.layout, local, down, up, sum(up) == self.layout.prunable_size)
+            bytes_down, bytes_up = paper_bytes(self.layout, local, down, up)
             self._paper["down"] += bytes_down
             self._paper["dense"] += dense_bytes(self.layout)
             if client.id in outcome.failures:

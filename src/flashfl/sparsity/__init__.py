@@ -1,7 +1,7 @@
 """Where a model is sparse: budgets, masks, patterns and how masks move."""
 
 from .allocate import Allocation, allocate, calibrate, nested, share_out, weight_budget
-from .masks import layer_mismatch, mismatch, random_mask, top_mask
+from .masks import layer_mismatch, mask_of, mismatch, random_mask, top_mask
 from .pattern import check_pattern, pattern_budgets
 from .rules import PruneRegrow, move
 
@@ -12,6 +12,7 @@ __all__ = [
     "calibrate",
     "check_pattern",
     "layer_mismatch",
+    "mask_of",
     "mismatch",
     "move",
     "nested",

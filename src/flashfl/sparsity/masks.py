@@ -20,6 +20,11 @@ def random_mask(layout: Layout, budgets: Sequence[int], key: int, device: Device
     return Mask(layout, bits, tuple(budgets), Recipe(key, tuple(budgets), nm))
 
 
+def mask_of(layout: Layout, recipe: Recipe, device: Device = "cpu") -> Mask:
+    """The random mask that a recipe describes."""
+    return random_mask(layout, recipe.budgets, recipe.key, device, recipe.nm)
+
+
 def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0) -> Mask:
     """The weights of largest magnitude, budget by budget; of equals the lower index. Smaller budgets nest too."""
     bits = _select(layout, lambda start, stop: -magnitude(vector[start:stop]), budgets, nm, False, vector.device)

@@ -20,9 +20,9 @@ Build = Callable[[Layout, Recipe], Mask]
 
 def rebuild(layout: Layout, recipe: Recipe) -> Mask:
     """The random mask that a recipe describes."""
-    from ..sparsity.masks import random_mask  # late: the codec stands alone where nobody sends recipes
+    from ..sparsity import mask_of  # late: the codec stands alone where nobody sends recipes
 
-    return random_mask(layout, recipe.budgets, recipe.key, nm=recipe.nm)
+    return mask_of(layout, recipe)
 
 
 def read_mask(
