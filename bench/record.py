@@ -24,7 +24,9 @@ import torch
 
 import flashfl as fl
 from flashfl.core.layout import Layout
-from flashfl.core.state import Client, Local, Mask, Outcome, Plan, State, Sums, Traffic, Weights
+from flashfl.core.exchange import Client, Local, Outcome, Sums, Traffic
+from flashfl.core.mask import Mask, Weights
+from flashfl.core.state import Plan, State
 from flashfl.models import build_model
 from flashfl.run import runner
 from flashfl.run.record import Recorder, snapshot_every

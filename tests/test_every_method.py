@@ -17,7 +17,8 @@ import torch
 
 import flashfl as fl
 from flashfl.core.method import Method
-from flashfl.core.state import Mask, State
+from flashfl.core.mask import Mask
+from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.sparsity import weight_budget
 

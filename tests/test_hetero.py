@@ -10,7 +10,8 @@ import torch
 
 import flashfl as fl
 from flashfl.aggregate import add
-from flashfl.core.state import Client, Local, State, Sums, Update
+from flashfl.core.exchange import Client, Local, Sums, Update
+from flashfl.core.state import State
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task

@@ -8,52 +8,35 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .aggregate import fedavg, wfa
     from .core.errors import FlashError
+    from .core.exchange import Client, Local, Order, Sums, Update
+    from .core.mask import Mask, Weights
     from .core.method import Method
-    from .core.state import Client, Local, Mask, Order, Plan, State, Sums, Update, Weights
+    from .core.record import RoundRecord
+    from .core.state import Phase, Plan, State
     from .data import tasks
     from .data.task import Task, accuracy
     from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, HeteroJMWST, HeteroSPDST
     from .run.config import TrainConfig
-    from .run.runner import Run, simulate
-    from .sparsity import PruneRegrow, mismatch
+    from .run.simulate import Run, simulate
+    from .sparsity import PruneRegrow, allocate, calibrate, mismatch, nested, random_mask, top_mask
 
-# Names are loaded when they are asked for: a Flower process that only passes messages on must not wait for torch.
+# Names are loaded when they are first used: a Flower process that only passes messages on does not wait for torch.
 _HOMES = {
+    ".aggregate": ("fedavg", "wfa"),
     ".core.errors": ("FlashError",),
+    ".core.exchange": ("Client", "Local", "Order", "Sums", "Update"),
+    ".core.mask": ("Mask", "Weights"),
     ".core.method": ("Method",),
-    ".core.state": (
-        "Client",
-        "Local",
-        "Mask",
-        "Order",
-        "Plan",
-        "State",
-        "Sums",
-        "Update",
-        "Weights",
-    ),
+    ".core.record": ("RoundRecord",),
+    ".core.state": ("Phase", "Plan", "State"),
     ".data.tasks": ("tasks",),
     ".data.task": ("Task", "accuracy"),
-    ".methods": (
-        "JMWST",
-        "METHODS",
-        "NST",
-        "PDST",
-        "SPDST",
-        "Dense",
-        "HeteroJMWST",
-        "HeteroSPDST",
-    ),
+    ".methods": ("JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "HeteroJMWST", "HeteroSPDST"),
     ".run.config": ("TrainConfig",),
-    ".run.runner": (
-        "Run",
-        "simulate",
-    ),
-    ".sparsity": (
-        "PruneRegrow",
-        "mismatch",
-    ),
+    ".run.simulate": ("Run", "simulate"),
+    ".sparsity": ("PruneRegrow", "allocate", "calibrate", "mismatch", "nested", "random_mask", "top_mask"),
 }
 
 __all__ = [
@@ -71,8 +54,10 @@ __all__ = [
     "Mask",
     "Method",
     "Order",
+    "Phase",
     "Plan",
     "PruneRegrow",
+    "RoundRecord",
     "Run",
     "State",
     "Sums",
@@ -81,9 +66,16 @@ __all__ = [
     "Update",
     "Weights",
     "accuracy",
+    "allocate",
+    "calibrate",
+    "fedavg",
     "mismatch",
+    "nested",
+    "random_mask",
     "simulate",
     "tasks",
+    "top_mask",
+    "wfa",
 ]
 
 

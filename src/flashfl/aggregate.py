@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .core.errors import unknown
-from .core.state import Mask, Sums, Update
+from .core.exchange import Sums, Update
+from .core.mask import Mask
 
 _PART = 1 << 20  # weights that are looked at in double precision at a time
 

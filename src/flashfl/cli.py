@@ -174,8 +174,8 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.compare import run_config
-    from .run.display import amount
     from .run.lock import alone
+    from .run.progress import amount
     from .run.results import RESULTS
 
     config = _config(args, overrides)

@@ -7,7 +7,7 @@ import flashfl as fl
 from flashfl.core import rng
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask, Weights, pack_bits
+from flashfl.core.mask import Mask, Weights, pack_bits
 
 
 def net() -> nn.Module:

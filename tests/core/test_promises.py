@@ -15,7 +15,7 @@ import flashfl as fl
 from flashfl.aggregate import average
 from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.parts import check_fields, part
-from flashfl.core.state import Local
+from flashfl.core.exchange import Local
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.cuda import LaneEngine

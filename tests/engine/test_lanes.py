@@ -14,7 +14,7 @@ from flashfl.aggregate import average
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
 from flashfl.core.parts import part
-from flashfl.core.state import Mask, Recipe, Weights
+from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.engine import wide
 from flashfl.engine.crew import faster
 from flashfl.engine.cuda import LaneEngine

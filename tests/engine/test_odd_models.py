@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
-from flashfl.core.state import Local, Mask, Order, Weights
+from flashfl.core.exchange import Local, Order
+from flashfl.core.mask import Mask, Weights
 from flashfl.data.examples import Arrays
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import flashfl as fl
-from flashfl.core.state import Client, Local
+from flashfl.core.exchange import Client, Local
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
 from flashfl.run.config import TrainConfig, plan_of

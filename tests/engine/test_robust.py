@@ -9,7 +9,8 @@ import torch
 
 from flashfl.aggregate import average
 from flashfl.core.layout import Layout
-from flashfl.core.state import Client, Local, Mask, Order, Sums, Update, Weights
+from flashfl.core.exchange import Client, Local, Order, Sums, Update
+from flashfl.core.mask import Mask, Weights
 from flashfl.engine.client import update_message
 from flashfl.engine.robust import trimmed_mean, trimmed_sums
 from flashfl.engine.server import Inbox, ServerSide

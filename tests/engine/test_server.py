@@ -15,7 +15,9 @@ from flashfl.aggregate import add, average
 from flashfl.core.errors import FlashError
 from flashfl.core.layout import Layout
 from flashfl.core.method import Method
-from flashfl.core.state import Client, Extra, Local, Mask, Order, Recipe, State, Sums, Update, Weights
+from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
+from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide, Reply, update_message
 from flashfl.engine.cpu import CPUEngine

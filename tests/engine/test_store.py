@@ -10,7 +10,7 @@ import torch
 
 from flashfl.core.errors import CheckpointError
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask
+from flashfl.core.mask import Mask
 from flashfl.engine.memories import Memories
 from flashfl.engine.spool import Spool
 from flashfl.engine.store import MaskStore

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import flashfl as fl
-from flashfl.core.state import Local, Mask, Order, Recipe, Update, Weights
+from flashfl.core.exchange import Local, Order, Update
+from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.data.examples import Subset
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine

@@ -22,7 +22,7 @@ from flwr.common.config import flatten_dict
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError
-from flashfl.core.state import Local
+from flashfl.core.exchange import Local
 from flashfl.engine.server import ServerSide
 from flashfl.flower import worker
 from flashfl.flower.app import read_config, server_main, task_of

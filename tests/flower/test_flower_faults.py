@@ -29,7 +29,8 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 import flashfl as fl
 from flashfl.core.errors import RunStopped
-from flashfl.core.state import Order, State, Update
+from flashfl.core.exchange import Order, Update
+from flashfl.core.state import State
 from flashfl.flower import records
 from flashfl.run.checkpoint import load
 from tests.conftest import make_task

@@ -19,7 +19,8 @@ from flower_support import PATIENT, QUICK, assert_equal, federation, node_of, on
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
-from flashfl.core.state import Extra, Order, Update, Weights
+from flashfl.core.exchange import Extra, Order, Update
+from flashfl.core.mask import Weights
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records, server_task
 from flashfl.flower.app import read_config, task_of

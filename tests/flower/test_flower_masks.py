@@ -11,7 +11,8 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashf
 
 from flower_support import assert_equal, federation, node_of, rogue, train
 
-from flashfl.core.state import Mask, Order, Update, Weights
+from flashfl.core.exchange import Order, Update
+from flashfl.core.mask import Mask, Weights
 from tests.conftest import make_task
 from tests.test_every_method import small
 

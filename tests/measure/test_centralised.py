@@ -13,7 +13,7 @@ import flashfl as fl
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask
+from flashfl.core.mask import Mask
 from flashfl.data.task import Task
 from flashfl.methods import METHODS
 
@@ -56,7 +56,8 @@ def test_masks_differ_by_exactly_what_was_asked_in_the_layers_asked(
 
 
 def test_a_layer_too_dense_to_change_changes_as_much_as_it_can() -> None:
-    from flashfl.core.state import Plan, State, Weights
+    from flashfl.core.mask import Weights
+    from flashfl.core.state import Plan, State
 
     layout = Layout.build({"prunable": [("w", (10,))]})
     method: Any = METHODS["disagree"](sm=1.0)  # type: ignore[call-arg]

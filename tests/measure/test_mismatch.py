@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flashfl.core.errors import DataError
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask
+from flashfl.core.mask import Mask
 from flashfl.measure.mismatch import _shared_on_device, counts_of, jaccard, pairwise, shared
 from flashfl.measure.snapshots import Snapshots, pack, unpack
 from flashfl.sparsity import layer_mismatch, mismatch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.errors import FlashError
-from flashfl.core.state import Mask, Weights
+from flashfl.core.mask import Mask, Weights
 from flashfl.data.task import Task
 from flashfl.run.export import export_weights
 from tests.conftest import make_task

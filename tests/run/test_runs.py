@@ -21,7 +21,7 @@ import flashfl as fl
 from flashfl.aggregate import average
 from flashfl.core.errors import ConfigError, DataError, RunStopped
 from flashfl.core.loop import run_rounds
-from flashfl.core.state import Outcome, Sums, Traffic
+from flashfl.core.exchange import Outcome, Sums, Traffic
 from flashfl.data.task import Task
 from flashfl.run.config import TrainConfig, make_config, plan_of
 from flashfl.run.export import export_run, masks_beside

@@ -8,7 +8,7 @@ from torch import nn
 
 from flashfl.core import rng
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask
+from flashfl.core.mask import Mask
 from flashfl.sparsity import layer_mismatch, mismatch, pattern_budgets, random_mask, select, top_mask
 from flashfl.sparsity.select import lowest, magnitude
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
 from flashfl.core.rng import fold, hashes
-from flashfl.core.state import Mask, Weights
+from flashfl.core.mask import Mask, Weights
 from flashfl.sparsity import PruneRegrow, pattern_budgets, random_mask
 
 EIGHT = Layout.build({"prunable": [("w", (8,))]})

@@ -12,7 +12,8 @@ from wire_support import changed, mask_of, order, small_layout, update
 from wire_surgery import LENGTH, close_up, open_up, payload, remove, replace
 
 from flashfl.core.errors import FlashError
-from flashfl.core.state import Extra, Mask
+from flashfl.core.exchange import Extra
+from flashfl.core.mask import Mask
 from flashfl.sparsity.masks import random_mask
 from flashfl.wire import Limits, Message, decode, encode, errors, seal
 

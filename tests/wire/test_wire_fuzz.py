@@ -22,7 +22,7 @@ from wire_support import changed, mask_of, resnet_layout, samples, small_layout,
 from wire_surgery import mutate_bytes, mutate_field
 
 from flashfl.core.layout import Layout
-from flashfl.core.state import Mask
+from flashfl.core.mask import Mask
 from flashfl.wire import Coding, Limits, Message, WireError, decode, encode, fixed_hash
 from flashfl.wire.values import FORMS, count_values
 

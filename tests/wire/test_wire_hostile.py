@@ -8,7 +8,7 @@ import pytest
 import torch
 from wire_support import mask_of, order, small_layout, update
 
-from flashfl.core.state import Extra, Local
+from flashfl.core.exchange import Extra, Local
 from flashfl.wire.errors import ChangeTooLarge, WrongContent
 from flashfl.wire.message import Message
 from flashfl.wire.trust import Seen, Trust, activations, check_statistics, check_update

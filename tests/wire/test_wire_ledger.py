@@ -11,7 +11,8 @@ from wire_support import changed, mask_of, small_layout, values_for
 
 from flashfl.core.errors import CheckpointError
 from flashfl.core.layout import Layout
-from flashfl.core.state import Local, Mask, Tag
+from flashfl.core.exchange import Local, Tag
+from flashfl.core.mask import Mask
 from flashfl.wire import ClientLedger, Message, ServerLedger, UnknownMask, decode, encode
 
 LAYOUT = small_layout((2000, 5000))

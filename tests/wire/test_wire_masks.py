@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_support import changed, layouts, mask_of, masks, small_layout
 
-from flashfl.core.state import Mask
+from flashfl.core.mask import Mask
 from flashfl.sparsity.masks import random_mask
 from flashfl.wire.errors import BadField
 from flashfl.wire.geometry import geometry

@@ -9,7 +9,8 @@ import pytest
 import torch
 from wire_support import changed, mask_of, order, small_layout, update
 
-from flashfl.core.state import Local, Weights
+from flashfl.core.exchange import Local
+from flashfl.core.mask import Weights
 from flashfl.wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
 from flashfl.wire.trust import Trust, change_norm, check_cohort, check_update, length
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from flashfl.core.layout import Layout
 from flashfl.core.parts import part
-from flashfl.core.state import Extra, Local, Mask, Recipe
+from flashfl.core.exchange import Extra, Local
+from flashfl.core.mask import Mask, Recipe
 from flashfl.sparsity.masks import random_mask
 from flashfl.wire import Message
 from flashfl.wire.values import Carries, count_values

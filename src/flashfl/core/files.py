@@ -1,22 +1,27 @@
-"""Files that are either there or not."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
-def put(path: Path, data: bytes, sync: bool = False) -> None:
-    """Write a file whole: through another one that is moved into its place, after it has reached the disk if `sync`.
+def put(path: Path, data: bytes | Callable[[Path], None], sync: bool = False) -> None:
+    """Write a file through a temporary one that is moved into its place; `sync`: after it has reached the disk.
 
-    A device or a pipe is written to and never replaced. An error names the file, as that of a full disk does not.
+    data: the content, or a function that writes it to the path it is given. A device or a pipe is written to directly.
+    Errors name `path`.
     """
     whole = path.is_file() or not path.exists()
-    through = path.with_suffix(f".{os.getpid()}") if whole else path
+    through = path.with_name(f"{path.name}.{os.getpid()}.partial") if whole else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        through.write_bytes(data)
+        if isinstance(data, bytes):
+            through.write_bytes(data)
+        else:
+            data(through)
         if sync:
             with through.open("rb") as file:
                 os.fsync(file.fileno())

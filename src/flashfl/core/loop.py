@@ -1,120 +1,129 @@
-"""The federated loop: cohort, orders, work, aggregation, again. It asks nobody which method is running."""
+"""The federated loop: cohort, orders, training, aggregation, evaluation. It does not know which method runs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
+from .engine import Engine, Population
 from .errors import FlashError, RunStopped
+from .exchange import Client, Local, Order, Outcome, Traffic
+from .mask import Mask, count_layers
 from .method import Method
-from .parts import is_ours
-from .state import Client, Mask, Order, Outcome, State, Traffic, Weights
+from .record import RoundRecord, Score
+from .state import State
 
-
-class Engine(Protocol):
-    """Carries out orders, owns what clients remember, counts bytes."""
-
-    def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        """Have the orders carried out; they are made as they are needed, in ascending client id."""
-        ...
-
-    def undo(self) -> None:
-        """The round just carried out will be repeated: whoever took part remembers what it did before it."""
-        ...
-
-    def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]: ...
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is worth telling about one finished round."""
-
-    stage: int
-    round: int
-    attempt: int
-    cohort: tuple[int, ...]
-    failures: Mapping[int, str]
-    traffic: Traffic
-    loss: float  # mean training loss
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # view -> loss, metric, density
-    missed: Mapping[int, str] = field(default_factory=dict)  # who failed in attempts that had to be repeated, and why
+Sent = tuple[Client, Local, Mask]  # an order as an observer sees it
+Observe = Callable[[Sequence[Sent], Outcome], None]
 
 
 def run_rounds(
     method: Method,
     state: State,
-    clients: Sequence[Client],
+    clients: Population,
     engine: Engine,
     eval_every: int = 1,
     min_replies: int = 1,
     retries: int = 2,
     enough: Callable[[Traffic], bool] = lambda traffic: False,
-) -> Iterator[tuple[State, Record]]:
-    """Yield the state after each round until the method is done, or `enough` says so of a round's traffic.
+    observe: Observe = lambda sent, outcome: None,
+) -> Iterator[tuple[State, RoundRecord]]:
+    """Yield the state after each round until the method is done, or until `enough` says so about a round's traffic.
 
-    A round in which fewer than `min_replies` clients succeed is repeated with a fresh cohort, `retries` times; then
-    the run stops, and the caller still has the last good state.
+    A round with fewer than `min_replies` good updates is repeated with another cohort, at most `retries` times. Then
+    the run stops, and the caller still has the last good state. `observe` sees every order and what came of it.
     """
-    lost, missed = Traffic(), dict[int, str]()  # what travelled in attempts that failed, and who was left out there
-    while not state.done:
+    trips = _Trips(method, engine, observe, retries)
+    while not method.done(state):
         began = time.perf_counter()
-        cohort = method.cohort(state, clients)
-        outcome = engine.train(state, _orders(method, state, cohort))
+        present = clients.present()
+        cohort = method.cohort(state, present)
+        outcome = trips.train(state, method.orders(state, sorted(cohort, key=lambda c: c.id)))
         if outcome.sums.clients < max(1, min(min_replies, len(cohort))):
-            engine.undo()
-            _raise_if_hopeless(state, outcome, retries)
-            missed |= outcome.failures
-            state, lost = state.again(), lost + outcome.traffic
+            state = trips.repeat(state, outcome)
             continue
         trained = time.perf_counter()
-        after, traffic = _aggregate(method, state, outcome), lost + outcome.traffic
-        last, failures = after.done or enough(traffic), dict(outcome.failures)
+        after = _aggregate(method, state, outcome)
+        traffic, failures = trips.lost + outcome.traffic, dict(outcome.failures)
+        last = method.done(after) or enough(traffic)
         if last and not after.plan.local.statistics:
-            after, gathered = gather_statistics(method, after, clients, engine, retries)
+            after, gathered = trips.gather_statistics(after, present)
             traffic, failures = traffic + gathered.traffic, failures | dict(gathered.failures)
         aggregated = time.perf_counter()
-        metrics = _judge(method, after, engine, last) if last or _due(after, eval_every) else {}
+        metrics, sent = _evaluate(method, after, engine, last) if last or _due(after, eval_every) else ({}, 0)
         seconds = {
             **outcome.seconds,
             "train": trained - began,
             "aggregate": aggregated - trained,
             "evaluate": time.perf_counter() - aggregated,
         }
-        record = Record(
-            *state.tag,
-            tuple(c.id for c in cohort),
-            failures,
-            traffic,
-            outcome.sums.mean_loss,
-            seconds,
-            metrics,
-            missed,
-        )
-        state, lost, missed = after, Traffic(), {}
+        ids = tuple(c.id for c in cohort)
+        record = RoundRecord(
+            state.phase.name, state.phase.counts, state.round, state.attempt, ids, failures, outcome.sums.mean_loss,
+            traffic, trips.missed, metrics, sent, seconds,
+        )  # fmt: skip
+        state, trips.lost, trips.missed = after, Traffic(), {}
         yield state, record
         if last:
             return
 
 
-def _orders(method: Method, state: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
-    for client in sorted(cohort, key=lambda c: c.id):
-        order = method.order(state, client)
-        if not isinstance(order, Order):
-            raise FlashError(f"{_name(method)}.order gives {type(order).__name__}, not an Order")
-        yield client, order
+class _Trips:
+    """Calls of an engine, and what was lost in attempts that had to be repeated."""
 
+    def __init__(self, method: Method, engine: Engine, observe: Observe, retries: int) -> None:
+        self.method, self.engine, self.observe, self.retries = method, engine, observe, retries
+        self.lost = Traffic()
+        self.missed: dict[int, str] = {}  # who failed in repeated attempts, and why
 
-def _raise_if_hopeless(state: State, outcome: Outcome, retries: int) -> None:
-    if state.attempt >= retries:
-        raise RunStopped(
-            f"round {state.round} of stage {state.stage} failed {state.attempt + 1} times, too few clients replied "
-            f"({_reasons(outcome)}). The state before it is kept."
-        )
+    def train(self, s: State, orders: Iterator[tuple[Client, Order]]) -> Outcome:
+        sent: list[Sent] = []
+
+        def checked_orders() -> Iterator[tuple[Client, Order]]:
+            for client, order in orders:
+                if not isinstance(order, Order):
+                    raise FlashError(f"{_name(self.method)}.orders gives {type(order).__name__}: expected an Order")
+                sent.append((client, order.local, order.weights.mask))
+                yield client, order
+
+        outcome = self.engine.train(s, checked_orders())
+        self.observe(sent, outcome)
+        return outcome
+
+    def repeat(self, s: State, outcome: Outcome) -> State:
+        """The state to try the round again with, or RunStopped after too many attempts."""
+        self.engine.memory.rollback()
+        if s.attempt >= self.retries:
+            raise RunStopped(
+                f"round {s.round} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
+                f"({_reasons(outcome)}). The state before this round is kept."
+            )
+        self.missed |= outcome.failures
+        self.lost += outcome.traffic
+        return s.again()
+
+    def gather_statistics(self, s: State, clients: Sequence[Client]) -> tuple[State, Outcome]:
+        """The last step with static BatchNorm: every client reports its data's statistics under the final weights."""
+        local = replace(s.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
+        asked, traffic = s, Traffic()
+        while True:
+            orders = ((c, asked.order(c, local, w)) for c, w in self.method.models(s, clients))
+            outcome = self.train(asked, orders)
+            traffic += outcome.traffic
+            if outcome.sums.clients or s.layout.size == s.layout.trained_size:
+                break
+            if asked.attempt >= self.retries:
+                raise RunStopped(
+                    f"static BatchNorm needs statistics at the end, and no client could report any "
+                    f"({_reasons(outcome)}). The state before this round is kept."
+                )
+            asked = asked.again()
+        outcome = replace(outcome, traffic=traffic)
+        # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
+        return self.method.with_statistics(replace(s, before=None), outcome.sums), outcome
 
 
 def _reasons(outcome: Outcome) -> str:
@@ -122,13 +131,13 @@ def _reasons(outcome: Outcome) -> str:
 
 
 def _due(state: State, every: int) -> bool:
-    return state.stage == 2 and state.round > 0 and state.round % every == 0
+    return state.phase.counts and state.counted > 0 and state.counted % every == 0
 
 
 def _aggregate(method: Method, s: State, outcome: Outcome) -> State:
-    """The next state. With static BatchNorm nobody reports statistics, so the server's stay what the model brought."""
+    """The next state. With static BatchNorm nobody reports statistics, so the server keeps the model's own."""
     after = checked(method, method.aggregate(s, outcome.sums), s)
-    if s.plan.local.statistics or after.stage != s.stage:
+    if s.plan.local.statistics or after.phase != s.phase:
         return after
     own = s.weights.statistics
     return replace(
@@ -137,24 +146,25 @@ def _aggregate(method: Method, s: State, outcome: Outcome) -> State:
 
 
 def checked(method: Method, state: State, before: State | None = None) -> State:
-    """What a method gave as the next state (or the first), if it is one."""
+    """The state a method made, or an error that says what is wrong with it."""
     name = f"{_name(method)}.{'aggregate' if before else 'init'}"
     if not isinstance(state, State):
-        raise FlashError(f"{name} gives {type(state).__name__}, not a State")
-    if before is not None and (state.stage, state.round) == (before.stage, before.round):
+        raise FlashError(f"{name} gives {type(state).__name__}: expected a State")
+    if state.phase not in method.phases:
+        raise FlashError(f"{name} gives a state of phase {state.phase.name!r}, which is not in {_name(method)}.phases")
+    if before is not None and (state.phase, state.round) == (before.phase, before.round):
         raise FlashError(f"{name} gives a state of the same round: make it with s.next(...) or s.enter(...)")
     vector, mask, layout = state.weights.vector, state.mask, state.layout
     if vector.dtype != torch.float32 or vector.shape != (layout.size,):
-        raise FlashError(f"{name}: weights are {vector.dtype} {tuple(vector.shape)}, not float32 ({layout.size},)")
+        raise FlashError(f"{name}: weights are {vector.dtype} {tuple(vector.shape)}, expected float32 ({layout.size},)")
     if mask.bits.dtype != torch.bool or mask.bits.shape != (layout.prunable_size,):
         raise FlashError(
-            f"{name}: a mask is {mask.bits.dtype} {tuple(mask.bits.shape)}, not bool ({layout.prunable_size},)"
+            f"{name}: the mask is {mask.bits.dtype} {tuple(mask.bits.shape)}, expected bool ({layout.prunable_size},)"
         )
-    if not is_ours(method):
-        if not bool(vector.isfinite().all()):
-            raise FlashError(f"{name} gives weights that are not finite")
-        if tuple(mask.counts) != (found := Mask(layout, mask.bits).counts):
-            raise FlashError(f"{name}: a mask is said to have {mask.counts} active weights by layer, and has {found}")
+    if not bool(vector.isfinite().all()):
+        raise FlashError(f"{name} gives weights that are not finite")
+    if mask.counts != (found := count_layers(layout, mask.bits)):
+        raise FlashError(f"{name}: the mask claims {mask.counts} active weights by layer and has {found}")
     return state
 
 
@@ -162,39 +172,20 @@ def _name(method: Method) -> str:
     return method.name or type(method).__name__
 
 
-def _judge(method: Method, state: State, engine: Engine, last: bool) -> dict[str, dict[str, float]]:
+def _evaluate(method: Method, state: State, engine: Engine, last: bool) -> tuple[dict[str, Score], int]:
+    """The scores of all views, and the bytes that were sent for them."""
     use_running = state.plan.local.statistics or last  # static BatchNorm has no statistics before the end
     views = method.views(state)
     if not views:
-        raise FlashError(f"{_name(method)}.views gives no model to judge")
+        raise FlashError(f"{_name(method)}.views gives no model: expected at least one to evaluate")
+    scores, sent = {}, 0
     for name, weights in views.items():
         if not weights.is_masked():
             raise FlashError(
-                f"{_name(method)} gives a model ({name}) with weights outside its mask, by "
-                "which it would be judged and which never travel: make it with Weights.masked(mask, vector)"
+                f"{_name(method)}.views[{name!r}] has weights outside its mask. They never travel, so the score would "
+                "be wrong. Make the model with Weights.masked(mask, vector)."
             )
-    return {
-        name: {**engine.evaluate(weights, use_running), "density": weights.mask.density}
-        for name, weights in views.items()
-    }
-
-
-def gather_statistics(
-    method: Method, state: State, clients: Sequence[Client], engine: Engine, retries: int = 2
-) -> tuple[State, Outcome]:
-    """Static BatchNorm's last act: every client reports the statistics of its data under the final weights."""
-    local = replace(state.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
-    asked, traffic = state, Traffic()
-    while True:
-        outcome = engine.train(asked, ((c, asked.order(c, local, method.held(state, c))) for c in clients))
-        traffic += outcome.traffic
-        if outcome.sums.clients or state.layout.size == state.layout.trained_size:
-            break
-        if asked.attempt >= retries:
-            raise RunStopped(
-                f"no client could report the statistics that static BatchNorm needs in the end ({_reasons(outcome)})"
-            )
-        asked = asked.again()
-    outcome = replace(outcome, traffic=traffic)
-    # The average before subsampling has no statistics of its own, so it is no longer one to judge.
-    return method.with_statistics(replace(state, before=None), outcome.sums), outcome
+        found = engine.evaluate(weights, use_running)
+        scores[name] = Score(found.loss, found.metric, weights.mask.density)
+        sent += found.bytes
+    return scores, sent

@@ -1,57 +1,69 @@
 """What a sparse-FL method is: a few pure functions over plain data.
 
 A method is a frozen dataclass whose fields are its hyper-parameters. It never touches data sets, devices, sockets,
-clocks or bytes; engines never know its name.
+clocks or bytes. Whatever it is handed already lies on the right device. Engines never know its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from .errors import unknown
+from .exchange import Client, Local, Order, Sums
+from .mask import Weights
 from .rng import choose
-from .state import Client, Local, Order, Plan, State, Sums, Weights
+from .state import TRAINING, Phase, Plan, State
 
 
 @dataclass(frozen=True)
 class Method:
-    """The defaults most methods share: a keyed uniform cohort, one order for all, one model to judge."""
+    """The base of all methods. The defaults: a random cohort, one model for everyone, one phase, one view."""
 
     name: ClassVar[str] = ""
-    exact: ClassVar[bool] = True  # once the server's model is sparse it has its `density`; False: it may have more
+    phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
+    exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
 
     def init(self, plan: Plan) -> State:
-        """The server's state before the first round."""
+        """The server's state before the first round. `plan.initial()` draws the weights."""
         raise NotImplementedError
 
     def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
-        """The clients as this method sees them; one that needs densities gives them to clients that have none."""
+        """The clients with the densities this method assigns; by default none."""
         return tuple(clients)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         """Who takes part in this round."""
         return sample(s, clients, s.plan.per_round)
 
-    def order(self, s: State, client: Client) -> Order:
-        """What one client is to do in this round."""
-        return s.order(client, self.local(s), self.held(s, client))
+    def work(self, s: State, client: Client) -> Local:
+        """What one client does in this round."""
+        return self.local(s)
 
-    def held(self, s: State, client: Client) -> Weights:
-        """The model this client is sent, and whose BatchNorm statistics it reports if they are gathered at the end."""
-        return s.weights
+    def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
+        """The model each of these clients is sent. Clients that share a model get the same object."""
+        return ((client, s.weights) for client in clients)
+
+    def orders(self, s: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
+        """The orders of a round, made as they are needed."""
+        for client, weights in self.models(s, cohort):
+            yield client, s.order(client, self.work(s, client), weights)
 
     def aggregate(self, s: State, sums: Sums) -> State:
         """The next state, from what the updates of this round add up to."""
         raise NotImplementedError
 
+    def done(self, s: State) -> bool:
+        """Whether the run is over."""
+        return s.counted >= s.plan.rounds
+
     def views(self, s: State) -> Mapping[str, Weights]:
-        """The models to judge; the first is the one reported."""
+        """The models to evaluate. The first is the one reported."""
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
     def view(self, s: State, name: str = "") -> Weights:
-        """One of the models to judge, by its name: by default the one reported."""
+        """One of the views by its name; by default the one reported."""
         views = self.views(s)
         if name and name not in views:
             raise unknown("view", name, views)
@@ -64,11 +76,11 @@ class Method:
         return replace(s, weights=s.weights.with_statistics(sums.weights[s.layout.trained_size :] / sums.n))
 
     def local(self, s: State, **changes: Any) -> Local:
-        """The plan's training recipe at this round's learning rate, with changes."""
-        return replace(s.plan.local, **{"lr": s.plan.lr(s.round), **changes})
+        """The plan's training settings at this round's learning rate, with changes."""
+        return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), **changes})
 
 
 def sample(s: State, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
-    """`count` of the clients, keyed uniform, ascending by id; all of them if there are fewer."""
+    """`count` of the clients, each equally likely, ascending by id; all of them if there are fewer."""
     chosen = set(choose(s.key(purpose), [c.id for c in clients], count))
     return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))

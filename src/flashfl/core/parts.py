@@ -22,11 +22,6 @@ def part(cls: type[T]) -> type[T]:
     return cls
 
 
-def is_ours(value: Any) -> bool:
-    """Whether its class is of this package, whose tests look at what need not be looked at while a GPU waits."""
-    return type(value).__module__.startswith("flashfl.")
-
-
 def modules_of_parts() -> list[str]:
     """The modules that define the registered parts: another process knows them once it has imported these."""
     return sorted({cls.__module__ for cls in _PARTS.values()} - {"__main__"})

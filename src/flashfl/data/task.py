@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError, DataError
+from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
-from ..core.state import Client
 from .examples import Source, Subset, source
 
 Loss = Callable[[Any, Tensor], Tensor]

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add_statistics
+from ..core.exchange import Client, Local, Order, Outcome, Sums, Tag, Traffic
 from ..core.kernel import kernel
 from ..core.layout import Layout
-from ..core.state import Client, Local, Mask, Order, Outcome, State, Sums, Tag, Traffic
+from ..core.mask import Mask
+from ..core.state import State
 from ..wire import Message, ServerLedger, mask_sizes, size, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
@@ -47,10 +49,12 @@ class _Heard:
 class Books:
     """A server's ledger and its clients' memories, for masks that live on a device."""
 
-    def __init__(self, layout: Layout, values: Form = "fp32", folder: Path | None = None) -> None:
-        self.layout, self.values = layout, values
+    def __init__(
+        self, layout: Layout, values: Form = "fp32", folder: Path | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self.layout, self.values, self.device = layout, values, torch.device(device)
         self.ledger = ServerLedger(layout, bytes=HISTORY_BYTES)
-        self.memories = Memories(MaskStore(layout, folder))
+        self.memories = Memories(MaskStore(layout, folder), self)
         self.own: dict[int, tuple[Tag, Mask, Mask]] = {}  # client -> round, its order's mask, the mask it kept
         self._marked: dict[int, tuple[Tag, Mask, Mask]] | None = None
         self._before: dict[int, tuple[Tag, Mask, Mask]] = {}
@@ -65,41 +69,42 @@ class Books:
         return self._variances
 
     def open(self, s: State) -> Round:
-        self.memories.begin(self.ledger)
+        self.memories.begin()
         self._before = dict(self.own)
         return Round(self)
 
-    def undo(self) -> None:
-        self.ledger, self.own = self.memories.undo(), dict(self._before)
+    def rollback(self) -> None:
+        self.memories.rollback()
+        self.own = dict(self._before)
 
     def remembered(self, client: int, order: Order) -> Mask | None:
         """The mask a client kept, if the order starts from the round it kept it in."""
         kept = self.own.get(client)
         return kept[2] if kept and "mask" in order.local.keep and kept[0] == self.ledger.start(client) else None
 
-    def mark(self) -> None:
-        """A round is over: `memory` speaks of this moment until the next mark."""
+    def snapshot(self) -> None:
+        """A round is over: `save` describes this moment until the next snapshot."""
         self._marked = dict(self.own)
-        self.memories.mark(self.ledger)
+        self.memories.snapshot()
 
-    def memory(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         """As the CPU engine's; masks go to the store only now."""
         put, own_masks = self.memories.store.put, self.own if self._marked is None else self._marked
         for client, (tag, order, own) in own_masks.items():
             self.memories.clients[client] = [(tag, put(order), put(own))]
-        return self.memories.save(self.ledger, self.memories.clients)
+        return self.memories.save(self.memories.clients)
 
-    def restore(self, memory: Mapping[str, Any], device: torch.device) -> None:
+    def load(self, memory: Mapping[str, Any]) -> None:
         self._marked = None
-        self.memories.restore(memory, self.ledger, device)
+        self.memories.load(memory, self.device)
         store = self.memories.store
         for client, rounds in self.memories.clients.items():
             for tag, order, own in rounds:
                 if own is not None and own in store and order in store:
-                    self.own[client] = (tag, store[order].to(device), store[own].to(device))
+                    self.own[client] = (tag, store[order].to(self.device), store[own].to(self.device))
 
-    def forget_masks(self, pinned: set[str]) -> None:
-        self.memories.forget(pinned)
+    def keep_only(self, pinned: set[str]) -> None:
+        self.memories.keep_only(pinned)
 
 
 @dataclass

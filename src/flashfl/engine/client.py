@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..core.errors import FlashError
+from ..core.exchange import Extra, Order, Tag, Update
 from ..core.layout import Layout
-from ..core.state import Extra, Mask, Order, Tag, Update
+from ..core.mask import Mask
 from ..data.examples import Source
 from ..wire import ClientLedger, Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent

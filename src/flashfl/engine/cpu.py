@@ -6,7 +6,7 @@ import itertools
 import os
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ import torch
 
 from ..aggregate import add
 from ..core.errors import FlashError
-from ..core.state import DROPPED, Client, Mask, Order, Outcome, State, Sums, Traffic, Weights
+from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome, Sums, Traffic
+from ..core.mask import Mask, Weights
+from ..core.state import State
 from ..data.task import Task
 from ..wire import decode
 from ..wire.trust import Trust
@@ -47,16 +49,16 @@ class CPUEngine:
         self.task, self.dropout = task, dropout
         # Simulated clients are honest: whatever is finite is believed, however far one has moved.
         self.server = ServerSide(task.layout, values, trust or Trust(factor=0))
-        self.memories = Memories(MaskStore(task.layout, folder))
+        self.memory = Memories(MaskStore(task.layout, folder), self.server)
         # What models are judged by is written here, where every worker sees it.
         self._board = torch.zeros(task.layout.size).share_memory_()
         count = workers or max(1, (os.cpu_count() or 1) // threads)
-        make = _Make(task, self.memories.store, values, self._board)
+        make = _Make(task, self.memory.store, values, self._board)
         self.pool: Pool | InProcess = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        self.memories.begin(self.server.ledger)
-        with closing(Inbox(self.server, self.memories.store.folder)) as inbox:
+        self.memory.begin()
+        with closing(Inbox(self.server, self.memory.store.folder)) as inbox:
             return self._round(s, orders, inbox)
 
     def _round(self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox) -> Outcome:
@@ -87,7 +89,7 @@ class CPUEngine:
         sums = Sums(self.task.layout)
         for update in inbox.updates():
             add(sums, update)
-        self.memories.update({c: m for c, m in new.items() if c not in inbox.failures})
+        self.memory.update({c: m for c, m in new.items() if c not in inbox.failures})
         return Outcome(sums, inbox.traffic, dict(sorted(inbox.failures.items())))
 
     def _jobs(
@@ -103,7 +105,7 @@ class CPUEngine:
                 inbox.failed(client.id, DROPPED)
                 continue
             waiting[next(numbers)] = (client, order)
-            yield _Work(client.id, encoded.data, self.memories.clients.get(client.id, []))
+            yield _Work(client.id, encoded.data, self.memory.clients.get(client.id, []))
 
     def _once_more(self, died: Iterable[tuple[Client, Order]]) -> Iterator[Any]:
         """The same order for clients whose process ended: the machine may have had its reasons, a lack of memory say.
@@ -112,7 +114,7 @@ class CPUEngine:
         """
         for client, order in died:
             encoded = self.server.encode(self.server.message(client, order))
-            yield _Work(client.id, encoded.data, self.memories.clients.get(client.id, []))
+            yield _Work(client.id, encoded.data, self.memory.clients.get(client.id, []))
 
     def _lack(self, reply: Reply) -> Traffic:
         """What it costs a client to say that it lacks a mask."""
@@ -136,10 +138,7 @@ class CPUEngine:
         else:
             raise result
 
-    def undo(self) -> None:
-        self.server.ledger = self.memories.undo()
-
-    def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
+    def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all judging samples."""
         self._board.copy_(weights.vector)
         jobs = [
@@ -156,7 +155,7 @@ class CPUEngine:
                 raise FlashError(f"evaluation failed: {result}") if isinstance(result, Died) else result
         return self._verdict([job[0] for job in jobs], results)
 
-    def _verdict(self, judges: Sequence[int], results: Sequence[Any]) -> dict[str, float]:
+    def _verdict(self, judges: Sequence[int], results: Sequence[Any]) -> Evaluation:
         """Means over what was judged; a client whose samples cannot be judged is left out. A loss that is not finite
         stays: it is the model's."""
         why = {which: str(r) for which, r in zip(judges, results, strict=True) if isinstance(r, ClientFailed)}
@@ -167,20 +166,7 @@ class CPUEngine:
         if not good:
             raise FlashError(f"evaluation failed: no client could judge the model ({next(iter(why.values()))})")
         n = sum(len(data) for which, data in enumerate(self.task.judges) if which not in why)
-        return {"loss": sum(r[0] for r in good) / n, "metric": sum(r[1] for r in good) / n}
-
-    def mark(self) -> None:
-        """A round is over: `memory` speaks of this moment until the next mark."""
-        self.memories.mark(self.server.ledger)
-
-    def memory(self) -> dict[str, Any]:
-        return self.memories.save(self.server.ledger)
-
-    def restore(self, memory: Mapping[str, Any]) -> None:
-        self.memories.restore(memory, self.server.ledger)
-
-    def forget_masks(self, pinned: set[str]) -> None:
-        self.memories.forget(pinned)
+        return Evaluation(sum(r[0] for r in good) / n, sum(r[1] for r in good) / n)
 
     def close(self) -> None:
         self.pool.close()

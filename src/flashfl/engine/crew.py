@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..core.exchange import Client, Local, Order
+from ..core.mask import Mask
 from ..core.rng import fold, permutation, permutations
-from ..core.state import Client, Local, Mask, Order
 from ..data.examples import Arrays, Source, Subset
 from ..data.task import Task
 from .lanes import Lane, Options, Stack, plain_forward
@@ -122,7 +123,7 @@ class LaneCrew:
             lane.moved()
 
     def scores(self, rows: int) -> Tensor:
-        return torch.stack([lane.ema if lane.ema is not None else lane.grad.float() for lane in self.lanes[:rows]])
+        return torch.cat([lane.scores for lane in self.lanes[:rows] if lane.scores is not None])
 
     def losses(self, rows: int) -> Tensor:
         return torch.stack([lane.loss for lane in self.lanes[:rows]])
@@ -188,7 +189,8 @@ class WideCrew:
         self.wide.moved()
 
     def scores(self, rows: int) -> Tensor:
-        return (self.wide.ema if self.wide.ema is not None else self.wide.grad.float())[:rows]
+        assert self.wide.scores is not None
+        return self.wide.scores[:rows]
 
     def losses(self, rows: int) -> Tensor:
         return self.wide.loss[:rows].clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from ..core.errors import ConfigError
+from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome, Sums
 from ..core.kernel import kernel
+from ..core.mask import Mask, Weights
 from ..core.rng import fold
-from ..core.state import DROPPED, Client, Local, Mask, Order, Outcome, State, Sums, Weights
+from ..core.state import State
 from ..data.examples import on_device
 from ..data.task import Task
-from ..sparsity import mask_of, move
+from ..sparsity import move, recipe_mask
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
 from .books import Books, chunks, stacked
@@ -63,7 +65,7 @@ class LaneEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.values = values
-        self.books = Books(self.layout, values, folder)
+        self.books = self.memory = Books(self.layout, values, folder, self.device)
         self.crew: Any = None
         self.stack: Stack | None = None
         self.lr = torch.zeros((), device=self.device)
@@ -195,7 +197,7 @@ class LaneEngine:
         local, data = order.local, self.train_data[client.id]
         mask = self.books.remembered(client.id, order)
         if mask is None and local.start is not None:
-            mask = mask_of(self.layout, local.start, self.device)
+            mask = recipe_mask(self.layout, local.start, self.device)
         mask = mask if mask is not None else order.weights.mask
         return Seat(client, order, mask, len(data), self.trainer.batches(data, local), mask.counts)
 
@@ -221,9 +223,10 @@ class LaneEngine:
     ) -> None:
         """Prune and regrow in these rows at once."""
         assert self.stack is not None
+        assert local.adapt is not None
         every = len(seats)
         values, masks = self.stack.read(every), self.stack.logical(self.stack.masks[:every])
-        scores = self.stack.logical(crew.scores(every)) if getattr(local.adapt, "dense_gradient", False) else None
+        scores = self.stack.logical(crew.scores(every)) if local.adapt.dense_gradient else None
         some = None if len(rows) == every else torch.tensor(rows).to(self.device, non_blocking=True)
         mine: list[Any] = [x if some is None or x is None else x[some] for x in (values, masks, scores)]
         keys = []
@@ -255,24 +258,9 @@ class LaneEngine:
             loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
             round_.received([seat], update.weights.vector[None], loss, sums)
 
-    def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
+    def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all judging samples."""
         return self.judge.evaluate(weights, statistics)
-
-    def undo(self) -> None:
-        self.books.undo()
-
-    def mark(self) -> None:
-        self.books.mark()
-
-    def memory(self) -> dict[str, Any]:
-        return self.books.memory()
-
-    def restore(self, memory: Mapping[str, Any]) -> None:
-        self.books.restore(memory, self.device)
-
-    def forget_masks(self, pinned: set[str]) -> None:
-        self.books.forget_masks(pinned)
 
     def close(self) -> None:
         self.crew = self.stack = None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.state import Weights
+from ..core.exchange import Evaluation
+from ..core.mask import Weights
 from ..data.examples import Source, on_device
 from ..data.task import Task
 from .train import Trainer, judged_batches
@@ -30,7 +31,7 @@ class Judge:
         self.graphs: dict[tuple[int, int, bool], Any] = {}
 
     @torch.no_grad()
-    def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
+    def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all samples."""
         self._set(weights, statistics)
         batches = [
@@ -52,7 +53,7 @@ class Judge:
             else:
                 self._batch(self.data[which], count)
         loss, metric = (self.total / sum(len(data) for data in self.data)).tolist()
-        return {"loss": loss, "metric": metric}
+        return Evaluation(loss, metric)
 
     def _set(self, weights: Weights, statistics: bool) -> None:
         self.trainer.load(weights.vector)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import FlashError
+from ..core.exchange import Adapt, Local
 from ..core.layout import Layer, Layout
-from ..core.state import Local
 from ..data.task import Task
 
 _NORMS = nn.modules.batchnorm._BatchNorm
@@ -110,11 +110,11 @@ class Options:
 
     def __init__(self, local: Local) -> None:
         self.momentum, self.weight_decay, self.prox = local.momentum, local.weight_decay, local.prox
-        self.ema = getattr(local.adapt, "growth", "") == "momentum"
+        self.rule = local.adapt if local.adapt is not None and local.adapt.dense_gradient else None
 
     @property
-    def key(self) -> tuple[float, float, float, bool]:
-        return (self.momentum, self.weight_decay, self.prox, self.ema)
+    def key(self) -> tuple[float, float, float, Adapt | None]:
+        return (self.momentum, self.weight_decay, self.prox, self.rule)
 
 
 def plain_forward(module: nn.Module, *inputs: Tensor) -> Any:
@@ -153,7 +153,7 @@ class Lane:
         self.at = torch.zeros((), dtype=torch.int64, device=device)
         self.start: Tensor | None = None
         self.velocity: Tensor | None = None
-        self.ema: Tensor | None = None
+        self.scores: Tensor | None = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.generator = torch.Generator(device)
         self.inputs: list[Tensor] = []
@@ -194,8 +194,8 @@ class Lane:
             self.start = trained.clone() if self.start is None else self.start.copy_(trained)
         if options.momentum:
             self.velocity = torch.zeros_like(trained) if self.velocity is None else self.velocity.zero_()
-        if options.ema:
-            self.ema = torch.zeros(self.k, device=self.device) if self.ema is None else self.ema.zero_()
+        if options.rule:
+            self.scores = torch.zeros(1, self.k, device=self.device) if self.scores is None else self.scores.zero_()
         self.generator.manual_seed(seed)
 
     def moved(self) -> None:
@@ -246,8 +246,8 @@ class Lane:
             self.at += batch
 
     def _update(self, tail: Tensor, options: Options, fused: Callable[..., None] | None) -> None:
-        if self.ema is not None and options.ema:
-            self.ema.mul_(0.9).add_(self.grad)
+        if self.scores is not None and options.rule is not None:
+            options.rule.collect(self.scores, self.grad[None].float())
         plain = not (options.momentum or options.weight_decay or options.prox)
         head = self.master[: self.k]
         if plain and fused is not None and self.k:

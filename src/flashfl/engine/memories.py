@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..core.errors import FlashError
-from ..core.state import Mask
+from ..core.mask import Mask
 from ..wire import ServerLedger
 from .client import Memory
 from .store import MaskStore
 
 
+class HasLedger(Protocol):
+    ledger: ServerLedger
+
+
 class Memories:
     """Each client's last rounds, as hashes of masks that lie in a store."""
 
-    def __init__(self, store: MaskStore) -> None:
-        self.store = store
+    def __init__(self, store: MaskStore, owner: HasLedger) -> None:
+        self.store, self.owner = store, owner
         self.clients: dict[int, Memory] = {}
         self._marked: tuple[ServerLedger, dict[int, Memory]] | None = None
         self._before: tuple[ServerLedger, dict[int, Memory]] | None = None
@@ -33,30 +37,29 @@ class Memories:
         if self._rounds % 10 == 0:
             self.store.keep_only(self._pinned | self.held())
 
-    def mark(self, ledger: ServerLedger) -> None:
-        """The run's state is now as far as these memories: `save` gives them as they are now, until the next mark.
+    def snapshot(self) -> None:
+        """The run's state is now as far as these memories: `save` gives them as they are now, until the next one.
 
         A run that is interrupted in the middle of a round is saved as it was before it.
         """
-        self._marked = (ledger.snapshot(), dict(self.clients))
+        self._marked = (self.owner.ledger.snapshot(), dict(self.clients))
 
-    def begin(self, ledger: ServerLedger) -> None:
+    def begin(self) -> None:
         """A round begins that may have to be undone."""
-        self._before = (ledger.snapshot(), dict(self.clients))
+        self._before = (self.owner.ledger.snapshot(), dict(self.clients))
 
-    def undo(self) -> ServerLedger:
-        """As if the last round had never been; the ledger to go on with."""
+    def rollback(self) -> None:
+        """As if the last round had never been."""
         assert self._before is not None
         ledger, clients = self._before
-        self.clients = dict(clients)
-        return ledger.snapshot()
+        self.clients, self.owner.ledger = dict(clients), ledger.snapshot()
 
     def held(self) -> set[str]:
         return _hashes(self.clients) | _hashes(self._marked[1] if self._marked else {})
 
-    def save(self, ledger: ServerLedger, clients: Mapping[int, Memory] | None = None) -> dict[str, Any]:
+    def save(self, clients: Mapping[int, Memory] | None = None) -> dict[str, Any]:
         """What a checkpoint must hold beside the state: JSON that names masks in the store."""
-        ledger, marked = self._marked or (ledger, self.clients)
+        ledger, marked = self._marked or (self.owner.ledger, self.clients)
         clients = marked if clients is None else clients
         record, tensors = ledger.state()
         # One mask at a time: all of them together, at a byte a weight, may not fit.
@@ -70,7 +73,7 @@ class Memories:
             "masks": masks,
         }
 
-    def restore(self, memory: Mapping[str, Any], ledger: ServerLedger, device: torch.device | str = "cpu") -> None:
+    def load(self, memory: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Take over what `save` gave; if a mask is lost, real clients are sent full ones again."""
         self._marked = None
         self.clients = {
@@ -81,9 +84,9 @@ class Memories:
         except (KeyError, FlashError) as error:
             warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
             return
-        ledger.restore((dict(memory["ledger"]), tensors), device)
+        self.owner.ledger.restore((dict(memory["ledger"]), tensors), device)
 
-    def forget(self, pinned: set[str]) -> None:
+    def keep_only(self, pinned: set[str]) -> None:
         """Masks in `pinned` are needed by checkpoints; all others that no client holds may go."""
         self._pinned = pinned
         self.store.keep_only(pinned | self.held())

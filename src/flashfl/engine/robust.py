@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add, add_statistics
+from ..core.exchange import Sums, Update
 from ..core.layout import Layout
-from ..core.state import Sums, Update
 
 _STRETCH = 32 << 20  # numbers held in memory at a time, over all clients
 

@@ -10,9 +10,10 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
+from ..core.exchange import Client, Extra, Local, Order, Traffic, Update
 from ..core.layout import Layout
-from ..core.state import Client, Extra, Local, Mask, Order, Traffic, Update, Weights
-from ..sparsity import mask_of
+from ..core.mask import Mask, Weights
+from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, ServerLedger, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.trust import Seen, Trust, activations, change_norm, check_cohort, check_statistics, check_update, length
@@ -84,7 +85,7 @@ class ServerSide:
         if "mask" in local.keep and order.start is not None:
             return self.ledger.own(order.client)  # None: it has one that is no longer known here
         if local.start is not None:
-            return mask_of(self.layout, local.start)
+            return recipe_mask(self.layout, local.start)
         return order.mask
 
     def accept(self, order: Message, update: Message) -> None:

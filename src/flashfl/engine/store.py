@@ -19,7 +19,7 @@ import numpy as np
 from ..core import files
 from ..core.errors import CheckpointError
 from ..core.layout import Layout
-from ..core.state import Mask
+from ..core.mask import Mask
 
 
 class MaskStore(Mapping[str, Mask]):

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import FlashError
+from ..core.exchange import Local, Order, Update
 from ..core.layout import tensors_of
+from ..core.mask import Mask, Weights
 from ..core.rng import fold, permutation
-from ..core.state import Local, Mask, Order, Update, Weights
 from ..data.examples import Source, in_memory
 from ..data.task import Task
-from ..sparsity import mask_of, move
+from ..sparsity import move, recipe_mask
 from ..wire.trust import all_finite
 
 NOT_FINITE = "its weights or its loss are not finite after training"
@@ -101,7 +102,7 @@ class Trainer:
 
     def _starting_mask(self, order: Order) -> Mask:
         if (recipe := order.local.start) is not None:
-            return mask_of(self.layout, recipe, self.device)
+            return recipe_mask(self.layout, recipe, self.device)
         return order.weights.mask
 
     def _epochs(self, local: Local, key: int, data: Source, mask: Mask) -> tuple[Mask, float]:
@@ -122,7 +123,7 @@ class Trainer:
                 total += stepper.step(inputs, target) * len(index)
                 seen += len(index)
                 rate = moments.get(epoch * batches + b + 1)
-                if rate is not None:
+                if rate is not None and local.adapt is not None:
                     keys = [fold(key, "adapt", epoch, b)]
                     [counts] = move(
                         local.adapt, self.layout, self.vector[None], bits[None], stepper.scores(), rate, keys, [counts]
@@ -238,9 +239,8 @@ class Stepper:
         self.k = trainer.layout.prunable_size
         self.start = self.trained.clone() if local.prox else None
         self.velocity = torch.zeros_like(self.trained) if local.momentum else None
-        wants = getattr(local.adapt, "dense_gradient", False)
-        self.dense = torch.zeros(self.k, device=trainer.device) if wants else None
-        self.decay = 0.9 if getattr(local.adapt, "growth", "") == "momentum" else 0.0
+        self.rule = local.adapt if local.adapt is not None and local.adapt.dense_gradient else None
+        self.dense = torch.zeros(1, self.k, device=trainer.device) if self.rule else None
 
     @torch.enable_grad()
     def _backward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
@@ -253,8 +253,8 @@ class Stepper:
         """One SGD step; the batch's mean loss, still on the device."""
         grad = self.trainer.grad.zero_()
         loss = self._backward(inputs, target)
-        if self.dense is not None:
-            self.dense.mul_(self.decay).add_(grad[: self.k])
+        if self.rule is not None and self.dense is not None:
+            self.rule.collect(self.dense, grad[None, : self.k])
         if self.local.weight_decay:
             grad.add_(self.trained, alpha=self.local.weight_decay)
         if self.start is not None:
@@ -268,7 +268,7 @@ class Stepper:
 
     def scores(self) -> Tensor | None:
         """What growth by score ranks: the last batch's gradient, or its running mean."""
-        return None if self.dense is None else self.dense[None]
+        return self.dense
 
     def moved(self) -> None:
         """The mask has moved: weights outside it have no velocity, and those new in it had none."""

@@ -154,7 +154,7 @@ class Wide:
         self.capacity = 0
         self.start: Tensor | None = None
         self.velocity: Tensor | None = None
-        self.ema: Tensor | None = None
+        self.scores: Tensor | None = None
         self.graphs: dict[tuple[Any, ...], Any] = {}
         self.capture = self.device.type == "cuda"
 
@@ -177,8 +177,8 @@ class Wide:
             self.start = trained.clone() if self.start is None else self.start.copy_(trained)
         if options.momentum:
             self.velocity = torch.zeros_like(trained) if self.velocity is None else self.velocity.zero_()
-        if options.ema:
-            self.ema = torch.zeros_like(self.grad).float() if self.ema is None else self.ema.zero_()
+        if options.rule:
+            self.scores = torch.zeros_like(self.grad).float() if self.scores is None else self.scores.zero_()
 
     def moved(self) -> None:
         """The weights or masks in the stack have changed."""
@@ -246,8 +246,10 @@ class Wide:
         for layer in self.layout.of_kind("prunable", "dense"):
             self._rows(grad, layer).copy_(grads[layer.name])
         self.grad.copy_(torch.where(busy, grad[:, :head], self.grad))
-        if self.ema is not None and options.ema:
-            self.ema.copy_(torch.where(busy, self.ema * 0.9 + grad[:, :head], self.ema))
+        if self.scores is not None and options.rule is not None:
+            new = self.scores.clone()
+            options.rule.collect(new, grad[:, :head])
+            self.scores.copy_(torch.where(busy, new, self.scores))
         if options.weight_decay:
             grad.add_(trained, alpha=options.weight_decay)
         if options.prox and self.start is not None:

@@ -13,7 +13,9 @@ import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from ..core.state import Client, Local, Order, Outcome, State, Tag, Weights
+from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
+from ..core.mask import Weights
+from ..core.state import State
 from ..data.task import Task, accuracy
 from ..engine.memories import Memories
 from ..engine.server import ServerSide
@@ -43,20 +45,22 @@ class FlowerEngine:
         options: FlowerOptions | None = None,
         values: Form = "fp32",
         folder: Path | None = None,
+        clip: float = 0.0,
+        trim: float = 0.0,
     ) -> None:
         self.task, self.grid, self.roster, self.options = task, grid, roster, options or FlowerOptions()
-        self.server = ServerSide(task.layout, values, Trust(factor=self.options.trust), self.options.clip)
-        self.memories = Memories(MaskStore(task.layout, folder))
-        self.judging = 0  # bytes sent for evaluation on clients; a run's own traffic is that of its training
+        self.server = ServerSide(task.layout, values, Trust(factor=self.options.trust), clip)
+        self.memory = Memories(MaskStore(task.layout, folder), self.server)
+        self.trim = trim
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
         self._late: dict[str, str] = {}  # messages whose answer is no longer waited for
 
     def open(self) -> Round:
         """A round to be."""
-        self.memories.begin(self.server.ledger)
-        nodes = {client.id: self.roster.node(client.id) for client in self.roster}
-        return Round(self.server, nodes, self.options.timeout, self.options.trim)
+        self.memory.begin()
+        nodes = {client: entry.node for client, entry in self.roster.entries.items()}
+        return Round(self.server, nodes, self.options.timeout, self.trim)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Send every order to its client and wait for all replies, or as long as a client has."""
@@ -71,9 +75,6 @@ class FlowerEngine:
         outcome = self.finish(this)
         seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
         return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
-
-    def undo(self) -> None:
-        self.server.ledger = self.memories.undo()
 
     def finish(self, this: Round) -> Outcome:
         """What a round came to; the next look at the roster is a fresh one."""
@@ -103,40 +104,23 @@ class FlowerEngine:
                 time.sleep(pause)
                 pause = min(self.options.poll, 2 * pause)
 
-    def evaluate(self, weights: Weights, statistics: bool = True) -> dict[str, float]:
+    def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over the server's test samples, or over those that clients hold back."""
         if self.task.test is None:
             return self._ask_clients(weights, statistics)
         self._trainer = self._trainer or Trainer(self.task)
         loss, metric = self._trainer.judge(weights, self.task.test, statistics)
-        return {"loss": loss / len(self.task.test), "metric": metric / len(self.task.test)}
+        return Evaluation(loss / len(self.task.test), metric / len(self.task.test))
 
-    def _ask_clients(self, weights: Weights, statistics: bool) -> dict[str, float]:
+    def _ask_clients(self, weights: Weights, statistics: bool) -> Evaluation:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
         share = self.task.metric is accuracy and self.task.metric_known
-        present = list(self.roster)  # first of all, as this look may find others than the last
+        present = self.roster.present()  # first of all, as this look may find others than the last
         jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout, share)
         self._push(jury.post(client) for client in present if jury.entries[client.id].held)
         self._exchange(lambda: jury.waiting, jury.take)
         self.roster.doubt(jury.out)
-        verdict = jury.verdict()
-        self.judging += jury.traffic.down
-        return verdict
-
-    def mark(self) -> None:
-        """A round is over: `memory` speaks of this moment until the next mark."""
-        self.memories.mark(self.server.ledger)
-
-    def memory(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the state."""
-        return {**self.memories.save(self.server.ledger), "roster": self.roster.save()}
-
-    def restore(self, memory: Mapping[str, Any]) -> None:
-        self.memories.restore(memory, self.server.ledger)
-        self.roster.restore(memory.get("roster", {}))
-
-    def forget_masks(self, pinned: set[str]) -> None:
-        self.memories.forget(pinned)
+        return jury.verdict()
 
     def close(self) -> None:
-        """Nothing is held open: the grid is Flower's."""
+        pass

@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__
 from ..core.errors import ConfigError, FlashError
-from ..core.state import Mask, Weights
+from ..core.mask import Mask, Weights
 from ..data.examples import Source
 from ..data.task import Task
 from ..engine.client import ClientSide

@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import Message
 
 from ..core.errors import RunStopped
-from ..core.state import Client, Order, Traffic
+from ..core.exchange import Client, Evaluation, Order, Traffic
 from ..engine.server import ServerSide
 from ..wire import encode
 from ..wire.trust import LARGEST_METRIC
@@ -73,7 +73,7 @@ class Jury:
             return
         self._votes[client.id] = (n, loss, metric)
 
-    def verdict(self) -> dict[str, float]:
+    def verdict(self) -> Evaluation:
         """Mean over all samples that were judged; whoever gave no good answer is left out."""
         for client in self.waiting.values():
             self.out[client.id] = "no reply in time"
@@ -83,4 +83,4 @@ class Jury:
         if not total:
             raise RunStopped("no client could judge the model; the state before this round is kept")
         votes = [self._votes[c] for c in sorted(self._votes)]
-        return {"loss": sum(v[1] for v in votes) / total, "metric": sum(v[2] for v in votes) / total}
+        return Evaluation(sum(v[1] for v in votes) / total, sum(v[2] for v in votes) / total, self.traffic.down)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ..core.layout import Layout
-from ..core.state import Mask
+from ..core.mask import Mask
 
 
 class HeldMasks:

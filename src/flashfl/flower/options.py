@@ -20,15 +20,11 @@ class FlowerOptions:
     # weights; 0: all are believed.
     trust: float = 10.0
     max_samples: int = 0  # a client that registers more samples than this is refused; 0: none up to 2^32
-    clip: float = 0.0  # a change above this many times the cohort's median is shortened to that; 0: never
-    trim: float = 0.0  # share of the holders of each weight left out at either end before averaging; 0: plain sums
 
     def __post_init__(self) -> None:
-        for name in ("clients", "wait", "timeout", "poll", "trust", "max_samples", "clip", "trim"):
+        for name in ("clients", "wait", "timeout", "poll", "trust", "max_samples"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} = {value}: must be a number of at least 0")
-        if self.trim >= 0.5:
-            raise ConfigError(f"trim = {self.trim}: must be below 0.5, or nobody would be left")
         if self.timeout == 0 or self.poll == 0:
             raise ConfigError("timeout and poll must be above 0")

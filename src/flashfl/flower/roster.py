@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from .. import __version__
 from ..core.errors import ConfigError, RunStopped
+from ..core.exchange import Client
 from ..core.method import Method
-from ..core.state import Client
 from ..wire.frame import VERSION
 from . import records
 from .fixed import NONE, difference
@@ -80,7 +80,7 @@ class Entry:
         return Entry(node, Client(client, n, density), held)
 
 
-class Roster(Sequence[Client]):
+class Roster:
     """The clients that are present, ascending by id; looked up anew when a round has passed since the last look."""
 
     def __init__(self, grid: Grid, terms: Terms, need: int = 1, wait: float = 300.0, poll: float = 0.2) -> None:
@@ -103,32 +103,12 @@ class Roster(Sequence[Client]):
 
     # What the loop and the methods see.
 
-    def admit(self, method: Method, key: int) -> Roster:
-        """From now on clients are as this method sees them."""
+    fixed: tuple[Client, ...] | None = None  # clients come and go
+
+    def admit(self, method: Method, key: int) -> None:
+        """From now on, give clients the densities this method assigns."""
         self._admit = lambda clients: method.admit(clients, key)
         self._settle()
-        return self
-
-    @property
-    def planned(self) -> range:
-        """As many as the run was planned for, whoever is there now."""
-        return range(self.size)
-
-    def __len__(self) -> int:
-        return len(self._look())
-
-    @overload
-    def __getitem__(self, index: int) -> Client: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Client]: ...
-    def __getitem__(self, index: int | slice) -> Client | Sequence[Client]:
-        return self._look()[index]
-
-    def __iter__(self) -> Iterator[Client]:
-        return iter(self._look())
-
-    def node(self, client: int) -> int:
-        return self.entries[client].node
 
     def doubt(self, clients: Iterable[int]) -> None:
         """Ask these who they are at the next look, as they may have been started anew; what they say counts then."""
@@ -147,7 +127,8 @@ class Roster(Sequence[Client]):
             log.warning("only %d of %d clients registered within %g s", len(self._present), count, self.wait)
         self.size = self.size or len(self._present)
 
-    def _look(self) -> tuple[Client, ...]:
+    def present(self) -> tuple[Client, ...]:
+        """The clients that are there, looked up on the network if a round has passed since the last look."""
         if self.stale:
             self.refresh()
             if len(self._present) < self.need:
@@ -272,7 +253,7 @@ class Roster(Sequence[Client]):
             "densities": {str(i): d for i, d in sorted(self.densities.items())},
         }
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """The plan's size and the densities given to clients are those of the run that goes on."""
         self.size = int(saved.get("size", 0))
         self.densities = {int(i): float(d) for i, d in saved.get("densities", {}).items()}

@@ -10,8 +10,8 @@ from typing import Any
 from flwr.app import Message
 
 from ..aggregate import add
+from ..core.exchange import Client, Order, Outcome, Sums
 from ..core.layout import Layout
-from ..core.state import Client, Order, Outcome, Sums
 from ..engine.robust import trimmed_sums
 from ..engine.server import Inbox, ServerSide
 from ..wire import WireError, decode

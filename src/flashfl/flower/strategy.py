@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,22 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from ..core.errors import ConfigError
+from ..core.mask import Weights
 from ..core.method import Method
-from ..core.state import State, Weights
+from ..core.record import RoundRecord
+from ..core.state import State
 from ..data.task import Task
 from ..run import checkpoint
-from ..run.config import TrainConfig, plan_of
-from ..run.display import Display
-from ..run.runner import Run, Watch, drive
+from ..run.config import TrainConfig
+from ..run.progress import Display
+from ..run.simulate import Run, Watch, drive
 from .engine import FlowerEngine
 from .fixed import fingerprint
 from .options import FlowerOptions
 from .roster import Roster, Terms
-from .round import Round
 
 log = logging.getLogger("flwr.flashfl")
+_ONLY_START = "FlashStrategy runs as a whole: call strategy.start(grid)"
 
 
 class FlashStrategy(Strategy):
@@ -40,8 +42,7 @@ class FlashStrategy(Strategy):
     header: what the results file says of the run's settings. watch: called after every round; progress is shown unless
     quiet.
 
-    `start` is all a server needs. The other methods are the same steps one by one, for whoever drives a strategy with
-    a loop of his own: they keep the state in the strategy and repeat nothing.
+    Call `start`. Flower's step-by-step hooks raise an error: they could not send a client the masks it has lost.
     """
 
     def __init__(
@@ -64,9 +65,6 @@ class FlashStrategy(Strategy):
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
         self.run: Run | None = None
-        self.state: State | None = None
-        self._engine: FlowerEngine | None = None
-        self._round: Round | None = None
 
     def start(  # type: ignore[override]
         self,
@@ -90,16 +88,15 @@ class FlashStrategy(Strategy):
         self.summary()
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
 
-        def watch(state: State, line: dict[str, Any]) -> None:
-            display(state, line)
+        def watch(state: State, record: RoundRecord) -> None:
+            display(state, record)
             if self.watch is not None:
-                self.watch(state, line)
+                self.watch(state, record)
 
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.roster, self.folder, resume, watch, self.header,
-                self._believed(),
-            )  # fmt: skip
+                self.method, self.task, self.train, engine, engine.roster, self.folder, resume, watch, self.header
+            )
         finally:
             display.close()
         return _result(self.run)
@@ -110,69 +107,36 @@ class FlashStrategy(Strategy):
         terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples)
         roster = Roster(grid, terms, need, options.wait, options.poll)
         if self.resume and (record := _latest(self.folder)) is not None:
-            roster.restore(record["engine"].get("roster", {}))
+            roster.load(record["clients"])
         roster.gather(options.clients or min(self.train.per_round, roster.size or self.train.per_round))
         if self.train.per_round > roster.size:
             raise ConfigError(
                 f"per_round = {self.train.per_round} and {roster.size} clients registered: start more SuperNodes, "
                 "or set per_round to what there is"
             )
-        log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in roster))
+        log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in roster.present()))
         masks = self.folder / "masks" if self.folder else None
-        return FlowerEngine(self.task, grid, roster, options, self.train.values, masks)
-
-    def _believed(self) -> dict[str, Any] | None:
-        """What decides whose word counts how much; None if the run that goes on did not record it yet."""
-        record = _latest(self.folder) if self.resume else None
-        if record is not None and "flower" not in record["identity"]:
-            return None
-        return {name: getattr(self.options, name) for name in ("trust", "clip", "trim", "max_samples")}
+        return FlowerEngine(
+            self.task, grid, roster, options, self.train.values, masks, self.train.clip, self.train.trim
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """The orders of the next round. Arrays and config are Flower's to give and not ours to need."""
-        if self._engine is None or self.state is None:
-            self._engine = self.connect(grid)
-            planned: Any = self._engine.roster.planned
-            plan = plan_of(self.train, self.task, planned, method=self.method)
-            self._engine.roster.admit(self.method, plan.key)
-            self.state = self.method.init(plan)
-        self._round = self._engine.open()
-        cohort = sorted(self.method.cohort(self.state, self._engine.roster), key=lambda c: c.id)
-        return [self._round.post(client, self.method.order(self.state, client)) for client in cohort]
+        raise NotImplementedError(_ONLY_START)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The next state; a round with too few good replies leaves the state as it was, its attempt counted."""
-        if self._engine is None or self._round is None or self.state is None:
-            raise RuntimeError("aggregate_train comes after configure_train")
-        for reply in replies:
-            if (follow := self._round.take(reply)) is not None:
-                log.warning("a client lacks a mask and is left out; only `start` can send it within the round")
-                del follow
-        outcome = self._engine.finish(self._round)
-        if outcome.sums.clients < min(self.train.min_replies, len(self._round.posts)):
-            self._engine.undo()
-            self.state = self.state.again()
-            return None, None
-        self.state = self.method.aggregate(self.state, outcome.sums)
-        metrics = MetricRecord({"loss": outcome.sums.mean_loss, "clients": outcome.sums.clients})
-        return _arrays(self.task, self.method.view(self.state)), metrics
+        raise NotImplementedError(_ONLY_START)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Nothing: models are judged in `aggregate_evaluate`, where the state is."""
-        return []
+        raise NotImplementedError(_ONLY_START)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What the reported model of the current state is worth, on the server's samples or the clients'."""
-        if self._engine is None or self.state is None or server_round % self.train.eval_every:
-            return None
-        view = self.method.view(self.state)
-        return MetricRecord({**self._engine.evaluate(view, self.train.local().statistics)})
+        raise NotImplementedError(_ONLY_START)
 
     def summary(self) -> None:
         """Log what is about to run."""
@@ -183,7 +147,9 @@ class FlashStrategy(Strategy):
 def _check(train: TrainConfig) -> None:
     """Refuse settings of a simulation that would be recorded and have no effect."""
     if train.dropout:
-        raise ConfigError(f"dropout = {train.dropout}: of Flower's clients those fail that fail; set it to 0")
+        raise ConfigError(
+            f"dropout = {train.dropout}: it simulates failures; on Flower, real clients fail on their own. Set it to 0."
+        )
     if train.device not in ("auto", "cpu"):
         raise ConfigError(f"device = {train.device!r}: Flower's clients train on the CPU; set it to auto or cpu")
 
@@ -205,10 +171,7 @@ def _arrays(task: Task, weights: Weights) -> ArrayRecord:
 def _result(run: Run) -> Result:
     result = Result()
     result.arrays = _arrays(run.task, run.weights)
-    for line in run.history:
-        if line["metrics"]:
-            found = next(iter(line["metrics"].values()))
-            result.evaluate_metrics_serverapp[line["round"] + 1] = MetricRecord(
-                {k: v for k, v in found.items() if isinstance(v, int | float)}
-            )
+    for record in run.history:
+        if record.score is not None:
+            result.evaluate_metrics_serverapp[record.round + 1] = MetricRecord(asdict(record.score))
     return result

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.exchange import Local
 from ..core.layout import Layout
-from ..core.state import Local
 
 _VALUE = _INDEX = 4
 

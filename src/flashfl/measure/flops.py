@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..core.exchange import Local
 from ..core.layout import Layout
-from ..core.state import Local
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -134,5 +134,5 @@ def order_flops(layout: Layout, costs: Mapping[str, Cost], local: Local, n: int,
     """FLOPs of a client's whole work in one round; gathering statistics is a forward pass only."""
     if local.report == "statistics":
         costs = {name: Cost(cost.fwd) for name, cost in costs.items()}
-    dense_gradient = bool(getattr(local.adapt, "dense_gradient", False))
+    dense_gradient = local.adapt is not None and local.adapt.dense_gradient
     return samples_of(local, n) * sample_flops(layout, costs, densities, dense_gradient)

@@ -1,4 +1,4 @@
-"""Sparse mask mismatch SM(i, j) = 1 - |Mi & Mj| / |Mi or Mj|, between two masks or all pairs of many."""
+"""Sparse mask mismatch SM(i, j) = 1 - |Mi & Mj| / |Mi or Mj| of all pairs of many masks."""
 
 from __future__ import annotations
 
@@ -6,48 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-
-from ..core.state import Mask
-
-
-def shared(before: Mask, after: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of each layer: the weights active in both masks, and those active in `after`.
-
-    Reductions run where the masks are; a GPU is waited for once.
-    """
-    if after.bits.is_cuda or before.bits.is_cuda:
-        return _shared_on_device(before, after)
-    both = (before.bits & after.bits).numpy()
-    common = [int(np.count_nonzero(both[x.start : x.stop])) for x in after.layout.prunable]
-    return tuple(common), counts_of(after)
-
-
-def _shared_on_device(before: Mask, after: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """All sums queued first, then read together: one wait."""
-    layers = after.layout.prunable
-    both = before.bits.to(after.bits.device) & after.bits
-    parts = [both[x.start : x.stop].sum() for x in layers]
-    if after.known_counts is None:
-        parts += [after.bits[x.start : x.stop].sum() for x in layers]
-    numbers = torch.stack(parts).tolist() if parts else []
-    counts = tuple(numbers[len(layers) :]) if after.known_counts is None else after.known_counts
-    return tuple(numbers[: len(layers)]), counts
-
-
-def counts_of(mask: Mask) -> tuple[int, ...]:
-    """`mask.counts`, by numpy where it has to be counted on a CPU: quicker than a sum of booleans in torch."""
-    if mask.known_counts is not None or mask.bits.is_cuda:
-        return mask.counts
-    bits = mask.bits.numpy()
-    return tuple(int(np.count_nonzero(bits[x.start : x.stop])) for x in mask.layout.prunable)
-
-
-def jaccard(common: int, a: int, b: int) -> float:
-    """SM from the sizes of two masks and of what they share; 0 for two empty ones."""
-    union = a + b - common
-    return 1.0 - common / union if union else 0.0
 
 
 def pairwise(masks: Iterable[NDArray[Any]], sizes: Sequence[int]) -> NDArray[np.float64]:

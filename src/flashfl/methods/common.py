@@ -10,45 +10,52 @@ from numbers import Real
 from torch import Tensor
 
 from ..core.errors import ConfigError
+from ..core.exchange import Client, Sums
 from ..core.layout import Layout
+from ..core.mask import Mask, Weights
 from ..core.method import sample
 from ..core.rng import fold
-from ..core.state import Client, Mask, Plan, State, Sums, Weights
+from ..core.state import State
 from ..sparsity import PruneRegrow, random_mask, share_out, top_mask
 
 
 def check_density(density: float) -> None:
     if not isinstance(density, Real) or not 0 < density <= 1:
-        raise ConfigError(f"density = {density}: must be above 0 and at most 1 (0.05 keeps every twentieth weight)")
+        raise ConfigError(
+            f"density = {density!r}: must be a number above 0 and at most 1 (0.05 keeps 5 % of the weights)"
+        )
 
 
 def check_shares(densities: Sequence[float], shares: Sequence[float]) -> None:
     if len(densities) != len(shares) or not densities:
-        raise ConfigError(f"{len(densities)} densities but {len(shares)} shares of clients")
+        raise ConfigError(f"{len(densities)} densities and {len(shares)} shares: give one share of clients per density")
     if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise ConfigError(f"shares = {shares}: numbers of at least 0, and not all 0")
+        raise ConfigError(f"shares = {shares}: must be numbers of at least 0, not all 0")
     for density in densities:
         check_density(density)
 
 
 def check_rule(adapt: PruneRegrow) -> None:
-    if nm := getattr(adapt, "nm", 0):
-        raise ConfigError(f"adapt.nm = {nm}: an N:M pattern is the method's to set, by its own nm")
+    if adapt.nm:
+        raise ConfigError(f"adapt.nm = {adapt.nm}: set the method's own `nm` instead")
 
 
 def warn_of_pattern(layout: Layout, budgets: Sequence[int], density: float, nm: int) -> None:
-    """A pattern keeps at least one weight of each group, which may be far more than was asked for."""
+    """Warn if a pattern, which keeps at least one weight of each group, gives far more than was asked for."""
     if (found := sum(budgets) / max(1, layout.prunable_size)) > 1.5 * density:
-        warnings.warn(f"density {found:.3f}, not {density}: a pattern keeps at least 1 of {nm}", RuntimeWarning)
+        warnings.warn(
+            f"the density is {found:.3f} instead of {density}: an N:M pattern keeps at least 1 of {nm} weights",
+            RuntimeWarning,
+        )
 
 
 def share_densities(
     clients: Sequence[Client], densities: Sequence[float], shares: Sequence[float], key: int
 ) -> tuple[Client, ...]:
-    """Give every client that states no density one of these, in these shares; refuse one that states another."""
+    """Give every client that states no density one of these, in these shares. Refuse a client that states another."""
     for c in clients:
         if c.density is not None and c.density not in densities:
-            raise ConfigError(f"client {c.id} has density {c.density}; the method offers {tuple(densities)}")
+            raise ConfigError(f"client {c.id} states density {c.density}: must be one of {tuple(densities)}")
     order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
     ends = [round(sum(shares[: i + 1]) / sum(shares) * len(order)) for i in range(len(shares))]
     given = {c.id: densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
@@ -56,7 +63,7 @@ def share_densities(
 
 
 def sample_each_density(s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-    """A round's cohort: the same share of the clients of every density, at least one of each if it is that large."""
+    """A cohort with the same share of the clients of every density, at least one of each if there is room."""
     groups: dict[float, list[Client]] = {}
     for c in clients:
         groups.setdefault(c.density or 0.0, []).append(c)
@@ -72,19 +79,19 @@ def sample_each_density(s: State, clients: Sequence[Client]) -> tuple[Client, ..
 
 
 def inner_mask(s: State, full: Weights, budgets: tuple[int, ...], nm: int) -> Mask:
-    """A mask of these budgets inside the mask of `full`: from the ranking that made it, by key or by magnitude."""
+    """A mask of these budgets inside the mask of `full`, by the ranking that made it: its key, or magnitudes."""
     if budgets == full.mask.counts:
         return full.mask
     if recipe := full.mask.recipe:
-        return random_mask(s.layout, budgets, recipe.key, s.plan.device, nm)
+        return random_mask(s.plan, budgets, recipe.key, nm)
     return top_mask(s.layout, full.vector, budgets, nm)
 
 
 def keep_statistics(s: State, after: State, sums: Sums, masks: Mapping[str, Mask], whole: str) -> State:
-    """`after` with the BatchNorm statistics of each of these models by itself: a sparser one's activations differ.
+    """`after` with separate BatchNorm statistics for each of these masks: sparser models have other activations.
 
-    Of one that has not been heard of they stay as they were in `s`. The server's own are those kept as `whole`, or the
-    average over all models while there are none.
+    A mask nobody reported on keeps its statistics. The server's own model uses those kept as `whole`, or the average
+    over all models while there are none.
     """
     extra = dict(after.extra)
     for name, mask in masks.items():
@@ -95,19 +102,3 @@ def keep_statistics(s: State, after: State, sums: Sums, masks: Mapping[str, Mask
     top = after.kept(Tensor, whole) if whole in extra else after.weights.statistics
     before = after.before and after.before.with_statistics(top)
     return replace(after, weights=after.weights.with_statistics(top), before=before)
-
-
-def initial(plan: Plan, stage: int = 1) -> Tensor:
-    """The model's initial weights on the plan's device; another stage draws others."""
-    return plan.draw(fold(plan.key, "weights", stage)).to(plan.device)
-
-
-def fresh(s: State, budgets: tuple[int, ...], mask_init: str, nm: int = 0) -> Weights:
-    """A new start with these budgets: weights drawn anew, under a mask that is random or by their magnitude."""
-    vector = initial(s.plan, stage=2)
-    mask: Mask = (
-        top_mask(s.layout, vector, budgets, nm)
-        if mask_init == "magnitude"
-        else random_mask(s.layout, budgets, s.key("mask"), s.plan.device, nm)
-    )
-    return Weights.masked(mask, vector)

@@ -6,21 +6,32 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..aggregate import Aggregator, average
+from ..core.exchange import Sums
+from ..core.mask import Weights
 from ..core.method import Method
-from ..core.state import Mask, Plan, State, Sums, Weights
-from .common import initial
+from ..core.state import Plan, State
 
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """Every weight is trained, sent and averaged."""
+    """FedAvg: every weight is trained, sent and averaged.
+
+    Clients train the whole model on their own data; the server averages the results by data size (the `fedAvg` branch
+    of Algorithm 3 with every weight present).
+
+    Bytes: the whole model, in both directions, every round.
+    When: as the accuracy that sparse methods try to keep. With `values = "int8"` this is FedPAQ, which sends fewer
+    bits instead of fewer weights.
+    Not to be confused with top-k compression, which also trains densely but sends only the largest changes.
+
+    aggregator: fedavg or wfa. They agree here, because everyone holds every weight.
+    """
 
     name: ClassVar[str] = "dense"
     aggregator: Aggregator = "fedavg"
 
     def init(self, plan: Plan) -> State:
-        mask = Mask.full(plan.layout, plan.device)
-        return State(plan, Weights(mask, initial(plan)))
+        return State(plan, Weights.dense(plan.layout, plan.initial()))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         return s.next(Weights(s.mask, average(self.aggregator, sums)))

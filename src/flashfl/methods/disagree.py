@@ -1,24 +1,33 @@
-"""Forced disagreement (the paper's Table 2): what it costs when masks change by a given amount in every round."""
+"""Forced disagreement: what it costs when masks change by a given amount in every round."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from ..aggregate import average
 from ..core.errors import ConfigError
-from ..core.rng import hashes
-from ..core.state import Client, Mask, Order, State, Sums, Weights
-from ..sparsity.select import lowest
-from .spdst import SPDST
+from ..core.exchange import Client, Sums
+from ..core.mask import Mask, Weights
+from ..core.state import State
+from ..sparsity import random_choice
+from .spdst import SENSITIVITY, SPDST
 
 
 @dataclass(frozen=True)
 class Disagree(SPDST):
-    """SPDST whose mask is made to differ from one round to the next: at random, in chosen layers, by a given mismatch.
+    """SPDST whose mask changes at random from round to round, by a given mismatch, in chosen layers.
 
-    sm: the mismatch between the masks of consecutive rounds in each chosen layer. first, last: which layers, counted
-    from 1; a last of 0 is the model's last. A layer too dense for that much change changes as much as it can.
+    A layer with b active weights keeps i of them, so that SM = 1 - i / (2b - i) (Eq. 1) is the one asked for. A layer
+    too dense for that changes as much as it can.
+
+    Bytes: as SPDST, plus a full mask every round.
+    When: with `--central`, for the paper's Table 2: disagreement in late layers costs more than in early ones.
+    Not to be confused with NST, where disagreement is what clients arrive at, not an input.
+
+    sm: mismatch between the masks of consecutive rounds. first, last: the layers that change, counted from 1; a last of
+    0 is the model's last layer. The other settings are SPDST's.
     """
 
     name: ClassVar[str] = "disagree"
@@ -31,24 +40,26 @@ class Disagree(SPDST):
         if not 0 <= self.sm <= 1:
             raise ConfigError(f"sm = {self.sm}: must lie between 0 and 1")
         if self.first < 1 or self.last < 0 or self.nm:
-            raise ConfigError("first must be at least 1, last at least 0, and nm 0")
+            raise ConfigError(
+                f"first = {self.first}, last = {self.last}, nm = {self.nm}: must be at least 1, at least 0, and 0"
+            )
 
-    def order(self, s: State, client: Client) -> Order:
-        order = super().order(s, client)
-        return order if s.stage == 1 else replace(order, weights=s.weights.restrict(self._mask(s)))
+    def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
+        weights = s.weights if s.phase == SENSITIVITY else s.weights.restrict(self._mask(s))
+        return ((client, weights) for client in clients)
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        if s.stage == 1:
+        if s.phase == SENSITIVITY:
             return super().aggregate(s, sums)
         mask = self._mask(s)
         return s.next(Weights(mask, average(self.aggregator, sums)), mask=self.moved(s, mask))
 
     def _mask(self, s: State) -> Mask:
-        """The mask this round trains; the one judged after it is the same, so it is never judged untrained."""
+        """The mask this round trains. The model evaluated after the round has the same, so it is always trained."""
         return s.kept(Mask, "mask") if "mask" in s.extra else s.mask
 
     def moved(self, s: State, mask: Mask) -> Mask:
-        """As many weights a layer, but only i of b in common: 1 - i / (2b - i) = sm."""
+        """As many weights in each layer, but only i of b in common: 1 - i / (2b - i) = sm."""
         bits = mask.bits.clone()
         stop = self.last or len(mask.counts)
         for i, (layer, b) in enumerate(zip(s.layout.prunable, mask.counts, strict=True), start=1):
@@ -56,8 +67,7 @@ class Disagree(SPDST):
                 continue
             change = min(b - round(2 * b * (1 - self.sm) / (2 - self.sm)), layer.size - b)
             active = mask.bits[layer.start : layer.stop]
-            ranks = hashes(s.key("disagree"), layer.start, layer.stop, bits.device)
             part = bits[layer.start : layer.stop]
-            part &= ~lowest(ranks, change, active)
-            part |= lowest(ranks, change, ~active)
+            part &= ~random_choice(layer, s.key("disagree"), change, active)
+            part |= random_choice(layer, s.key("disagree"), change, ~active)
         return Mask(s.layout, bits, mask.counts)

@@ -1,8 +1,8 @@
-"""hetero-FLASH: clients of different densities, each training its sub-model of one nested family of masks."""
+"""hetero-FLASH: clients of different densities, each training its part of one nested family of masks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -10,30 +10,42 @@ from torch import Tensor
 
 from ..aggregate import Aggregator
 from ..core.errors import ConfigError
+from ..core.exchange import Client, Sums
+from ..core.mask import Mask, Weights
 from ..core.method import sample
-from ..core.state import Client, Mask, State, Sums, Weights
+from ..core.state import State
 from ..sparsity import nested, pattern_budgets, top_mask
 from .common import check_shares, inner_mask, keep_statistics, sample_each_density, share_densities, warn_of_pattern
 from .jmwst import JMWST
-from .spdst import SPDST
+from .spdst import SENSITIVITY, SPDST
 
 
 @dataclass(frozen=True)
-class _Hetero(SPDST):
-    """A wrapper around a FLASH method: one nested mask per density, averaged over those who hold a weight.
+class HeteroSPDST(SPDST):
+    """SPDST for clients with different budgets: nested frozen masks, one per density.
 
-    densities, shares: the density budgets and the share of clients that has each, for clients that state none.
+    The first phase runs on clients of the highest density. One ranking of the weights then gives every density its
+    mask, each inside the next (Algorithm 2). A client trains its own part, and the server averages each weight over
+    those who hold it (Algorithm 3, weightedFedAvg). Every density has BatchNorm statistics of its own.
+
+    Bytes: each client's own density, in both directions.
+    When: devices differ in memory or bandwidth, and the frozen mask's cheap messages matter most.
+    Not to be confused with HeteroFL or FjORD, which slice whole channels off the model.
+
+    densities, shares: the densities, and the share of clients that get each if they do not state their own.
+    The other settings are SPDST's; `density` is the highest of `densities`.
     """
 
+    name: ClassVar[str] = "hetero-spdst"
     densities: tuple[float, ...] = (0.1, 0.15, 0.2)
     shares: tuple[float, ...] = (0.3, 0.3, 0.4)
-    density: float = field(default=0.0, metadata={"derived": True})  # the highest of `densities`; not to be set
+    density: float = field(default=0.0, metadata={"derived": True})  # the highest of `densities`
     aggregator: Aggregator = "wfa"
 
     def __post_init__(self) -> None:
         check_shares(self.densities, self.shares)
         if self.density not in (0.0, max(self.densities)):
-            raise ConfigError("a heterogeneous method takes `densities`, not `density`")
+            raise ConfigError(f"density = {self.density}: {self.name} takes `densities` instead")
         object.__setattr__(self, "density", max(self.densities))
         super().__post_init__()
 
@@ -41,17 +53,23 @@ class _Hetero(SPDST):
         return share_densities(clients, self.densities, self.shares, key)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        if s.stage == 1:
+        if s.phase == SENSITIVITY:
             return sample(s, [c for c in clients if c.density == self.density] or clients, self.warmup_clients)
         return sample_each_density(s, clients)
 
-    def held(self, s: State, client: Client) -> Weights:
-        return self.sub_model(s, client.density or self.density)
+    def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
+        if s.phase == SENSITIVITY:
+            yield from super().models(s, clients)
+            return
+        parts: dict[float, Weights] = {}
+        for client in clients:
+            density = client.density or self.density
+            if density not in parts:
+                parts[density] = self.sub_model(s, density)
+            yield client, parts[density]
 
     def sub_model(self, s: State, density: float) -> Weights:
-        return s.once(f"density {density}", lambda: self._part(s, density))
-
-    def _part(self, s: State, density: float) -> Weights:
+        """The part of the model for clients of this density, with its own statistics."""
         model, own = s.weights.restrict(s.kept(Mask, f"mask {density}")), s.extra.get(f"statistics {density}")
         return model.with_statistics(own) if isinstance(own, Tensor) and density != self.density else model
 
@@ -64,7 +82,7 @@ class _Hetero(SPDST):
 
     def aggregate(self, s: State, sums: Sums) -> State:
         after = super().aggregate(s, sums)
-        return self._stated(s, after, sums) if s.stage == 2 and s.plan.local.statistics else after
+        return after if s.phase == SENSITIVITY or not s.plan.local.statistics else self._stated(s, after, sums)
 
     def with_statistics(self, s: State, sums: Sums) -> State:
         return self._stated(s, super().with_statistics(s, sums), sums)
@@ -74,8 +92,8 @@ class _Hetero(SPDST):
         return keep_statistics(s, after, sums, masks, f"statistics {self.density}")
 
     def budgets(self, s: State, densities: Sequence[float]) -> dict[float, tuple[int, ...]]:
-        """What the layers of each density's model keep; under a pattern, whose rounding would add up, what they had."""
-        if self.nm and s.stage == 2:
+        """Layer budgets of each density. Under a pattern they stay what they were, as its rounding would add up."""
+        if self.nm and s.phase != SENSITIVITY:
             return {d: s.kept(Mask, f"mask {d}").counts for d in self.densities}
         found = nested(s.layout, densities, self.densities)
         return {d: pattern_budgets(s.layout, budgets, self.nm) for d, budgets in found.items()}
@@ -85,20 +103,23 @@ class _Hetero(SPDST):
         return {f"mask {d}": inner_mask(s, full, b, self.nm) for d, b in budgets.items()}
 
     def views(self, s: State) -> Mapping[str, Weights]:
-        parts = sorted(self.densities)[:-1] if s.stage == 2 else []
+        parts = [] if s.phase == SENSITIVITY else sorted(self.densities)[:-1]
         return {**super().views(s), **{f"density {d}": self.sub_model(s, d) for d in parts}}
 
 
 @dataclass(frozen=True)
-class HeteroSPDST(_Hetero):
-    """SPDST with nested frozen masks, one per density."""
+class HeteroJMWST(HeteroSPDST, JMWST):
+    """JMWST for clients with different budgets: the server cuts one model per density out of the average.
 
-    name: ClassVar[str] = "hetero-spdst"
+    As hetero-SPDST, but masks go on moving: after averaging over holders, one ranking by magnitude per layer gives all
+    nested masks, with budgets that follow the averaged model's layer densities (Algorithms 2 and 4).
 
+    Bytes: each client's own density in both directions, plus masks in rounds that move them.
+    When: devices differ and densities are very low.
+    Not to be confused with hetero-SPDST, whose masks are frozen.
 
-@dataclass(frozen=True)
-class HeteroJMWST(_Hetero, JMWST):
-    """JMWST whose server cuts one sub-model per density out of the averaged model."""
+    The settings are those of hetero-SPDST and JMWST.
+    """
 
     name: ClassVar[str] = "hetero-jmwst"
 

@@ -7,16 +7,27 @@ from typing import ClassVar
 
 from ..aggregate import average, union
 from ..core.errors import ConfigError
-from ..core.state import Client, Order, State, Sums, Weights
+from ..core.exchange import Client, Local, Sums
+from ..core.mask import Weights
+from ..core.state import State
 from ..sparsity import calibrate, top_mask
-from .spdst import SPDST
+from .spdst import SENSITIVITY, SPDST
 
 
 @dataclass(frozen=True)
 class JMWST(SPDST):
-    """Joint mask and weight sparse training.
+    """Joint mask and weight sparse training: FLASH with masks that go on learning.
+
+    It begins like SPDST. Then, every `r_int` rounds, clients prune and regrow during training. The server averages,
+    counting a missing weight as 0, scales the clients' mean layer densities to the target (Eq. 3), and keeps that many
+    of the largest averaged weights in each layer (Algorithm 4). So all clients start the next round from one mask.
+
+    Bytes: as SPDST. In rounds that move masks add the mask's difference, about a sixth of the values at density 0.05.
+    When: at very low densities (0.01), where it gains a point or more over SPDST.
+    Not to be confused with NST, where masks never meet again, or FedDST, which averages over holders.
 
     r_int: masks move every r_int rounds. freeze_after: the round from which they no longer move; 0: never freeze.
+    The other settings are SPDST's.
     """
 
     name: ClassVar[str] = "jmwst"
@@ -26,23 +37,23 @@ class JMWST(SPDST):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.r_int < 1 or self.freeze_after < 0:
-            raise ConfigError("r_int must be at least 1 and freeze_after at least 0")
+            raise ConfigError(
+                f"r_int = {self.r_int}, freeze_after = {self.freeze_after}: must be at least 1 and at least 0"
+            )
 
     def moves(self, s: State) -> bool:
-        """Whether masks move in this round of stage 2."""
-        return s.round % self.r_int == 0 and (self.freeze_after == 0 or s.round < self.freeze_after)
+        """Whether masks move in this round."""
+        due = s.round % self.r_int == 0 and (self.freeze_after == 0 or s.round < self.freeze_after)
+        return s.phase != SENSITIVITY and due
 
-    def order(self, s: State, client: Client) -> Order:
-        order = super().order(s, client)
-        if s.stage == 2 and self.moves(s):
-            return replace(order, local=replace(order.local, adapt=replace(self.adapt, nm=self.nm)))
-        return order
+    def work(self, s: State, client: Client) -> Local:
+        work = super().work(s, client)
+        return replace(work, adapt=replace(self.adapt, nm=self.nm)) if self.moves(s) else work
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        if s.stage == 1 or not self.moves(s):
+        if not self.moves(s):
             return super().aggregate(s, sums)
-        mean = average(self.aggregator, sums)
-        return self.subsample(s, sums, Weights(union(sums), mean))
+        return self.subsample(s, sums, Weights(union(sums), average(self.aggregator, sums)))
 
     def subsample(self, s: State, sums: Sums, mean: Weights) -> State:
         """Keep the largest averaged weights, as many in each layer as clients kept on average."""

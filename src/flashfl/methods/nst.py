@@ -1,4 +1,4 @@
-"""NST: every client runs sparse learning on its own mask; nobody looks for agreement (the paper's naive baseline)."""
+"""NST: every client moves its own mask and nobody looks for agreement. The paper's naive baseline."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..aggregate import Aggregator, average, union
+from ..core.exchange import Client, Local, Sums
+from ..core.mask import Recipe, Weights
 from ..core.method import Method
 from ..core.rng import fold
-from ..core.state import Client, Order, Plan, Recipe, State, Sums, Weights
-from ..sparsity import PruneRegrow, allocate, mask_of
-from .common import check_density, check_rule, initial
+from ..core.state import Plan, State
+from ..sparsity import PruneRegrow, allocate, random_mask
+from .common import check_density, check_rule
 
 
 @dataclass(frozen=True)
 class NST(Method):
-    """Naive sparse training: clients keep and move masks of their own, so the averaged model is denser than any.
+    """Naive sparse training: each client keeps and moves a mask of its own.
 
-    adapt: how a client moves its mask in every round.
+    All clients start from one common random mask. In every round a client prunes and regrows, and it remembers its
+    mask until it is asked again. The server averages what comes back and counts a missing weight as 0.
+
+    Bytes: density times the dense model up, plus the moved mask. Down it is the union of all masks, so several times
+    more.
+    When: never in production. It shows what disagreement between masks costs (Section 3 of the paper).
+    Not to be confused with JMWST, where the server brings all masks back to one after each move.
+
+    density: of every client's model; the server's is denser. adapt: how a client moves its mask.
     """
 
     name: ClassVar[str] = "nst"
@@ -31,16 +41,15 @@ class NST(Method):
         check_rule(self.adapt)
 
     def init(self, plan: Plan) -> State:
-        recipe = self._start(plan)
-        mask = mask_of(plan.layout, recipe, plan.device)
-        return State(plan, Weights.masked(mask, initial(plan)))
+        start = self._start(plan)
+        return State(plan, Weights.masked(random_mask(plan, start.budgets, start.key), plan.initial()))
 
-    def order(self, s: State, client: Client) -> Order:
-        return s.order(client, self.local(s, adapt=self.adapt, keep=("mask",), start=self._start(s.plan)))
+    def work(self, s: State, client: Client) -> Local:
+        return self.local(s, adapt=self.adapt, keep=("mask",), start=self._start(s.plan))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         return s.next(Weights(union(sums), average(self.aggregator, sums)))
 
     def _start(self, plan: Plan) -> Recipe:
-        """The common random mask a client starts from the first time it takes part."""
+        """The mask of a client that takes part for the first time."""
         return Recipe(fold(plan.key, "mask"), allocate(plan.layout, "uniform", self.density))

@@ -1,4 +1,4 @@
-"""PDST: one random mask, known to all, drawn before training and frozen (FLASH without its first stage)."""
+"""PDST: one random mask, known to all, drawn before training and frozen."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..aggregate import Aggregator, average
+from ..core.exchange import Sums
+from ..core.mask import Weights
 from ..core.method import Method
 from ..core.rng import fold
-from ..core.state import Plan, State, Sums, Weights
+from ..core.state import Plan, State
 from ..sparsity import Allocation, allocate, random_mask
-from .common import check_density, initial
+from .common import check_density
 
 
 @dataclass(frozen=True)
 class PDST(Method):
-    """Pre-defined sparse training: clients agree on the mask because nobody ever moves it.
+    """Pre-defined sparse training: everyone agrees on the mask, because nobody ever moves it.
 
-    allocation: how dense each layer is: uniform, erk, erk+.
+    The server draws one random mask with exact layer budgets and keeps it. Clients train the active weights only, and
+    the server averages them (Algorithm 1 without its first stage, masks frozen).
+
+    Bytes: density times the dense model in both directions. The mask travels once, as a key of a few bytes.
+    When: as the simplest sparse baseline, and wherever clients must do no extra work.
+    Not to be confused with SPDST, which first learns how dense each layer should be. That is the whole difference.
+
+    density: the share of prunable weights that is active. allocation: how it is spread over layers. uniform: every
+    layer alike; erk: in proportion to sum(shape) / prod(shape); erk+: ERK with small layers kept denser.
     """
 
     name: ClassVar[str] = "pdst"
@@ -29,9 +39,9 @@ class PDST(Method):
         check_density(self.density)
 
     def init(self, plan: Plan) -> State:
-        key = fold(plan.key, "mask")
-        mask = random_mask(plan.layout, allocate(plan.layout, self.allocation, self.density), key, plan.device)
-        return State(plan, Weights.masked(mask, initial(plan)))
+        budgets = allocate(plan.layout, self.allocation, self.density)
+        mask = random_mask(plan, budgets, fold(plan.key, "mask"))
+        return State(plan, Weights.masked(mask, plan.initial()))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         return s.next(Weights(s.mask, average(self.aggregator, sums)))

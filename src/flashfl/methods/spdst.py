@@ -8,23 +8,36 @@ from typing import ClassVar, Literal
 
 from ..aggregate import Aggregator, average
 from ..core.errors import ConfigError
+from ..core.exchange import Client, Local, Sums
+from ..core.mask import Weights
 from ..core.method import Method, sample
 from ..core.rng import fold
-from ..core.state import Client, Order, Plan, State, Sums, Weights
-from ..sparsity import PruneRegrow, allocate, calibrate, check_pattern, pattern_budgets, random_mask
-from .common import check_density, check_rule, fresh, initial, warn_of_pattern
+from ..core.state import TRAINING, Phase, Plan, State
+from ..sparsity import PruneRegrow, allocate, calibrate, check_pattern, pattern_budgets, random_mask, top_mask
+from .common import check_density, check_rule, warn_of_pattern
+
+SENSITIVITY = Phase("sensitivity", 1, counts=False)  # the paper's stage 1
 
 
 @dataclass(frozen=True)
 class SPDST(Method):
-    """Sensitivity-driven pre-defined sparse training.
+    """Sensitivity-driven pre-defined sparse training: FLASH with a frozen mask.
 
-    warmup_clients, warmup_epochs: who learns layer densities in stage 1, and for how long; 0 clients skip the stage.
-    adapt: how masks move in stage 1. mask_init: the frozen mask is random, or by magnitude (pretrained models).
-    nm: the group size M of an N:M pattern; 0 for none.
+    In the first phase a few clients train sparsely from one uniform mask, moving it as they go, and report only how
+    many weights each layer ended with (Eq. 2). The server averages these layer densities and scales them to the target
+    (Eq. 3). In the second phase everyone trains under one random mask with those budgets (Algorithm 1, freez = 1).
+
+    Bytes: density times the dense model in both directions. The first phase sends the model once to a few clients.
+    When: the first choice. It is the cheapest FLASH method, and its fixed mask allows secure sums and sparse kernels.
+    Not to be confused with JMWST, where masks go on moving, or PDST, which has no first phase.
+
+    density: the share of prunable weights that is active. warmup_clients, warmup_epochs: who trains in the first phase
+    and for how long; 0 clients skip it. adapt: how masks move there. mask_init: draw the frozen mask at random, or by
+    the magnitude of the initial weights (for pretrained models). nm: group size M of an N:M pattern; 0: no pattern.
     """
 
     name: ClassVar[str] = "spdst"
+    phases: ClassVar[tuple[Phase, ...]] = (SENSITIVITY, TRAINING)
     density: float = 0.05
     warmup_clients: int = 10
     warmup_epochs: int = 10
@@ -36,32 +49,38 @@ class SPDST(Method):
     def __post_init__(self) -> None:
         check_density(self.density)
         if self.warmup_clients < 0 or self.warmup_epochs < 1:
-            raise ConfigError("warmup_clients must be at least 0 and warmup_epochs at least 1")
+            raise ConfigError(
+                f"warmup_clients = {self.warmup_clients}, warmup_epochs = {self.warmup_epochs}: at least 0 and 1"
+            )
         check_pattern(self.nm)
         check_rule(self.adapt)
 
     def init(self, plan: Plan) -> State:
         budgets = allocate(plan.layout, "uniform", self.density)
-        mask = random_mask(plan.layout, budgets, fold(plan.key, "mask"), plan.device)
-        s = State(plan, Weights.masked(mask, initial(plan)), stage=1)
+        mask = random_mask(plan, budgets, fold(plan.key, "mask"))
+        s = State(plan, Weights.masked(mask, plan.initial()), SENSITIVITY)
         return s if self.warmup_clients else self.begin(s, [self.density] * len(budgets))
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        return sample(s, clients, self.warmup_clients) if s.stage == 1 else super().cohort(s, clients)
+        return sample(s, clients, self.warmup_clients) if s.phase == SENSITIVITY else super().cohort(s, clients)
 
-    def order(self, s: State, client: Client) -> Order:
-        if s.stage == 1:
-            work = self.local(s, epochs=self.warmup_epochs, adapt=self.adapt, report="counts")
-            return s.order(client, work)
-        return super().order(s, client)
+    def work(self, s: State, client: Client) -> Local:
+        if s.phase == SENSITIVITY:
+            return self.local(s, epochs=self.warmup_epochs, adapt=self.adapt, report="counts")
+        return self.local(s)
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        if s.stage == 1:
+        if s.phase == SENSITIVITY:
             return self.begin(s, sums.layer_densities)
         return s.next(Weights(s.mask, average(self.aggregator, sums)))
 
     def begin(self, s: State, densities: Sequence[float]) -> State:
-        """Stage 2: new weights under a mask whose layer densities follow what stage 1 learned."""
+        """The training phase: new weights under a mask whose layer densities follow `densities`."""
         budgets = pattern_budgets(s.layout, calibrate(s.layout, densities, self.density), self.nm)
         warn_of_pattern(s.layout, budgets, self.density, self.nm)
-        return s.enter(2, fresh(s, budgets, self.mask_init, self.nm))
+        vector = s.plan.initial(draw=2)
+        if self.mask_init == "magnitude":
+            mask = top_mask(s.layout, vector, budgets, self.nm)
+        else:
+            mask = random_mask(s.plan, budgets, s.key("mask"), self.nm)
+        return s.enter(TRAINING, Weights.masked(mask, vector))

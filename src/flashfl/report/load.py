@@ -15,7 +15,7 @@ from ..core.errors import FlashError
 from ..measure.mismatch import pairwise
 from ..measure.snapshots import Snapshots
 from ..methods import METHODS
-from ..run.record import SNAPSHOTS
+from ..run.observe import SNAPSHOTS
 from ..run.results import RESULTS, read_run
 
 # Settings that say where or for how long something is done, not what: runs that differ in these alone are one group.

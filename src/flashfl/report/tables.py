@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from ..run.display import amount
+from ..run.progress import amount
 from ..run.results import reported
 from . import paper
 from .gather import groups_of, summary, titled

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..core.engine import JSON, Engine, Population
 from ..core.errors import CheckpointError
+from ..core.exchange import Traffic
+from ..core.files import put
 from ..core.layout import Layout
-from ..core.state import Mask, Plan, Recipe, State, Weights
+from ..core.mask import Mask, Recipe, Weights
+from ..core.state import Phase, Plan, State
+from .results import Results
 
-FORMAT = 2
-_OLDER = 1  # had no digest of the JSON, and is read all the same
+FORMAT = 3
+_COUNTERS = ("round", "attempt", "counted")
 _NAME = re.compile(r"checkpoint-(\d{8})\.json")
 
 
 class Unusable(CheckpointError):
-    """A checkpoint that is damaged or of another format; the one before it may be sound."""
+    """A checkpoint that is damaged or has another format. The one before it may be good."""
 
 
 class Foreign(Unusable):
@@ -41,30 +45,99 @@ class Foreign(Unusable):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state, what the engine must remember, and how far the run's record had got."""
+    """A state, and as JSON: what clients remember, who they are, and how far the run's records had got."""
 
     state: State
-    engine: Mapping[str, Any]  # JSON
-    progress: Mapping[str, Any]  # JSON
+    memory: Mapping[str, JSON]
+    clients: Mapping[str, JSON]
+    rounds: int
+    traffic: Traffic
 
 
-def save(folder: Path, number: int, checkpoint: Checkpoint, identity: Mapping[str, Any], keep: int = 2) -> Path:
-    """Write a checkpoint atomically and forget all but the last `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, described = _describe(checkpoint.state)
-    stem = folder / f"checkpoint-{number:08d}"
-    with _or_nothing(folder):
-        digest = _write(stem.with_suffix(".safetensors"), lambda path: save_file(tensors, path))
+class Keeper:
+    """Keeps the checkpoints of a run: at intervals, at the end, and when something ends the run early."""
+
+    def __init__(self, results: Results, engine: Engine, clients: Population, identity: Mapping[str, Any]) -> None:
+        self.results, self.engine, self.clients, self.identity = results, engine, clients, identity
+        self.folder = results.folder / "checkpoints" if results.folder else None
+        self.state: State | None = None
+        self.traffic = Traffic()
+        self.rounds = 0  # finished rounds of all phases
+
+    def begin(self) -> None:
+        """A new run starts in the folder: remove the checkpoints of an earlier one."""
+        for path in self.folder.glob("checkpoint-*") if self.folder is not None else ():
+            path.unlink(missing_ok=True)
+
+    def snapshot(self) -> None:
+        """The state and what the engine remembers belong together now, whatever happens in the next round."""
+        if self.folder is not None:
+            self.engine.memory.snapshot()
+
+    def keep(self) -> None:
+        """Write a checkpoint. If that fails, for instance because the disk is full, warn and keep the last good one."""
+        if self.folder is None or self.state is None:
+            return
+        try:
+            self.results.sync()
+            memory, clients = self.engine.memory.save(), self.clients.save()
+            point = Checkpoint(self.state, memory, clients, self.rounds, self.traffic)
+            save(self.folder, point, self.identity)
+        except OSError as error:
+            self._failed(error)
+            return
+        self.engine.memory.keep_only(referenced(self.folder))
+
+    @contextmanager
+    def on_the_way_out(self) -> Iterator[None]:
+        """Whatever ends the run inside, its finished rounds are kept."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.keep()
+            except Exception as error:  # a lost device, say; what ended the run must be what is raised
+                self._failed(error)
+            raise
+
+    def _failed(self, error: Exception) -> None:
+        text = f"could not write a checkpoint to {self.folder} ({error}); the last good one is kept"
+        warnings.warn(text, RuntimeWarning)
+
+    def load(self, plan: Plan, masks: Mapping[str, Mask]) -> tuple[State, Traffic]:
+        """Restore the newest usable checkpoint everywhere; the state and the traffic it ended with."""
+        assert self.folder is not None
+        point = load(self.folder, plan, self.identity, masks)
+        self.engine.memory.load(point.memory)
+        self.engine.memory.keep_only(referenced(self.folder))  # from now on too, masks in checkpoints are kept
+        self.clients.load(point.clients)
+        self.rounds = point.rounds
+        self.results.resume(point.rounds)
+        return point.state, point.traffic
+
+
+def save(folder: Path, point: Checkpoint, identity: Mapping[str, Any], keep: int = 2) -> Path:
+    """Write a checkpoint and forget all but the last `keep`."""
+    tensors, described = _describe(point.state)
+    stem = folder / f"checkpoint-{point.rounds:08d}"
+    file = stem.with_suffix(".safetensors")
+    try:
+        put(file, lambda path: save_file(tensors, path), sync=True)
         record = {
             "flashfl checkpoint": FORMAT,
             "identity": dict(identity),
-            "tensors": digest,
+            "tensors": _file_digest(file),
             "state": described,
-            "engine": checkpoint.engine,
-            "progress": checkpoint.progress,
+            "memory": point.memory,
+            "clients": point.clients,
+            "rounds": point.rounds,
+            "traffic": asdict(point.traffic),
         }
-        text = json.dumps({**record, "digest": _digest(record)})
-        _write(stem.with_suffix(".json"), lambda path: path.write_text(text))
+        put(stem.with_suffix(".json"), json.dumps({**record, "digest": _digest(record)}).encode(), sync=True)
+    except SafetensorError as error:  # its own error for a full disk
+        for partial in folder.glob("*.partial"):
+            partial.unlink(missing_ok=True)
+        raise OSError(str(error)) from None
     ours = [path for path in found_in(folder) if path.stem <= stem.name]  # later ones were of no use to this run
     for old in ours[keep:]:
         old.unlink()
@@ -72,44 +145,19 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, identity: Mapping[st
     return stem.with_suffix(".json")
 
 
-@contextmanager
-def _or_nothing(folder: Path) -> Iterator[None]:
-    """Leave no halves behind where writing fails; safetensors has an error of its own for a full disk."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        for partial in folder.glob("*.partial"):
-            partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise
-        raise OSError(str(error)) from None
-
-
-def clear(folder: Path) -> None:
-    """Remove the checkpoints of an earlier run: a new one must never be continued from them."""
-    for path in folder.glob("checkpoint-*"):
-        path.unlink(missing_ok=True)
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> str:
-    """Write a file through a partial one that is synced and moved into place; the content's digest."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    write(partial)
-    with partial.open("rb") as file:
-        digest = hashlib.file_digest(file, "blake2b").hexdigest()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    return digest
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None = None) -> Checkpoint:
-    """The newest checkpoint of this run that is whole; any other is named in a warning and the one before it is used.
+    """The newest usable checkpoint of this run. Others are named in a warning.
 
-    masks: where the masks lie that clients remember, which must all be there to go on with the run.
+    masks: the store of masks that clients remember. All that a checkpoint names must be there.
     """
     found = found_in(folder)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {folder}: start the run anew (--overwrite if it had begun)")
+        raise CheckpointError(f"there is no checkpoint in {folder}: start the run again (--overwrite if it had begun)")
     passed: dict[Path, Unusable] = {}
     for path in found:
         try:
@@ -119,7 +167,7 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[s
             continue
         if passed:
             said = "; ".join(map(str, passed.values()))
-            warnings.warn(f"{said}. Going on from {path.name}.", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{said}. Continuing from {path.name}.", RuntimeWarning, stacklevel=2)
         if masks is not None:
             _set_aside(path for path, error in passed.items() if not isinstance(error, Foreign))
         return point
@@ -127,12 +175,12 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[s
         raise CheckpointError(f"{foreign[0]}. Resume with the same settings, or use another folder.")
     raise CheckpointError(
         f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed.values()))}. "
-        "Start the run anew (--overwrite)."
+        "Start the run again (--overwrite)."
     )
 
 
 def _set_aside(paths: Iterable[Path]) -> None:
-    """Later checkpoints that could not be used must not come back: the record is cut to the one that was."""
+    """Rename later checkpoints that could not be used, so that they never come back: the results are cut too."""
     for path in paths:
         with suppress(OSError):
             path.rename(path.with_name(f"{path.name}.unused"))
@@ -144,7 +192,7 @@ def _read(path: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[st
     _check_identity(path, record["identity"], identity)
     point = _restore(path, record, plan)
     if masks is not None:
-        _check_masks(path, point.engine, masks)
+        _check_masks(path, point.memory, masks)
     return point
 
 
@@ -160,38 +208,37 @@ def read_record(path: Path) -> dict[str, Any]:
         if not isinstance(record, dict) or "flashfl checkpoint" not in record:
             raise Unusable(f"{path.name} is not a flashfl checkpoint")
         found, digest = record["flashfl checkpoint"], record.pop("digest", None)
-        if found not in (FORMAT, _OLDER):
-            raise Unusable(f"{path.name} is of format {found!s:.20} and this version of flashfl reads format {FORMAT}")
-        if found != _OLDER and digest != _digest(record):
-            raise Unusable(f"{path.name} is damaged: its digest is not the one recorded")
-        for name in ("identity", "state", "engine", "progress"):
+        if found != FORMAT:
+            raise Unusable(f"{path.name} has format {found!s:.20}, and this version of flashfl reads format {FORMAT}")
+        if digest != _digest(record):
+            raise Unusable(f"{path.name} is damaged: its content does not match its digest")
+        for name in ("identity", "state", "memory", "clients", "traffic"):
             if not isinstance(record.get(name), dict):
                 raise Unusable(f"{path.name} is damaged: it has no table {name!r}")
-        if not isinstance(record["engine"].get("masks", []), list):
-            raise Unusable(f"{path.name} is damaged: it does not say which masks it needs")
+        if not isinstance(record["memory"].get("masks", []), list):
+            raise Unusable(f"{path.name} is damaged: it does not list the masks it needs")
     except (OSError, ValueError, RecursionError) as error:
         raise Unusable(f"{path.name} cannot be read ({error})") from None
     return record
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Of a record as JSON, which is the same text for the record and for what is read of it."""
+    """The digest of a record's JSON text."""
     return hashlib.blake2b(json.dumps(record).encode()).hexdigest()
 
 
 def _check_tensors(tensors: Path, recorded: object) -> None:
     try:
-        with tensors.open("rb") as file:
-            digest = hashlib.file_digest(file, "blake2b").hexdigest()
+        digest = _file_digest(tensors)
     except OSError as error:
         raise Unusable(f"{tensors.name} cannot be read ({error.strerror})") from None
     if digest != recorded:
-        raise Unusable(f"{tensors.name} is damaged or truncated: its digest is not the one recorded")
+        raise Unusable(f"{tensors.name} is damaged or truncated: its content does not match its digest")
 
 
-def _check_masks(path: Path, engine: Mapping[str, Any], masks: Mapping[str, Mask]) -> None:
-    """Where clients are played here, their masks are state; real ones hold their own and are sent what they lack."""
-    for digest in engine.get("masks", ()) if engine.get("clients") else ():
+def _check_masks(path: Path, memory: Mapping[str, Any], masks: Mapping[str, Mask]) -> None:
+    """The masks of simulated clients must all be there. Real clients hold their own and are sent what they lack."""
+    for digest in memory.get("masks", ()) if memory.get("clients") else ():
         try:
             masks[digest]
         except (KeyError, TypeError):
@@ -204,8 +251,8 @@ def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
     theirs, ours = ({**table} for table in (found, wanted))
     samples = theirs.pop("samples", None), ours.pop("samples", None)
     different = list(_differences(theirs, ours))
-    if all(samples) and samples[0] != samples[1]:  # older checkpoints do not know theirs
-        different.append("samples are others than this run's")
+    if all(samples) and samples[0] != samples[1]:
+        different.append("samples differ from this run's")
     if different:
         raise Foreign(f"{path} belongs to another run: its {'; its '.join(different)}")
 
@@ -217,7 +264,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterato
         if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
             yield from _differences(theirs, ours)
         elif theirs != ours:
-            yield f"{name} is {str(theirs)[:200]}, this run's is {str(ours)[:200]}"
+            yield f"{name} is {str(theirs)[:200]} and this run's is {str(ours)[:200]}"
 
 
 def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -236,7 +283,13 @@ def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
             put_mask(f"extra {name}", value)
         else:
             tensors[f"extra {name}"] = value.cpu().clone(memory_format=torch.contiguous_format)  # may be another's too
-    described = {"stage": state.stage, "round": state.round, "attempt": state.attempt, "masks": masks}
+    described = {
+        "phase": asdict(state.phase),
+        "round": state.round,
+        "attempt": state.attempt,
+        "counted": state.counted,
+        "masks": masks,
+    }
     return tensors, described
 
 
@@ -251,11 +304,11 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
             for name, value in tensors.items()
             if name.startswith("extra ")
         }
-        state = State(plan, weights, described["stage"], described["round"], described["attempt"], extra)
-        int(record["progress"]["rounds"])
-        return Checkpoint(state, record["engine"], record["progress"])
+        phase, (at, attempt, counted) = Phase(**described["phase"]), (described[n] for n in _COUNTERS)
+        state = State(plan, weights, phase, at, attempt, extra, counted)
+        return Checkpoint(state, record["memory"], record["clients"], record["rounds"], Traffic(**record["traffic"]))
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-        raise Unusable(f"{path.name} does not hold the state of this model ({error})") from None
+        raise Unusable(f"{path.name} does not hold a state of this model ({error})") from None
 
 
 def _mask(layout: Layout, packed: Tensor, recipe: Mapping[str, Any] | None, plan: Plan) -> Mask:
@@ -271,5 +324,5 @@ def referenced(folder: Path) -> set[str]:
     needed: set[str] = set()
     for path in found_in(folder):
         with suppress(Unusable, TypeError):
-            needed |= set(read_record(path)["engine"].get("masks", ()))
+            needed |= set(read_record(path)["memory"].get("masks", ()))
     return needed

@@ -19,9 +19,9 @@ from ..data.tasks import build_task
 from . import checkpoint as checkpoints
 from .code import code_of
 from .config import RunConfig
-from .display import Display, amount
+from .progress import Display, amount
 from .results import read_run
-from .runner import simulate
+from .simulate import simulate
 from .track import check_installed
 
 

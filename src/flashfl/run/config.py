@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import re
 import tomllib
 import types
@@ -15,11 +16,14 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 from ..core.errors import ConfigError, unknown
+from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
 from ..core.rng import fold
-from ..core.state import Client, Local, Plan
+from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
 from ..methods import METHODS
@@ -52,6 +56,8 @@ class TrainConfig:
     retries: int = 2
     max_bytes: int = 0  # end the run once this many bytes have travelled, up and down; 0: no limit
     values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights travel
+    clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
+    trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU computes in fp32
     lanes: int = 0  # clients side by side on a GPU; 0: as many as a round has and memory allows, up to 16
@@ -75,6 +81,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
+        if not (math.isfinite(self.clip) and self.clip >= 0):
+            raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
+        if not 0 <= self.trim < 0.5:
+            raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_names(self.track)
         self.local()
 
@@ -85,14 +95,14 @@ class TrainConfig:
 
 
 def plan_of(
-    train: TrainConfig, task: Task, clients: Sequence[Client], device: Any = "cpu", method: Method | None = None
+    train: TrainConfig, task: Task, clients: int, device: torch.device | str = "cpu", method: Method | None = None
 ) -> Plan:
-    """The plan these settings make for a task's model and these clients; a sparse method is held against the model."""
+    """The plan these settings make for a task's model and so many clients. A sparse method must fit the model."""
     if hasattr(method, "density"):
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, len(clients), train.per_round, train.local(), train.lr_end, device
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device
     )
 
 

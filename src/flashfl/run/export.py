@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError, FlashError
 from ..core.files import put
+from ..core.mask import Weights
 from ..core.rng import fold
-from ..core.state import Weights
 
 
 def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mapping[str, str]) -> Path:
@@ -55,9 +55,9 @@ def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path
     from ..data.tasks import build_task
     from . import checkpoint
     from .config import RunConfig, plan_of
-    from .results import RESULTS, read_run
+    from .results import RESULTS, Results
 
-    header = read_run(folder)["header"]
+    header = Results.read(folder).header
     if not header.get("config"):
         raise ConfigError(f"{folder} does not say how its task was made; use run.save() where it was run")
     for name in ("config", "identity"):
@@ -65,7 +65,7 @@ def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path
             raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table {name!r}")
     config = RunConfig.from_json(header["config"])
     task = build_task(config.task, fold(config.train.seed, "task"))
-    point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, task.clients), header["identity"])
+    point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, len(task.clients)), header["identity"])
     weights = config.method.view(point.state, view)
     about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
     name = f"model-{view.replace(' ', '-')}.safetensors" if view else "model.safetensors"

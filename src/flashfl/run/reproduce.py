@@ -15,8 +15,8 @@ from ..core.errors import ConfigError, DataError, FlashError
 from ..core.files import put
 from .cells import Cell, load_table
 from .compare import OutOfTime, run_or_continue
-from .display import amount
 from .lock import claim
+from .progress import amount
 from .stored import commit, missing, pending, recipe_of, results_of, stale, write_result
 
 

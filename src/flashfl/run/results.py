@@ -1,4 +1,4 @@
-"""A run's folder: results as JSON lines, and what can be read from them."""
+"""A run's results file: JSON lines, one for the run's settings, one for each round, one for the end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 
 from .. import __version__
-from ..core.errors import FlashError
+from ..core.errors import DataError, FlashError
 from ..core.files import put
+from ..core.record import RoundRecord
 
 RESULTS = "results.jsonl"
+OLD = f"{RESULTS}.old"  # the results of the run that was in the folder before
 
 
 def versions() -> dict[str, str]:
@@ -33,76 +36,77 @@ def versions() -> dict[str, str]:
     }
 
 
-def reported(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What a judged round says of the model that counts: the first of a method's views, whatever it is called."""
-    found: dict[str, Any] = next(iter(line["metrics"].values()), {})
-    return found
-
-
-OLD = f"{RESULTS}.old"  # the record of the run before, where one was begun anew
-
-
+@dataclass
 class Results:
-    """An append-only file of JSON lines: one `run`, one `round` for each round, one `end`."""
+    """The contents of a results file, and the file itself if there is one."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self.path = folder / RESULTS if folder else None
-        self.lines: list[dict[str, Any]] = []
-        self._behind = False  # the file lacks lines that could not be written
+    path: Path | None = None
+    header: dict[str, Any] = field(default_factory=dict)
+    rounds: list[RoundRecord] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    _behind: bool = False  # the file lacks lines that could not be written
+
+    @staticmethod
+    def read(folder: Path) -> Results:
+        """The results in a run's folder, or an error that names what is wrong with it."""
+        path = folder / RESULTS
+        try:
+            return Results(path, *_parse(path))
+        except OSError as error:
+            raise FlashError(f"{folder} is not a run: {path.name} cannot be read ({error.strerror})") from None
+
+    @property
+    def folder(self) -> Path | None:
+        return self.path.parent if self.path is not None else None
 
     def begin(self, header: Mapping[str, Any]) -> None:
-        self.lines = []
+        """Start a new file. The results of an earlier run in the folder are kept beside it."""
         self._set_aside()
+        self.header = {"type": "run", **header, "versions": versions(), "argv": sys.argv}
+        self.rounds, self.end = [], None
         self.rewrite()
-        self.append({"type": "run", **header, "versions": versions(), "argv": sys.argv})
 
     def earned(self) -> int | None:
-        """How many finished rounds the file tells of, damaged or not; None if there is no file."""
+        """How many finished rounds the file holds, damaged or not; None if there is no file."""
         if self.path is None or not self.path.exists():
             return None
         return self.path.read_bytes().count(b'"type": "round"')
 
     def _set_aside(self) -> None:
-        """What a run before this one had earned is kept in another file; one that had not ended is warned of."""
         if self.path is None or not (rounds := self.earned()):
             return
         if b'"type": "end"' not in self.path.read_bytes():
             warnings.warn(
-                f"starting anew in {self.path.parent}, where a run had not ended: its {rounds} finished rounds are now "
-                f"in {OLD}",
+                f"starting again in {self.path.parent}, where a run had not finished: its {rounds} rounds are now in "
+                f"{OLD}",
                 RuntimeWarning,
             )
         self.path.replace(self.path.with_name(OLD))
 
     def resume(self, rounds: int) -> None:
-        """Keep what was known after `rounds` rounds; anything later was lost with the state it came from."""
+        """Read the file and keep its first `rounds` rounds: later ones were lost with the state they came from."""
         if self.path is None:
             return
         if not self.path.exists() or not self.path.stat().st_size:
-            warnings.warn(f"{self.path} is lost or empty: the record of the rounds so far is gone", RuntimeWarning)
+            warnings.warn(f"{self.path} is missing or empty: the records of earlier rounds are lost", RuntimeWarning)
             return
-        kept, seen = [], 0
-        for line in read_lines(self.path):
-            if line.get("type") == "round":
-                seen += 1
-                if seen > rounds:
-                    break
-            if line.get("type") != "end":
-                kept.append(line)
-        if seen < rounds:
-            warnings.warn(f"{self.path} lacks {rounds - seen} of the {rounds} rounds before this one", RuntimeWarning)
-        self.lines = kept
+        self.header, found, _ = _parse(self.path)
+        self.rounds = found[:rounds]
+        if len(found) < rounds:
+            missing = rounds - len(found)
+            warnings.warn(f"{self.path} lacks {missing} of the {rounds} rounds before this one", RuntimeWarning)
         self.rewrite()
 
-    def sync(self) -> None:
-        """See to it that the lines so far survive a loss of power: a checkpoint is about to count on them."""
-        if self.path is not None and self.path.exists():
-            with self.path.open("rb") as file:
-                os.fsync(file.fileno())
+    def append(self, record: RoundRecord) -> None:
+        self.rounds.append(record)
+        self._write(record.to_json())
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Write a line; where that fails (a full disk, say) warn, go on, and make up for it with the next one."""
-        self.lines.append(dict(line))
+    def finish(self, end: Mapping[str, Any]) -> None:
+        self.end = {"type": "end", **end}
+        self._write(self.end)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """Add a line to the file. If that fails, for instance because the disk is full, warn and retry next time."""
         if self.path is None:
             return
         try:
@@ -115,44 +119,58 @@ class Results:
         except OSError as error:
             self._behind = True
             warnings.warn(
-                f"could not write results to {self.path} ({error}); tried again after the next round", RuntimeWarning
+                f"could not write results to {self.path} ({error}); retrying after the next round", RuntimeWarning
             )
 
+    def sync(self) -> None:
+        """Flush the file to disk: a checkpoint is about to rely on it."""
+        if self.path is not None and self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
     def rewrite(self) -> None:
+        """Write the whole file again."""
         if self.path is None:
             return
-        put(self.path, "".join(map(_text, self.lines)).encode(), sync=True)
-
-    @property
-    def rounds(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line.get("type") == "round"]
+        lines = [self.header, *(record.to_json() for record in self.rounds), *([self.end] if self.end else [])]
+        put(self.path, "".join(map(_text, lines)).encode(), sync=True)
 
 
 def _text(line: Mapping[str, Any]) -> str:
-    """A line of the file. JSON knows no NaN and no infinity: what a model that diverged is judged by is null."""
-    finite = _measured(line, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
-    return json.dumps(finite) + "\n"
+    return json.dumps({k: None if v != v else v for k, v in line.items()}) + "\n"  # JSON has no NaN
 
 
-def _measured(line: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A line with its losses and metrics changed."""
-    metrics = {
-        view: {k: change(v) for k, v in values.items()} if isinstance(values, Mapping) else values
-        for view, values in (line["metrics"].items() if isinstance(line.get("metrics"), Mapping) else ())
-    }
-    changed = {k: change(line[k]) for k in ("loss", "accuracy", "best") if k in line}
-    return {**line, **changed, **({"metrics": metrics} if metrics else {})}
+def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any] | None]:
+    header: dict[str, Any] | None = None
+    rounds: list[RoundRecord] = []
+    end = None
+    for number, line in _lines(path):
+        kind = line.get("type")
+        if header is None and kind != "run":
+            break
+        if kind == "run":
+            header = line
+        elif kind == "round":
+            try:
+                rounds.append(RoundRecord.from_json(line))
+            except DataError as error:
+                raise FlashError(f"{path}, line {number}: {error}. Repair or remove the line.") from None
+        elif kind == "end":
+            end = {**line, **{name: math.nan for name in ("accuracy", "best") if line.get(name) is None}}
+    if header is None:
+        raise FlashError(f"{path.parent} is not a run: {path.name} does not begin with a run's settings")
+    return header, rounds, end
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a results file; a last one cut short by a crash is passed over, damage elsewhere is an error."""
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The numbered lines of a file. A last line cut short by a crash is skipped; damage elsewhere is an error."""
     with path.open(errors="replace") as file:
         bad = 0
         for number, text in enumerate(file, 1):
             if bad:
                 raise FlashError(
-                    f"{path} is damaged in line {bad}, and more lines follow: mend or remove that line, "
-                    "or move the file away (checkpoints do not need it)"
+                    f"{path} is damaged in line {bad}, and more lines follow. Repair or remove that line, or move the "
+                    "file away: checkpoints do not need it."
                 )
             try:
                 line = json.loads(text)
@@ -160,21 +178,4 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 bad = number
                 continue
             if isinstance(line, dict):
-                yield _measured(line, lambda x: math.nan if x is None else x)
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """A run's header, rounds and end, or an error that names the folder."""
-    path = folder / RESULTS
-    try:
-        lines = list(read_lines(path))
-    except OSError as error:
-        raise FlashError(f"{folder} is not a run: {path.name} cannot be read ({error.strerror})") from None
-    if not lines or lines[0].get("type") != "run":
-        raise FlashError(f"{folder} is not a run: {path.name} does not begin with a run's settings")
-    return {
-        "folder": str(folder),
-        "header": lines[0],
-        "rounds": [line for line in lines if line.get("type") == "round"],
-        "end": next((line for line in reversed(lines) if line.get("type") == "end"), None),
-    }
+                yield number, line

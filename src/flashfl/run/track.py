@@ -10,11 +10,12 @@ import importlib
 import json
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..core.errors import ConfigError, unknown
+from ..core.record import RoundRecord
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class About:
 
 
 class Tracker(Protocol):
-    """Takes numbers by name at a step; a step is a round of stage 2."""
+    """Takes numbers by name at a step; a step is a counted round."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
@@ -127,10 +128,10 @@ class Tracking:
             about = About(folder, name, settings, step)
             self._trackers = {which: TRACKERS[which](about) for which in wanted}
 
-    def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """One line of the results file."""
+    def log(self, step: int, record: RoundRecord) -> None:
+        """One round."""
         if self._trackers:
-            values = values_of(line)
+            values = values_of(record)
             self._each(lambda tracker: tracker.log(step, values))
 
     def close(self) -> None:
@@ -141,21 +142,21 @@ class Tracking:
             try:
                 call(tracker)
             except Exception as error:  # somebody else's service must not end a run
-                warnings.warn(f"{name} is left out from here on: {error}", RuntimeWarning)
+                warnings.warn(f"tracking with {name} stopped: {error}", RuntimeWarning)
                 del self._trackers[name]
 
 
-def values_of(line: Mapping[str, Any]) -> dict[str, float]:
+def values_of(record: RoundRecord) -> dict[str, float]:
     """The numbers of a round, by the names trackers show them under."""
-    if line["stage"] != 2:
-        return {f"stage 1/{k}": float(line["bytes"][k]) for k in ("up", "down")}
-    values = {"loss/train": line["loss"], "density": line["density"], "failures": len(line["failures"])}
-    for view, judged in line["metrics"].items():
-        values |= {f"accuracy/{view}": judged["metric"], f"loss/{view}": judged["loss"]}
-    values |= {f"bytes/{k}": v for k, v in line["bytes"].items()}
-    values |= {f"total bytes/{k}": v for k, v in line["total"].items()}
-    values |= {f"seconds/{k}": v for k, v in line["seconds"].items()}
-    values |= {k: line[k] for k in ("mismatch", "flops") if k in line}
+    if not record.counts:
+        return {f"{record.phase}/{k}": float(v) for k, v in (("up", record.bytes.up), ("down", record.bytes.down))}
+    values = {"loss/train": record.loss, "density": record.density, "failures": len(record.failures)}
+    for view, score in record.metrics.items():
+        values |= {f"accuracy/{view}": score.metric, f"loss/{view}": score.loss}
+    values |= {f"bytes/{k}": v for k, v in asdict(record.bytes).items()}
+    values |= {"total bytes/up": record.total.up, "total bytes/down": record.total.down}
+    values |= {f"seconds/{k}": v for k, v in record.seconds.items()}
+    values |= {k: v for k, v in (("mismatch", record.mismatch), ("flops", record.flops)) if v is not None}
     return {k: float(v) for k, v in values.items()}
 
 

@@ -1,7 +1,7 @@
 """Where a model is sparse: budgets, masks, patterns and how masks move."""
 
 from .allocate import Allocation, allocate, calibrate, nested, share_out, weight_budget
-from .masks import layer_mismatch, mask_of, mismatch, random_mask, top_mask
+from .masks import common, jaccard, layer_mismatch, mismatch, random_choice, random_mask, recipe_mask, top_mask
 from .pattern import check_pattern, pattern_budgets
 from .rules import PruneRegrow, move
 
@@ -11,13 +11,16 @@ __all__ = [
     "allocate",
     "calibrate",
     "check_pattern",
+    "common",
+    "jaccard",
     "layer_mismatch",
-    "mask_of",
     "mismatch",
     "move",
     "nested",
     "pattern_budgets",
+    "random_choice",
     "random_mask",
+    "recipe_mask",
     "share_out",
     "top_mask",
     "weight_budget",

@@ -7,26 +7,28 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..core.layout import Layout
+from ..core.layout import Layer, Layout
+from ..core.mask import Mask, Recipe, count_layers
 from ..core.rng import Device, hashes
-from ..core.state import Mask, Recipe
+from ..core.state import Plan
 from .pattern import select
-from .select import lowest_by_layer, magnitude
+from .select import lowest, lowest_by_layer, magnitude
 
 
-def random_mask(layout: Layout, budgets: Sequence[int], key: int, device: Device = "cpu", nm: int = 0) -> Mask:
-    """A random mask with these budgets. Under one key, smaller budgets give a subset of what larger ones give."""
-    bits = _select(layout, lambda start, stop: hashes(key, start, stop, device), budgets, nm, True, device)
-    return Mask(layout, bits, tuple(budgets), Recipe(key, tuple(budgets), nm))
+def random_mask(plan: Plan, budgets: Sequence[int], key: int, nm: int = 0) -> Mask:
+    """A random mask with these layer budgets. Under one key, smaller budgets give a subset of larger ones."""
+    return recipe_mask(plan.layout, Recipe(key, tuple(budgets), nm), plan.device)
 
 
-def mask_of(layout: Layout, recipe: Recipe, device: Device = "cpu") -> Mask:
+def recipe_mask(layout: Layout, recipe: Recipe, device: Device = "cpu") -> Mask:
     """The random mask that a recipe describes."""
-    return random_mask(layout, recipe.budgets, recipe.key, device, recipe.nm)
+    key, budgets = recipe.key, recipe.budgets
+    bits = _select(layout, lambda start, stop: hashes(key, start, stop, device), budgets, recipe.nm, True, device)
+    return Mask(layout, bits, budgets, recipe)
 
 
 def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0) -> Mask:
-    """The weights of largest magnitude, budget by budget; of equals the lower index. Smaller budgets nest too."""
+    """The largest weights of each layer, as many as its budget; of equal ones the lower index. Smaller budgets nest."""
     bits = _select(layout, lambda start, stop: -magnitude(vector[start:stop]), budgets, nm, False, vector.device)
     return Mask(layout, bits, tuple(budgets))
 
@@ -40,16 +42,27 @@ def _select(
     return torch.cat([select(layer, keys(layer.start, layer.stop), budget, nm) for layer, budget in spans])
 
 
+def random_choice(layer: Layer, key: int, count: int, candidates: Tensor) -> Tensor:
+    """A boolean mask over one layer of `count` random candidates."""
+    return lowest(hashes(key, layer.start, layer.stop, candidates.device), count, candidates)
+
+
 def mismatch(a: Mask, b: Mask) -> float:
-    """SM(a, b) = 1 - |a & b| / |a or b|, over the whole model; 0 for two empty masks."""
-    return _mismatch(a.bits, b.bits)
+    """SM(a, b) = 1 - |a & b| / |a or b| (Eq. 1) over the whole model; 0 for two empty masks."""
+    return jaccard(sum(common(a, b)), a.active, b.active)
 
 
 def layer_mismatch(a: Mask, b: Mask) -> tuple[float, ...]:
     """SM of each layer."""
-    return tuple(_mismatch(a.bits[x.start : x.stop], b.bits[x.start : x.stop]) for x in a.layout.prunable)
+    return tuple(jaccard(*sizes) for sizes in zip(common(a, b), a.counts, b.counts, strict=True))
 
 
-def _mismatch(a: Tensor, b: Tensor) -> float:
-    union = int((a | b).sum())
-    return 1.0 - int((a & b).sum()) / union if union else 0.0
+def common(a: Mask, b: Mask) -> tuple[int, ...]:
+    """How many weights of each layer are active in both masks."""
+    return count_layers(a.layout, a.bits & b.bits.to(a.bits.device))
+
+
+def jaccard(common: int, a: int, b: int) -> float:
+    """SM from the sizes of two masks and of what they share."""
+    union = a + b - common
+    return 1.0 - common / union if union else 0.0

@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import repeat
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError, FlashError
+from ..core.exchange import Adapt
 from ..core.layout import Layout
-from ..core.parts import is_ours, part
+from ..core.mask import count_rows
+from ..core.parts import part
 from ..core.rng import fold, hash_rows
 from .allocate import share_out
 from .pattern import check_pattern, within_groups
 from .select import lowest_by_layer, magnitude
+
+_DECAY = 0.9  # of the running mean that momentum growth ranks by
 
 
 @part
@@ -26,7 +30,8 @@ from .select import lowest_by_layer, magnitude
 class PruneRegrow:
     """In each layer drop the smallest active weights, then regrow as many in total where layers matter most.
 
-    rate: the share of active weights dropped, before decay; growth: how new weights are chosen.
+    rate: the share of active weights dropped, before decay. growth: how new weights are chosen: at random, by the last
+    batch's gradient (RigL), or by its running mean.
     """
 
     rate: float = 0.25
@@ -42,6 +47,13 @@ class PruneRegrow:
     def dense_gradient(self) -> bool:
         """Whether choosing what to grow needs the gradient of inactive weights."""
         return self.growth != "random"
+
+    def collect(self, scores: Tensor, gradient: Tensor) -> None:
+        """Take in the gradient of one step: the last one, or a running mean of all."""
+        if self.growth == "momentum":
+            scores.mul_(_DECAY).add_(gradient)
+        else:
+            scores.copy_(gradient)
 
     def moments(self, epochs: int, batches: int) -> dict[int, Fraction]:
         """After which steps the mask moves, and at what rate.
@@ -70,7 +82,7 @@ class PruneRegrow:
         become 0, and so do regrown ones.
         """
         if not layout.prunable:
-            raise ConfigError("no weight of the model may be sparse, so no mask can move: see `prunable` of the task")
+            raise ConfigError("no weight of the model is prunable, so no mask can move: set `prunable` of the task")
         keys = [fold(key, "grow") for key in keys]
         drops = [[math.ceil(rate * c) for c in row] for row in counts]
         kept = [[c - d for c, d in zip(row, drop, strict=True)] for row, drop in zip(counts, drops, strict=True)]
@@ -132,32 +144,31 @@ class PruneRegrow:
             importance = [s / c if c else 0.0 for s, c in zip(total, count, strict=True)]
             room = [k - a for k, a in zip(layout.sizes, keep, strict=True)]
             if not all(map(math.isfinite, importance)):
-                importance = [1.0] * len(importance)  # a diverged client: it is left out later, do not stop here
+                importance = [1.0] * len(importance)  # a diverged client; it is dropped after training
             shares.append(share_out(importance, room, sum(drop)))
         return shares
 
 
 def move(
-    rule: Any,
+    rule: Adapt,
     layout: Layout,
     vectors: Tensor,
     masks: Tensor,
     scores: Tensor | None,
-    rate: Any,
+    rate: Fraction,
     keys: Sequence[int],
     counts: Sequence[Sequence[int]],
 ) -> list[tuple[int, ...]]:
-    """`rule.move`, held to what a rule promises: as many active weights as before, and counts that are true."""
+    """`rule.move`, checked: the number of active weights stays, and the counts are true."""
     found = [tuple(row) for row in rule.move(layout, vectors, masks, scores, rate, keys, counts)]
     name = type(rule).__name__
-    for old, new in zip(counts, found, strict=True):
+    for old, new, true in zip(counts, found, count_rows(layout, masks), strict=True):
         if sum(old) != sum(new):
-            raise FlashError(f"the rule {name} makes {sum(new)} active weights of {sum(old)}: it has to keep them")
-    if not is_ours(rule):
-        true = torch.stack([masks[:, x.start : x.stop].sum(1) for x in layout.prunable], 1).tolist()
-        for said, has in zip(found, map(tuple, true), strict=True):
-            if said != has:
-                raise FlashError(f"the rule {name} says its layers have {said} active weights, and they have {has}")
+            raise FlashError(
+                f"the rule {name} turns {sum(old)} active weights into {sum(new)}: it must keep the number"
+            )
+        if new != true:
+            raise FlashError(f"the rule {name} claims {new} active weights by layer, and the mask has {true}")
     return found
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..core.exchange import Tag
 from ..core.layout import Layout
-from ..core.state import Mask, Tag
+from ..core.mask import Mask
 from .errors import BadSection
 from .frame import TAG, read_frame, split_parts
-from .geometry import count_layers, geometry
+from .geometry import geometry
 from .message import Coding, Message
 from .reader import Reader
 from .settings import Limits, read_local, read_metrics
@@ -39,7 +40,7 @@ def decode(
     counts: tuple[int, ...] = ()
     if "mask" in found:
         mask, form, base = read_mask(found["mask"], layout, known or {}, build if limits.recipes else None)
-        counts = count_layers(mask)
+        counts = mask.counts
     values, carries, value_form = _values(found, layout, mask, counts)
     active = sum(counts) if mask is not None else None
     tensors, held = read_fixed(found["fixed"], layout, limits, fixed or {}) if "fixed" in found else ({}, ())

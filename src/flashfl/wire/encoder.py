@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from ..core.state import Mask
+from ..core.mask import Mask
 from .errors import BadCount, BadField, TooLarge
 from .frame import CODES, SECTION, SECTIONS, check_sections, split_parts, tag_bytes, write_frame
-from .geometry import count_layers, geometry
+from .geometry import geometry
 from .masks import plan
 from .message import Coding, Encoded, Message, Parts
 from .reader import Chunk, Piece
@@ -88,7 +88,7 @@ def _plan(message: Message, bases: Sequence[Mask], form: Form, held: Collection[
     counts: tuple[int, ...] = ()
     coding = Coding(values=form, held=tuple(x for x in map(fixed_hash, message.fixed.values()) if x in held))
     if mask is not None:
-        counts = count_layers(mask)
+        counts = mask.counts
         if message.counts is not None and tuple(message.counts) != counts:
             raise BadCount("the counts given are not the mask's")
         choice = plan(mask, bases, only)

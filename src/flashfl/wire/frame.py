@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from ..core.exchange import Tag
 from ..core.layout import Layout
-from ..core.state import Tag
 from .errors import (
     BadChecksum,
     BadField,

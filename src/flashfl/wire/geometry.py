@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from ..core.layout import Layout
-from ..core.state import Mask
+from ..core.mask import Mask
 from .errors import BadCount
 from .reader import Array, Reader, byte_length
 
@@ -77,28 +76,7 @@ def host_bits(mask: Mask) -> Array:
     return found
 
 
-def count_layers(mask: Mask) -> tuple[int, ...]:
-    """`mask.counts`, counted by numpy where it is not known yet: far quicker than a sum of booleans in torch."""
-    if mask.known_counts is not None or mask.bits.is_cuda:
-        return mask.counts
-    bits, geo = host_bits(mask), geometry(mask.layout)
-    stops = (geo.starts + geo.sizes).tolist()
-    return tuple(int(np.count_nonzero(bits[a:b])) for a, b in zip(geo.starts.tolist(), stops, strict=True))
-
-
 def split(positions: Array, geo: Geometry) -> Array:
     """How many of the ascending positions lie in each layer."""
     edges = np.searchsorted(positions, np.append(geo.starts, geo.total))
     return np.diff(edges)
-
-
-def same(a: Mask, b: Mask) -> bool:
-    """Whether two masks are equal, by the cheapest sure test."""
-    if a is b or a.bits is b.bits:
-        return True
-    if a.known_counts is not None and b.known_counts is not None and a.known_counts != b.known_counts:
-        return False
-    if a.bits.is_cuda and b.bits.device == a.bits.device:
-        return bool(torch.equal(a.bits, b.bits))
-    head = 1 << 16  # masks that differ mostly differ early
-    return bool(torch.equal(a.bits[:head].cpu(), b.bits[:head].cpu())) and a.hash == b.hash

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
+from ..core.exchange import Tag
 from ..core.layout import Layout
-from ..core.state import Mask, Tag
+from ..core.mask import Mask
 from .errors import UnknownMask
-from .geometry import count_layers, same
 from .message import Message
 
 Saved = tuple[dict[str, Any], dict[str, Tensor]]  # plain JSON, and tensors by name
@@ -33,7 +33,7 @@ class _Kept:
 
     def __init__(self, mask: Mask, own: bool) -> None:
         self.layout, self.own = mask.layout, own
-        self.counts = mask.known_counts if mask.bits.is_cuda else count_layers(mask)
+        self.counts = mask.known_counts if mask.bits.is_cuda else mask.counts
         packs = own and not mask.bits.is_cuda
         self.packed: np.ndarray[Any, Any] | None = mask.packed if packs else None
         self._mask = None if packs else mask
@@ -136,7 +136,7 @@ class ServerLedger:
         try:
             for index, own in enumerate(record["own"]):
                 found = Mask.unpack(self.layout, tensors[f"mask.{index}"].numpy())
-                mask = Mask(self.layout, found.bits, count_layers(found))
+                mask = Mask(self.layout, found.bits, found.counts)
                 self._add(_Kept(mask.to(device), bool(own)))
             lost = self._next  # a number that is in no history: a mask that had been dropped
             for client, (stage, round, attempt), order, own in record["clients"]:
@@ -171,7 +171,7 @@ class ServerLedger:
         if self._mask(self._latest) is order:
             return self._latest
         shared = [(number, kept.mask()) for number, kept in reversed(self._history.items()) if not kept.own]
-        tests: tuple[Callable[[Mask, Mask], bool], ...] = (operator.is_, same)
+        tests: tuple[Callable[[Mask, Mask], bool], ...] = (operator.is_, Mask.equal)
         return next((number for test in tests for number, mask in shared if test(mask, order)), None)
 
     def _set(self, client: int, new: _Entry | None) -> None:

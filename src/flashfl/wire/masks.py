@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.state import Mask
+from ..core.mask import Mask
 from . import rice
 from .errors import BadField
-from .geometry import Geometry, count_layers, geometry, host_bits, same, split
+from .geometry import Geometry, geometry, host_bits, split
 from .reader import Chunk, Piece
 
 FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
@@ -32,7 +32,7 @@ def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Cho
     Ties go to the form named first in FORMS, then to the base given first. A form that cannot be smaller than the best
     so far is not worked out.
     """
-    if only in (None, "known") and any(same(mask, base) for base in bases):
+    if only in (None, "known") and any(mask.equal(base) for base in bases):
         return _known(mask)
     geo, found = geometry(mask.layout), None
     if only in (None, "recipe") and mask.recipe is not None:
@@ -63,7 +63,7 @@ def _least_rice(mask: Mask, geo: Geometry) -> int:
     n gaps that skip s places in all take at least n(1 + k) + (s - n(2**k - 1)) / 2**k bits, whatever the gaps.
     """
     bits, total = host_bits(mask), 0
-    for start, size, count in zip(geo.starts.tolist(), geo.sizes.tolist(), count_layers(mask), strict=True):
+    for start, size, count in zip(geo.starts.tolist(), geo.sizes.tolist(), mask.counts, strict=True):
         coded = min(count, size - count)
         tail = bits[max(start, start + size - _TAIL) : start + size]
         at = np.flatnonzero(tail if coded == count else ~tail)
@@ -98,7 +98,7 @@ def _block(head: bytes, lists: rice.Lists) -> Piece:
 
 
 def _rice(mask: Mask, geo: Geometry) -> Choice:
-    bits, counts = host_bits(mask), count_layers(mask)
+    bits, counts = host_bits(mask), mask.counts
     coded = rice.coded_counts(np.array(counts, np.int64), geo.sizes)
     ranks = []  # layer by layer: of a full mask nothing is coded, and nothing should be made
     for start, size, count, n in zip(geo.starts.tolist(), geo.sizes.tolist(), counts, coded.tolist(), strict=True):

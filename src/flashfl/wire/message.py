@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.exchange import Extra, Local, Tag, Traffic
 from ..core.layout import Layout
+from ..core.mask import Mask, Weights
 from ..core.rng import fold
-from ..core.state import Extra, Local, Mask, Tag, Traffic, Weights
 from .values import Carries, Form
 
 Kind = Literal["order", "update", "lack"]

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..core import parts
-from ..core.state import Local
+from ..core.exchange import Local
 from .errors import BadCount, BadField, BadOrder, NonFinite, TooLarge
 from .reader import Reader, name_bytes
 

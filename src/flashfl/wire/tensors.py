@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.exchange import Extra
 from ..core.layout import Layout
-from ..core.state import Extra
 from .errors import BadCount, BadField, BadLength, NonFinite, TooLarge, UnknownFixed
 from .reader import Array, Chunk, Piece, Reader, byte_length, name_bytes
 from .settings import Limits, next_name, read_count, refuse

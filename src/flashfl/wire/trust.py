@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Layout
-from ..core.state import Mask
+from ..core.mask import Mask
 from .errors import ChangeTooLarge, NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
-from .geometry import count_layers, same
 from .message import Message
 
 LARGEST = 1e6  # of a weight
@@ -68,17 +67,17 @@ def check_update(
             raise WrongContent(f"client {update.client} was asked for statistics and sent {update.carries!r}")
         _check_values(update, bounded)
         return
-    counts = count_layers(update.mask) if update.mask is not None else update.counts
+    counts = update.mask.counts if update.mask is not None else update.counts
     if (update.values is None) != (report == "counts") or counts is None:
         raise WrongContent(f"client {update.client} was asked for {report} and sent something else")
-    expected = active if active is not None else sum(count_layers(order.mask)) if order.mask is not None else None
+    expected = active if active is not None else sum(order.mask.counts) if order.mask is not None else None
     total = sum(counts)
     if expected is not None and total != expected:
         raise WrongDensity(f"client {update.client} has {total} active weights, expected {expected}")
     if report == "weights":
         if update.mask is None or update.carries != order.carries:
             raise WrongContent(f"client {update.client} sent {update.carries!r} for {order.carries!r}")
-        if mask is not None and not same(update.mask, mask):
+        if mask is not None and not update.mask.equal(mask):
             raise WrongContent(f"client {update.client} moved its mask, which was to stay as it was")
         _check_values(update, bounded)
 
@@ -148,10 +147,10 @@ def change_norm(update: Message, order: Message) -> float:
     if update.mask is None or update.values is None or order.mask is None or order.values is None:
         raise ValueError("both messages must carry weights")
     new, old = _trained(update, update.layout), _trained(order, order.layout)
-    if same(update.mask, order.mask):
+    if update.mask.equal(order.mask):
         parts = zip(new.split(_PART), old.split(_PART), strict=True)
         return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in parts))
-    a, b = sum(count_layers(update.mask)), sum(count_layers(order.mask))
+    a, b = sum(update.mask.counts), sum(order.mask.counts)
     mine, theirs = update.mask.bits, order.mask.bits
     change = new.double()
     change[a:] -= old[b:]

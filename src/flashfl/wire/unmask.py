@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ..core.layout import Layout
-from ..core.state import Mask, Recipe
+from ..core.mask import Mask, Recipe, count_layers
 from . import rice
 from .errors import BadCount, BadField, BadMask, UnknownMask
-from .geometry import Geometry, count_layers, geometry, host_bits, split
+from .geometry import Geometry, geometry, host_bits, split
 from .masks import FORMS
 from .reader import Array, Reader, byte_length
 
@@ -20,9 +20,9 @@ Build = Callable[[Layout, Recipe], Mask]
 
 def rebuild(layout: Layout, recipe: Recipe) -> Mask:
     """The random mask that a recipe describes."""
-    from ..sparsity import mask_of  # late: the codec stands alone where nobody sends recipes
+    from ..sparsity import recipe_mask  # late: the codec stands alone where nobody sends recipes
 
-    return mask_of(layout, recipe)
+    return recipe_mask(layout, recipe)
 
 
 def read_mask(
@@ -65,7 +65,7 @@ def _read_recipe(reader: Reader, layout: Layout, geo: Geometry, build: Build) ->
         mask = build(layout, recipe)
     except Exception as error:  # the builder is not ours, and its input is a stranger's
         raise BadField(f"the mask's recipe cannot be followed: {error}") from None
-    mask = Mask(layout, mask.bits, count_layers(Mask(layout, mask.bits)), recipe)
+    mask = Mask(layout, mask.bits, count_layers(layout, mask.bits), recipe)
     if mask.hash != name or mask.known_counts != recipe.budgets:
         raise BadMask(f"the mask's recipe gives the mask {mask.hash}, not {name}, or not its budgets")
     return mask
@@ -118,4 +118,4 @@ def _read_bitmap(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
     if bits[geo.total :].any():
         raise BadField("padding bits are not zero")
     mask = Mask(layout, torch.from_numpy(bits[: geo.total].astype(bool)))
-    return Mask(layout, mask.bits, count_layers(mask))
+    return Mask(layout, mask.bits, mask.counts)

@@ -6,11 +6,11 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
-from ..core.state import DROPPED, State
-from .results import reported
+from ..core.exchange import DROPPED
+from ..core.record import RoundRecord
+from ..core.state import State
 
 
 def amount(count: float) -> str:
@@ -40,35 +40,35 @@ class Display:
         self.metric: float | None = None
         self.width = 0
 
-    def __call__(self, state: State, line: Mapping[str, Any]) -> None:
+    def __call__(self, state: State, record: RoundRecord) -> None:
         if self.quiet:
             return
-        self.done += line["stage"] == 2
-        if line["metrics"]:
-            self.metric = reported(line)["metric"]
-        for client, why in line["failures"].items():
-            self._say(f"{self.label}: client {client} was left out of round {line['round']}: {why}")
-        text = self._text(state, line)
+        self.done += record.counts
+        if record.score is not None:
+            self.metric = record.score.metric
+        for client, why in record.failures.items():
+            self._say(f"{self.label}: client {client} was dropped in round {record.round}: {why}")
+        text = self._text(state, record)
         now = time.monotonic()
         if self.live:
             text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be written over
             self.out.write("\r" + text.ljust(self.width))
             self.out.flush()
             self.width = len(text)
-        elif line["metrics"] or now - self.spoke > 10:
+        elif record.metrics or now - self.spoke > 10:
             self.spoke = now
             self._say(text)
 
-    def _text(self, state: State, line: Mapping[str, Any]) -> str:
-        if line["stage"] != 2:
-            return f"{self.label}: stage {line['stage']} done"
-        judged = f"accuracy {100 * self.metric:5.2f} %" if self.metric is not None else "accuracy   -    "
+    def _text(self, state: State, record: RoundRecord) -> str:
+        if not record.counts:
+            return f"{self.label}: {record.phase} done"
+        accuracy = f"accuracy {100 * self.metric:5.2f} %" if self.metric is not None else "accuracy   -    "
         rate = (time.monotonic() - self.began) / max(1, self.done)
-        left = duration(rate * max(0, self.rounds - state.round))
-        traffic = f"up {amount(line['total']['up'])} down {amount(line['total']['down'])}"
+        left = duration(rate * max(0, self.rounds - state.counted))
+        traffic = f"up {amount(record.total.up)} down {amount(record.total.down)}"
         return (
-            f"{self.label}: round {state.round:>{len(str(self.rounds))}}/{self.rounds}  {judged}  "
-            f"density {line['density']:.4f}  {traffic}  left {left}"
+            f"{self.label}: round {state.counted:>{len(str(self.rounds))}}/{self.rounds}  {accuracy}  "
+            f"density {record.density:.4f}  {traffic}  left {left}"
         )
 
     def _say(self, text: str) -> None:
@@ -83,14 +83,14 @@ class Display:
             self.out.flush()
 
 
-class LeftOut:
-    """Warns of clients that are left out, once of each and its reason; simulated dropouts are as asked."""
+class WarnOfDropped:
+    """Warns about dropped clients, once for each client and reason. Simulated dropouts are as asked."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
+        self._said: set[tuple[int, str]] = set()
 
-    def __call__(self, state: State, line: Mapping[str, Any]) -> None:
-        for client, why in [*line.get("missed", {}).items(), *line["failures"].items()]:
+    def __call__(self, state: State, record: RoundRecord) -> None:
+        for client, why in [*record.missed.items(), *record.failures.items()]:
             if why != DROPPED and (client, why) not in self._said:
                 self._said.add((client, why))
-                warnings.warn(f"client {client} was left out of round {line['round']}: {why}", RuntimeWarning)
+                warnings.warn(f"client {client} was dropped in round {record.round}: {why}", RuntimeWarning)

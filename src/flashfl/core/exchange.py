@@ -1,0 +1,192 @@
+"""What server and clients exchange, and what a round's updates add up to: plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+from .layout import Layout
+from .mask import Mask, Recipe, Weights
+from .parts import part
+
+DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
+Tag = tuple[int, int, int]  # (phase number, round, attempt): which round a message belongs to
+
+
+@runtime_checkable
+class Adapt(Protocol):
+    """A rule by which clients move their masks during training; see `sparsity.PruneRegrow`."""
+
+    @property
+    def dense_gradient(self) -> bool:
+        """Whether the rule needs the gradient of inactive weights too."""
+        ...
+
+    def moments(self, epochs: int, batches: int) -> Mapping[int, Fraction]:
+        """After which steps (counted from 1) the mask moves, and at what rate."""
+        ...
+
+    def collect(self, scores: Tensor, gradient: Tensor) -> None:
+        """Take in the gradient [clients, K] of one step, in place; called only if `dense_gradient`."""
+        ...
+
+    def move(
+        self,
+        layout: Layout,
+        vectors: Tensor,
+        masks: Tensor,
+        scores: Tensor | None,
+        rate: Fraction,
+        keys: Sequence[int],
+        counts: Sequence[Sequence[int]],
+    ) -> list[tuple[int, ...]]:
+        """Move the masks [clients, K] of a stack of models in place; the new layer counts."""
+        ...
+
+
+@part
+@dataclass(frozen=True)
+class Local:
+    """A client's work in one round."""
+
+    epochs: int = 1
+    batch: int = 32
+    lr: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    prox: float = 0.0
+    max_steps: int = 0  # at most this many batches an epoch; 0: all
+    adapt: Adapt | None = None  # the rule that moves the mask during training; None: the mask is frozen
+    start: Recipe | None = None  # the mask of a client that remembers none
+    keep: tuple[str, ...] = ()  # what the client remembers until its next round: "mask"
+    report: Literal["weights", "counts", "statistics"] = "weights"
+    statistics: bool = True  # False: static BatchNorm, running statistics neither kept nor sent
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        for name in ("lr", "momentum", "weight_decay", "prox", "max_steps"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} = {value}: must be a number of at least 0")
+        if other := set(self.keep) - {"mask"}:
+            raise ConfigError(f"keep = {', '.join(sorted(other))}: clients can remember only their mask")
+
+    def batches(self, n: int) -> int:
+        """How many batches an epoch of n samples has."""
+        count = math.ceil(n / self.batch)
+        return min(count, self.max_steps) if self.max_steps else count
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the server knows about a client. With a density of None the method decides."""
+
+    id: int
+    n: int
+    density: float | None = None
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A tensor beside the weights. Forms: masked (values at the mask's active positions), dense, bits, scalar."""
+
+    form: Literal["masked", "dense", "bits", "scalar"]
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Order:
+    """Server to one client. Built-in clients ignore extras; they are for custom clients."""
+
+    weights: Weights
+    local: Local
+    key: int
+    tag: Tag
+    extra: Mapping[str, Extra] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client to the server. `weights` is None if the order asked for layer counts only."""
+
+    client: int
+    n: int
+    weights: Weights | None
+    counts: tuple[int, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Extra] = field(default_factory=dict)
+
+
+@dataclass
+class Sums:
+    """What the updates of one round add up to. Its size does not depend on the number of clients."""
+
+    layout: Layout
+    n: int = 0
+    clients: int = 0
+    counts: list[int] = field(default_factory=list)  # active weights per layer, added over clients
+    weights: Tensor | None = None  # sum of n * w, float64
+    holders: Tensor | None = None  # sum of n * m over the prunable weights
+    loss: float = 0.0  # sum of n * mean training loss
+    extra: dict[str, Tensor] = field(default_factory=dict)  # sum of n * tensor
+    # Number of active weights -> sum of n * [statistics, 1], float64. Models of different size have other activations.
+    statistics: dict[int, Tensor] = field(default_factory=dict)
+
+    def statistics_of(self, mask: Mask, otherwise: Tensor) -> Tensor:
+        """Mean statistics of the models with as many active weights as `mask`; `otherwise` if there are none."""
+        found = self.statistics.get(mask.active)
+        return otherwise if found is None else torch.where(found[-1] > 0, found[:-1] / found[-1], otherwise).float()
+
+    @property
+    def layer_densities(self) -> list[float]:
+        """Mean density of each layer over the clients, each client counted once."""
+        return [c / (self.clients * k) for c, k in zip(self.counts, self.layout.sizes, strict=True)]
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(1, self.n)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of the messages of a round, by direction and by what they carry."""
+
+    down: int = 0
+    up: int = 0
+    values: int = 0
+    mask: int = 0
+    overhead: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.down + other.down, self.up + other.up, self.values + other.values, self.mask + other.mask,
+            self.overhead + other.overhead,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an engine brings back from one round."""
+
+    sums: Sums
+    traffic: Traffic
+    failures: Mapping[int, str]  # client id -> why it was dropped
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good a model is: mean loss and metric over all evaluation samples."""
+
+    loss: float
+    metric: float
+    bytes: int = 0  # sent to clients that evaluated the model

@@ -1,0 +1,134 @@
+"""What a run records about each round beside accuracy and bytes: masks and how they move, FLOPs, snapshots."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..core.exchange import Outcome, Traffic
+from ..core.loop import Sent
+from ..core.mask import Mask
+from ..core.method import Method
+from ..core.record import PaperBytes, RoundRecord
+from ..core.state import State
+from ..data.task import Task
+from ..measure.comms import dense_bytes, paper_bytes
+from ..measure.flops import Cost, order_flops, task_costs
+from ..measure.snapshots import Snapshots
+from ..sparsity import common, jaccard
+
+SNAPSHOTS = "snapshots"
+MOST_SNAPSHOTS = 32
+SNAPSHOT_BYTES = 64 << 20  # the most that snapshots may take in a run's folder
+
+
+class Observer:
+    """Watches states and the orders between them, and completes the records of rounds.
+
+    It holds nothing that a resumed run would have to restore, and waits for a GPU at most once a round.
+    """
+
+    def __init__(self, method: Method, task: Task, state: State, folder: Path | None = None) -> None:
+        self.method, self.layout, self._task = method, task.layout, task
+        self._snapshots = Snapshots(folder / SNAPSHOTS) if folder else None
+        self._costs: Mapping[str, Cost] | None = None
+        self._before = state
+        self._kept: tuple[Mask | None, str] = (None, "")
+        self._clear()
+
+    def _clear(self) -> None:
+        self._flops = self._seconds = 0.0
+        self._up = self._down = self._dense = 0.0
+        self._cohort: tuple[float, ...] = ()
+
+    def observe(self, sent: Sequence[Sent], outcome: Outcome) -> None:
+        """One call of the engine is over: add its FLOPs, and its bytes by the paper's formula."""
+        began = time.perf_counter()
+        sums, replied = outcome.sums, outcome.sums.clients
+        known = bool(replied and any(sums.counts))  # orders that ask for statistics report no counts
+        alike = len({mask.active for _, _, mask in sent}) == 1
+        for client, local, mask in sent:
+            # By layer only the cohort's mean is known. It fits no client if their models differ in size.
+            up = [c / replied for c in sums.counts] if known and alike else list(mask.counts)
+            bytes_down, bytes_up = paper_bytes(self.layout, local, mask.counts, up)
+            self._down += bytes_down
+            self._dense += dense_bytes(self.layout)
+            if client.id in outcome.failures:
+                continue
+            self._up += bytes_up
+            self._dense += dense_bytes(self.layout)
+            densities = [c / k for c, k in zip(up, self.layout.sizes, strict=True)]
+            self._flops += order_flops(self.layout, self.costs, local, client.n, densities)
+        if known:
+            self._cohort = tuple(round(d, 6) for d in sums.layer_densities)
+        self._seconds += time.perf_counter() - began
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """FLOPs of each layer; empty for a model that cannot be tried on one sample."""
+        if self._costs is None:
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    self._costs = task_costs(self._task)
+            except Exception as error:  # a measurement must not end a run, whatever a custom model does
+                warnings.warn(f"FLOPs are not counted: the model failed on one sample ({error})", RuntimeWarning)
+                self._costs = {}
+        return self._costs
+
+    def complete(self, record: RoundRecord, state: State, total: Traffic) -> RoundRecord:
+        """The record with everything that can be said about the state after its round."""
+        began = time.perf_counter()
+        before, self._before = self._before, state
+        densities = tuple(round(d, 6) for d in state.mask.layer_densities)
+        moved, by_layer = _mismatch(before, state)
+        record = replace(
+            record,
+            total=total,
+            density=state.mask.density,
+            layer_densities=densities,
+            mismatch=moved,
+            layer_mismatch=by_layer,
+            cohort_densities=self._cohort if not record.counts or self._cohort != densities else (),
+            flops=float(f"{self._flops:.6g}"),
+            paper_bytes=PaperBytes(round(self._up), round(self._down), round(self._dense)),
+            snapshot=self._snapshot(state),
+        )
+        seconds = {**record.seconds, "record": self._seconds + time.perf_counter() - began}
+        self._clear()
+        return replace(record, seconds={name: round(spent, 4) for name, spent in seconds.items()})
+
+    def _snapshot(self, state: State) -> str:
+        """Store the mask if it is time to; its hash. Dense models need none."""
+        due = state.counted and (state.counted % snapshot_every(state) == 0 or self.method.done(state))
+        if self._snapshots is None or not due or state.mask.active == self.layout.prunable_size:
+            return ""
+        if self._kept[0] is not state.mask:
+            try:
+                self._kept = (state.mask, self._snapshots.put(state.mask.bits.cpu().numpy()))
+            except OSError as error:
+                warnings.warn(f"no more mask snapshots: one could not be written ({error})", RuntimeWarning)
+                self._snapshots = None
+                return ""
+        return self._kept[1]
+
+
+def _mismatch(before: State, after: State) -> tuple[float | None, tuple[float, ...]]:
+    """Between the masks of two consecutive states of one phase: of the model, and of each layer if there is any."""
+    if before.phase != after.phase or not after.phase.counts:
+        return None, ()
+    if before.mask is after.mask:
+        return 0.0, ()
+    both, a, b = common(before.mask, after.mask), before.mask.counts, after.mask.counts
+    return jaccard(sum(both), sum(a), sum(b)), tuple(round(jaccard(*x), 6) for x in zip(both, a, b, strict=True))
+
+
+def snapshot_every(state: State) -> int:
+    """Rounds between two snapshots: at most MOST_SNAPSHOTS in all, and never more than SNAPSHOT_BYTES."""
+    room = SNAPSHOT_BYTES // (state.layout.prunable_size // 8 + 1)
+    return max(1, math.ceil(state.plan.rounds / max(2, min(MOST_SNAPSHOTS, room))))
