@@ -9,8 +9,8 @@ import torch
 
 from flashfl.aggregate import AGGREGATORS, add, average, fedavg, union, wfa
 from flashfl.core.errors import ConfigError
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Extra, Sums, Update
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 
 LAYOUT = Layout.build({"prunable": [("a", (2,)), ("b", (1,))], "dense": [("bias", (1,))], "statistic": [("s", (1,))]})

@@ -21,17 +21,17 @@ METHOD = fl.HeteroSPDST(densities=(0.2, 0.4), shares=(0.5, 0.5), warmup_clients=
 
 def started() -> State:
     task = make_task("norm")
-    return METHOD.init(plan_of(TrainConfig(device="cpu", rounds=5, per_round=4), task, task.clients, "cpu"))
+    return METHOD.init(plan_of(TrainConfig(device="cpu", rounds=5, per_round=4), task, len(task.clients), "cpu"))
 
 
 def reported(s: State, id: int, n: int, density: float, statistic: float) -> Update:
-    weights = METHOD.held(s, Client(id, n, density))
+    weights = METHOD.sub_model(s, density)
     values = torch.full((s.layout.size - s.layout.trained_size,), statistic)
     return Update(id, n, weights.with_statistics(values), weights.mask.counts)
 
 
 def tail(s: State, density: float) -> torch.Tensor:
-    return METHOD.held(s, Client(0, 1, density)).statistics
+    return METHOD.sub_model(s, density).statistics
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,7 @@ def tail(s: State, density: float) -> torch.Tensor:
         ((2, 2, 2), 9, [2, 2, 2]),
     ],
 )
-def test_a_cohort_has_as_many_clients_as_asked_for(
-    clients: tuple[int, ...], per_round: int, expected: list[int]
-) -> None:
+def test_cohort_has_the_size_asked_for(clients: tuple[int, ...], per_round: int, expected: list[int]) -> None:
     s = started()
     s = replace(s, plan=replace(s.plan, clients=sum(clients) + 3, per_round=per_round))
     densities = [d for d, count in zip((0.1, 0.2, 0.4), clients, strict=True) for _ in range(count)]
@@ -54,7 +52,7 @@ def test_a_cohort_has_as_many_clients_as_asked_for(
     assert [[c.density for c in cohort].count(d) for d in (0.1, 0.2, 0.4)] == expected
 
 
-def test_every_density_has_its_turn_in_cohorts_smaller_than_their_number() -> None:
+def test_small_cohorts_draw_from_every_density() -> None:
     s = started()
     s = replace(s, plan=replace(s.plan, per_round=2))
     clients = [Client(i, 5, (0.1, 0.2, 0.4)[i % 3]) for i in range(9)]
@@ -76,7 +74,7 @@ def test_statistics_are_averaged_among_models_of_one_density() -> None:
     assert torch.equal(views["density 0.2"], tail(after, 0.2))
 
 
-def test_a_density_that_is_not_heard_of_keeps_its_statistics() -> None:
+def test_density_without_updates_keeps_its_statistics() -> None:
     s = started()
     sums = add(add(Sums(s.layout), reported(s, 0, 1, 0.2, 3.0)), reported(s, 2, 2, 0.4, 20.0))
     after = METHOD.aggregate(s, sums)
@@ -86,7 +84,7 @@ def test_a_density_that_is_not_heard_of_keeps_its_statistics() -> None:
     assert (set(tail(again, 0.2).tolist()), set(tail(again, 0.4).tolist())) == ({5.0}, {30.0})
 
 
-def test_a_density_that_nobody_has_borrows_those_of_the_others() -> None:
+def test_density_without_clients_uses_the_others_statistics() -> None:
     s = started()
     after = METHOD.aggregate(s, add(Sums(s.layout), reported(s, 0, 1, 0.2, 3.0)))
     assert (set(tail(after, 0.2).tolist()), set(tail(after, 0.4).tolist())) == ({3.0}, {3.0})
@@ -96,11 +94,12 @@ def test_a_density_that_nobody_has_borrows_those_of_the_others() -> None:
 
 def test_clients_of_one_density_share_a_model() -> None:
     s = started()
-    assert METHOD.held(s, Client(0, 1, 0.2)) is METHOD.held(s, Client(7, 3, 0.2))
-    assert METHOD.held(s.again(), Client(0, 1, 0.2)) is not METHOD.held(s, Client(0, 1, 0.2))
+    found = [w for _, w in METHOD.models(s, [Client(0, 1, 0.2), Client(1, 1, 0.4), Client(7, 3, 0.2)])]
+    assert found[0] is found[2]
+    assert found[1] is not found[0]
 
 
-def test_a_density_that_cannot_gather_statistics_borrows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_density_without_reports_borrows_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of the lower density fail at the very end, where static BatchNorm gathers; before it nobody has any."""
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True)
@@ -114,12 +113,12 @@ def test_a_density_that_cannot_gather_statistics_borrows_them(monkeypatch: pytes
 
     monkeypatch.setattr(Trainer, "_gather", fails)
     run = fl.simulate(METHOD, task, train=config)
-    judged = run.history[-1]["metrics"]
-    assert judged["density 0.2"]["loss"] < 10 * judged["after"]["loss"]
+    scores = run.history[-1].metrics
+    assert scores["density 0.2"].loss < 10 * scores["after"].loss
 
 
 @pytest.mark.parametrize("name", ["hetero-spdst", "hetero-jmwst"])
-def test_gathered_at_the_end_they_are_those_of_each_sub_model(name: str) -> None:
+def test_static_statistics_belong_to_each_sub_model(name: str) -> None:
     task = make_task("norm")
     method = fl.METHODS[name](densities=(0.2, 0.4), shares=(0.5, 0.5), warmup_clients=0)
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True)
@@ -132,16 +131,16 @@ def test_gathered_at_the_end_they_are_those_of_each_sub_model(name: str) -> None
         assert clients
         total = torch.zeros(s.layout.size - s.layout.trained_size, dtype=torch.float64)
         for c in clients:
-            update = trainer.train(s.order(c, work, method.held(s, c)), c.id, task.train[c.id])
+            update = trainer.train(s.order(c, work, method.sub_model(s, density)), c.id, task.train[c.id])
             assert update.weights is not None
             total += update.n * update.weights.statistics
         expected = (total / sum(c.n for c in clients)).float()
-        found = method.held(s, clients[0]).statistics
+        found = method.sub_model(s, density).statistics
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_pattern_that_a_small_density_cannot_keep_to_is_warned_of() -> None:
+def test_pattern_too_dense_for_a_density_warns() -> None:
     task = make_task("norm")
     method = fl.HeteroSPDST(densities=(0.1, 0.25), shares=(0.5, 0.5), warmup_clients=0, nm=4)
-    with pytest.warns(RuntimeWarning, match="not 0.1: a pattern keeps at least 1 of 4"):
-        method.init(plan_of(TrainConfig(device="cpu", rounds=5, per_round=4), task, task.clients, "cpu"))
+    with pytest.warns(RuntimeWarning, match="instead of 0.1: an N:M pattern keeps at least 1 of 4"):
+        method.init(plan_of(TrainConfig(device="cpu", rounds=5, per_round=4), task, len(task.clients), "cpu"))

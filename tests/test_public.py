@@ -14,7 +14,7 @@ import flashfl as fl
 
 SOURCE = Path(fl.__file__).parent
 
-PUBLIC = {
+PUBLIC = {"Phase", "RoundRecord", "allocate", "calibrate", "fedavg", "nested", "random_mask", "top_mask", "wfa",
     # methods, and what they are made of
     "METHODS", "Method", "Dense", "NST", "PDST", "SPDST", "JMWST", "HeteroSPDST", "HeteroJMWST", "PruneRegrow",
     # what the parties know and exchange

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashfl.core.state import State
-from flashfl.run import runner
+from flashfl.run import checkpoint
 
 
 class Killed(BaseException):
@@ -32,6 +32,6 @@ class After:
 def killed() -> Iterator[None]:
     """What runs within is killed: nothing is written on the way out."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner._Keeper, "on_the_way_out", lambda self: nullcontext())
+        patch.setattr(checkpoint.Keeper, "on_the_way_out", lambda self: nullcontext())
         with pytest.raises(Killed):
             yield

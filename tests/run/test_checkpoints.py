@@ -20,13 +20,17 @@ import torch
 from run_support import After, Killed, killed
 
 import flashfl as fl
+from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import CheckpointError, ConfigError, FlashError, RunStopped
+from flashfl.core.exchange import Traffic
 from flashfl.core.state import State
 from flashfl.data.examples import Arrays, Subset
 from flashfl.engine.cpu import CPUEngine
-from flashfl.run import checkpoint, runner
+from flashfl.engine.memories import Memories
+from flashfl.run import checkpoint
 from flashfl.run.config import TrainConfig, plan_of
-from flashfl.run.results import read_run
+from flashfl.run.observe import Observer
+from flashfl.run.results import Results
 from tests.conftest import DropoutNet, blobs, make_task
 
 SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "eval_every": 2, "workers": 1, "checkpoint_every": 1}
@@ -67,7 +71,7 @@ def test_a_resumed_run_ends_like_an_undisturbed_one(cut: Path) -> None:
     resumed, whole = go(cut, resume=True), go(None)
     assert resumed.checksum == whole.checksum
     assert resumed.traffic == whole.traffic
-    assert [r["loss"] for r in read_run(cut)["rounds"]] == [r["loss"] for r in whole.history]
+    assert [r.loss for r in Results.read(cut).rounds] == [r.loss for r in whole.history]
 
 
 def damage(path: Path, how: str) -> None:
@@ -85,7 +89,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["cut", "flip", "empty", "gone"])
 def test_damaged_tensors_are_warned_of_and_the_checkpoint_before_is_used(cut: Path, how: str) -> None:
     damage(cut / "checkpoints" / "checkpoint-00000003.safetensors", how)
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\.safetensors .*Going on from checkpoint-00000002"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\.safetensors .*Continuing from checkpoint-00000002"):
         resumed = go(cut, resume=True)
     assert resumed.checksum == go(None).checksum
 
@@ -100,7 +104,7 @@ def test_a_cut_record_is_warned_of_and_the_checkpoint_before_is_used(cut: Path, 
 
 def only_in(number: int, folder: Path) -> Path:
     """A mask that one of the two checkpoints alone needs."""
-    engines = [checkpoint.read_record(p)["engine"] for p in checkpoint.found_in(folder / "checkpoints")]
+    engines = [checkpoint.read_record(p)["memory"] for p in checkpoint.found_in(folder / "checkpoints")]
     this, other = engines if number == 3 else engines[::-1]
     digest = min({h for rounds in this["clients"].values() for _, *both in rounds for h in both} - {*other["masks"]})
     return folder / "masks" / f"{digest}.mask"
@@ -115,7 +119,7 @@ def test_a_lost_mask_is_warned_of_and_the_checkpoint_before_is_used(tmp_path: Pa
     lost = only_in(3, tmp_path)
     before = lost.read_bytes()
     damage(lost, how)
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003.json needs .* mask.*Going on from .*00000002"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003.json needs .* mask.*Continuing from .*00000002"):
         resumed = go(tmp_path, method=NST, resume=True, workers=workers)
     assert not lost.exists() or lost.read_bytes() == before, "it came again, or nobody needs it"
     assert (tmp_path / "checkpoints" / "checkpoint-00000003.json.unused").exists(), "it must not come back"
@@ -135,7 +139,7 @@ def test_if_the_masks_of_all_are_lost_that_is_an_error(tmp_path: Path) -> None:
 def test_if_all_are_damaged_that_is_an_error_that_names_them(cut: Path) -> None:
     for number in (2, 3):
         damage(cut / "checkpoints" / f"checkpoint-0000000{number}.safetensors", "cut")
-    with pytest.raises(CheckpointError, match=r"can be used: checkpoint-00000003.*-00000002.*Start the run anew"):
+    with pytest.raises(CheckpointError, match=r"can be used: checkpoint-00000003.*-00000002.*Start the run again"):
         go(cut, resume=True)
 
 
@@ -151,9 +155,9 @@ def test_a_file_of_another_make_is_not_a_checkpoint(cut: Path) -> None:
     [
         ({"method": replace(SPDST, density=0.2)}, "its method is SPDST"),
         ({"method": NST}, "its method is SPDST"),
-        ({"rounds": 5}, "its rounds is 4, this run's is 5"),
-        ({"seed": 1}, "its seed is 0, this run's is 1"),
-        ({"threads": 2, "batch": 5}, "its batch is .*; its threads is 1, this run's is 2"),
+        ({"rounds": 5}, "its rounds is 4 and this run's is 5"),
+        ({"seed": 1}, "its seed is 0 and this run's is 1"),
+        ({"threads": 2, "batch": 5}, "its batch is .*; its threads is 1 and this run's is 2"),
         ({"task": make_task("norm")}, "its layout is"),
         ({"task": make_task("dropout", samples=12)}, "its clients is"),
     ],
@@ -184,7 +188,7 @@ def test_other_samples_are_another_run(wrap: str, tmp_path: Path) -> None:
 
     go(tmp_path, task=task(""), rounds=2)
     go(tmp_path, task=task("last bits"), rounds=2, resume=True)
-    with pytest.raises(CheckpointError, match=r"belongs to another run: its samples are others than this run's\. Res"):
+    with pytest.raises(CheckpointError, match=r"belongs to another run: its samples differ from this run's\. Res"):
         go(tmp_path, task=task("targets"), rounds=2, resume=True)
 
 
@@ -196,7 +200,7 @@ def test_other_pixels_are_another_run(kind: Any, tmp_path: Path) -> None:
         return fl.Task(DropoutNet, data, data[0])
 
     go(tmp_path, task=task(0), rounds=2)
-    with pytest.raises(CheckpointError, match="its samples are others than this run's"):
+    with pytest.raises(CheckpointError, match="its samples differ from this run's"):
         go(tmp_path, task=task(1), rounds=2, resume=True)
 
 
@@ -232,7 +236,7 @@ def test_what_does_not_decide_the_result_may_change(cut: Path) -> None:
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*: start the run anew"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*: start the run again"):
         go(tmp_path, resume=True)
     with pytest.raises(ConfigError, match="resume needs the folder"):
         go(None, resume=True)
@@ -259,10 +263,10 @@ def test_a_run_that_cannot_begin_leaves_the_old_one_alone(cut: Path) -> None:
 
 def test_a_lost_results_file_does_not_stop_a_resume(cut: Path) -> None:
     (cut / "results.jsonl").unlink()
-    with pytest.warns(RuntimeWarning, match="the record of the rounds so far is gone"):
+    with pytest.warns(RuntimeWarning, match="the records of earlier rounds are lost"):
         resumed = go(cut, resume=True)
     assert resumed.checksum == go(None).checksum
-    assert [r["round"] for r in read_run(cut)["rounds"]] == [2, 3]
+    assert [r.round for r in Results.read(cut).rounds] == [2, 3]
     assert found(cut)[-2] == "checkpoint-00000005.json", "checkpoints count rounds, not lines"
 
 
@@ -283,7 +287,7 @@ def test_a_results_file_damaged_in_the_middle_is_not_cut(cut: Path) -> None:
 
 @pytest.mark.parametrize("where", ["save", "masks"])
 def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatch: Any, where: str) -> None:
-    real_save, real_memory, calls = checkpoint.save, CPUEngine.memory, iter(range(99))
+    real_save, real_memory, calls = checkpoint.save, Memories.save, iter(range(99))
 
     def full(real: Any) -> Any:
         def fails(*given: Any, **named: Any) -> Any:
@@ -294,9 +298,9 @@ def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatc
         return fails
 
     if where == "save":
-        monkeypatch.setattr(runner.checkpoints, "save", full(real_save))
+        monkeypatch.setattr(checkpoint, "save", full(real_save))
     else:
-        monkeypatch.setattr(CPUEngine, "memory", full(real_memory))
+        monkeypatch.setattr(Memories, "save", full(real_memory))
     with pytest.warns(
         RuntimeWarning, match=r"could not write a checkpoint to .*No space left.*the last good one is kept"
     ):
@@ -323,11 +327,11 @@ def small_files() -> Iterator[None]:
 
 def test_a_real_write_error_leaves_the_checkpoint_before_and_no_halves(tmp_path: Path) -> None:
     task = make_task("dropout")
-    plan = plan_of(TrainConfig(rounds=2, per_round=2), task, task.clients)
-    point = checkpoint.Checkpoint(fl.Dense().init(plan), {}, {"rounds": 0})
-    checkpoint.save(tmp_path, 1, point, {})
+    plan = plan_of(TrainConfig(rounds=2, per_round=2), task, len(task.clients))
+    point = checkpoint.Checkpoint(fl.Dense().init(plan), {}, {}, 1, Traffic())
+    checkpoint.save(tmp_path, point, {})
     with pytest.raises(OSError, match="File too large"), small_files():
-        checkpoint.save(tmp_path, 2, point, {})
+        checkpoint.save(tmp_path, replace(point, rounds=2), {})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-00000001.json", "checkpoint-00000001.safetensors"]
     assert torch.equal(checkpoint.load(tmp_path, plan, {}).state.weights.vector, point.state.weights.vector)
 
@@ -387,13 +391,13 @@ def test_ctrl_c_in_the_middle_of_a_round_loses_that_round_alone(
 
 def test_the_lane_engine_forgets_an_unfinished_round_too(tmp_path: Path, monkeypatch: Any) -> None:
     from flashfl.engine.cuda import LaneEngine
-    from flashfl.run.runner import drive
+    from flashfl.run.simulate import drive
 
     task, train = make_task("dropout"), TrainConfig(rounds=4, **{**SETTINGS, "checkpoint_every": 0}, device="cpu")
 
     def lanes(folder: Path | None, resume: bool = False) -> fl.Run:
         engine = LaneEngine(task, "cpu", folder=folder / "masks" if folder else None)
-        return drive(NST, task, train, engine, task.clients, folder, resume)
+        return drive(NST, task, train, engine, FixedPopulation(task.clients), folder, resume)
 
     def interrupted(*given: Any, **named: Any) -> Any:
         raise KeyboardInterrupt
@@ -421,16 +425,18 @@ def test_a_run_stopped_by_its_clients_keeps_its_last_good_state(tmp_path: Path) 
     task = make_task("dropout")
 
     def explode(state: State, line: Any) -> None:
-        if (state.stage, state.round) == (2, 2):
+        if state.counted == 2:
             for source in task.train:
                 source.inputs[0].fill_(float("nan"))  # type: ignore[attr-defined]
 
-    with pytest.raises(RunStopped, match=r"round 2 of stage 2 failed 3 times.*not finite.*The state before it is kept"):
+    with pytest.raises(
+        RunStopped, match=r"round 2 \(training\) failed 3 times.*not finite.*The state before this round is kept"
+    ):
         go(tmp_path, task=task, watch=explode, checkpoint_every=0)
     config = TrainConfig(rounds=4, **SETTINGS)
-    identity = read_run(tmp_path)["header"]["identity"]
-    point = checkpoint.load(tmp_path / "checkpoints", plan_of(config, task, task.clients), identity)
-    assert (point.state.stage, point.state.round, point.state.attempt) == (2, 2, 0)
+    identity = Results.read(tmp_path).header["identity"]
+    point = checkpoint.load(tmp_path / "checkpoints", plan_of(config, task, len(task.clients)), identity)
+    assert point.state.tag == (2, 2, 0)
     assert torch.isfinite(point.state.weights.vector).all()
     assert go(tmp_path, resume=True).checksum == go(None).checksum, "with sound clients it goes on"
 
@@ -447,13 +453,13 @@ def test_masks_that_nobody_needs_are_dropped_from_disk(tmp_path: Path) -> None:
 
 def test_states_with_extras_come_back(tmp_path: Path) -> None:
     task = make_task("norm")
-    plan = plan_of(TrainConfig(rounds=3, per_round=4), task, task.clients)
+    plan = plan_of(TrainConfig(rounds=3, per_round=4), task, len(task.clients))
     method = fl.HeteroSPDST(densities=(0.2, 0.4), shares=(0.5, 0.5), warmup_clients=0)
     state = replace(method.init(plan), round=2, attempt=1)
     state = replace(state, extra={**state.extra, "momentum": torch.arange(5.0)})
-    checkpoint.save(tmp_path, 7, checkpoint.Checkpoint(state, {"masks": ["ab"]}, {"rounds": 7}), {"a": 1})
+    checkpoint.save(tmp_path, checkpoint.Checkpoint(state, {"masks": ["ab"]}, {}, 7, Traffic(up=3)), {"a": 1})
     back = checkpoint.load(tmp_path, plan, {"a": 1})
-    assert (back.state.tag, back.progress) == ((2, 2, 1), {"rounds": 7})
+    assert (back.state.tag, back.rounds, back.traffic) == ((2, 2, 1), 7, Traffic(up=3))
     assert torch.equal(back.state.weights.vector, state.weights.vector)
     assert back.state.mask.recipe == state.mask.recipe
     for name, value in state.extra.items():
@@ -487,7 +493,7 @@ def test_two_kills_long_after_a_checkpoint_change_nothing(tmp_path: Path) -> Non
 
 
 def test_ctrl_c_while_a_round_is_written_down_loses_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    real, calls = runner.Recorder.complete, iter(range(99))
+    real, calls = Observer.complete, iter(range(99))
 
     def complete(self: Any, *given: Any) -> Any:
         if next(calls) == 4:
@@ -495,11 +501,11 @@ def test_ctrl_c_while_a_round_is_written_down_loses_nothing(tmp_path: Path, monk
         return real(self, *given)
 
     whole = go(None, eval_every=1)
-    monkeypatch.setattr(runner.Recorder, "complete", complete)
+    monkeypatch.setattr(Observer, "complete", complete)
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, eval_every=1, checkpoint_every=0)
     resumed = go(tmp_path, eval_every=1, resume=True)
-    assert [r["round"] for r in resumed.history] == [r["round"] for r in whole.history]
+    assert [r.round for r in resumed.history] == [r.round for r in whole.history]
     assert (resumed.checksum, resumed.accuracy) == (whole.checksum, whole.accuracy)
 
 
@@ -521,7 +527,7 @@ def test_results_that_cannot_be_written_are_made_up_for(tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "open", full)
     with pytest.warns(RuntimeWarning, match=r"could not write results to .*results\.jsonl .*No space left"):
         done = go(tmp_path)
-    assert [r["round"] for r in read_run(tmp_path)["rounds"]] == [r["round"] for r in done.history]
+    assert [r.round for r in Results.read(tmp_path).rounds] == [r.round for r in done.history]
 
 
 @pytest.mark.parametrize("density", [0.3, 0.6])

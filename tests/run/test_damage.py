@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import flashfl as fl
 from flashfl.cli import main
 from flashfl.core.errors import CheckpointError
+from flashfl.core.exchange import Traffic
 from flashfl.core.state import Plan
 from flashfl.run import checkpoint
 from flashfl.run.config import TrainConfig, plan_of
@@ -31,7 +32,7 @@ def go(folder: Path | None, **more: Any) -> fl.Run:
 
 
 def put(**changes: Any) -> Callable[[Path], None]:
-    """Damage that leaves JSON: `state__stage=7` sets what is found at that place, None removes it."""
+    """Damage that leaves JSON: `state__round=7` sets what is found at that place, None removes it."""
 
     def damage(path: Path) -> None:
         record = json.loads(path.read_text())
@@ -46,12 +47,28 @@ def put(**changes: Any) -> Callable[[Path], None]:
     return damage
 
 
+def forge(**changes: Any) -> Callable[[Path], None]:
+    """The same by somebody who makes the digest right."""
+
+    def damage(path: Path) -> None:
+        put(**changes)(path)
+        record = json.loads(path.read_text())
+        record.pop("digest", None)
+        path.write_text(json.dumps({**record, "digest": checkpoint._digest(record)}))
+
+    return damage
+
+
 DAMAGE = [
     lambda path: path.write_text(DEEP),
-    *(put(**{name: value}) for name in ("identity", "engine", "progress", "state", "tensors") for value in (None, "x")),
-    put(state__stage=7), put(state__stage=1), put(state__round=99), put(state__round="a"),
-    put(progress__rounds=1), put(progress__rounds="x"), put(progress__traffic={"a": 1}),
-    put(engine__clients={"a": [[1]]}), put(engine__clients=None), put(engine__ledger="x"), put(digest=None),
+    *(put(**{name: value}) for name in ("identity", "memory", "clients", "state", "tensors") for value in (None, "x")),
+    put(state__phase=7), put(state__round=99), put(state__round="a"), put(digest=None),
+    put(rounds=1), put(rounds="x"), put(traffic={"a": 1}), put(memory__clients={"a": [[1]]}), put(memory__clients=None),
+    *(forge(**{name: value}) for name in ("memory", "state", "tensors", "traffic") for value in (None, "x", 3)),
+    forge(state__phase=7), forge(state__phase={"name": 3}), forge(state__round="a"), forge(state__round=-1),
+    forge(state__counted=None), forge(state__masks=[]), forge(state={}), forge(rounds="x"), forge(rounds=True),
+    forge(traffic={"a": 1}), forge(traffic={"up": "1"}), forge(memory__masks=3), forge(memory__masks=[[]]),
+    forge(memory__masks=["../../victim"]), forge(memory__clients={"a": [[1]]}), forge(memory__clients=3),
 ]  # fmt: skip
 
 
@@ -62,13 +79,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_record_is_warned_of_and_the_checkpoint_before_is_used(
+def test_damaged_or_forged_record_falls_back_to_the_checkpoint_before(
     damage: Callable[[Path], None], done: tuple[Path, str], tmp_path: Path
 ) -> None:
     folder, checksum = done
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     damage(tmp_path / "checkpoints" / "checkpoint-00000003.json")
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\.json .*Going on from checkpoint-00000002\.json"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\..*Continuing from checkpoint-00000002\.json"):
         resumed = go(tmp_path, resume=True)
     assert resumed.checksum == checksum
     assert len(resumed.history) == 3
@@ -76,9 +93,9 @@ def test_a_damaged_record_is_warned_of_and_the_checkpoint_before_is_used(
 
 def small() -> tuple[Plan, checkpoint.Checkpoint]:
     task = make_task("dropout")
-    plan = plan_of(TrainConfig(rounds=2, per_round=2), task, task.clients)
-    engine = {"clients": {"0": [[[2, 0, 0], "ab", None]]}, "masks": ["ab"]}
-    return plan, checkpoint.Checkpoint(NST.init(plan), engine, {"rounds": 1})
+    plan = plan_of(TrainConfig(rounds=2, per_round=2), task, len(task.clients))
+    memory = {"clients": {"0": [[[2, 0, 0], "ab", None]]}, "masks": ["ab"]}
+    return plan, checkpoint.Checkpoint(NST.init(plan), memory, {}, 1, Traffic())
 
 
 @settings(max_examples=200)
@@ -88,7 +105,7 @@ def test_no_flipped_bit_of_a_record_changes_what_is_read(
 ) -> None:
     plan, point = small()
     folder = tmp_path_factory.mktemp("flip")
-    path = checkpoint.save(folder, 1, point, {"a": 1})
+    path = checkpoint.save(folder, point, {"a": 1})
     data = bytearray(path.read_bytes())
     data[int(at * len(data))] ^= 1 << bit
     path.write_bytes(data)
@@ -99,7 +116,7 @@ def test_no_flipped_bit_of_a_record_changes_what_is_read(
         with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used"):
             checkpoint.load(folder, plan, {"a": 1})
     else:  # a blank that became another blank, say
-        assert record["engine"] == point.engine
+        assert record["memory"] == point.memory
         assert torch.equal(checkpoint.load(folder, plan, {"a": 1}).state.weights.vector, point.state.weights.vector)
 
 
@@ -107,47 +124,18 @@ def test_tensors_of_another_model_fall_back_too(tmp_path: Path) -> None:
     """Whole by their digest, and not what the record speaks of."""
     plan, point = small()
     other = make_task("norm")
-    strange = NST.init(plan_of(TrainConfig(rounds=2, per_round=2), other, other.clients))
-    checkpoint.save(tmp_path, 1, point, {})
-    checkpoint.save(tmp_path, 2, checkpoint.Checkpoint(strange, {}, {"rounds": 2}), {})
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000002\.json does not hold the state .*Going on from"):
-        assert checkpoint.load(tmp_path, plan, {}).progress == {"rounds": 1}
-
-
-def test_the_older_format_had_no_digest_and_is_read(done: tuple[Path, str], tmp_path: Path) -> None:
-    shutil.copytree(done[0], tmp_path, dirs_exist_ok=True)
-    for path in (tmp_path / "checkpoints").glob("*.json"):
-        put(**{"flashfl checkpoint": 1, "digest": None})(path)
-    assert checkpoint.read_record(checkpoint.found_in(tmp_path / "checkpoints")[0])["progress"]
-    go(tmp_path, resume=True)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_text('{"flashfl checkpoint": 1}'),
-        put(tensors=None), put(identity="x"), put(engine=3), put(engine__masks=3), put(engine__masks=[[]]),
-        put(state__masks=[]), put(state={}), put(progress={}),
-    ],
-)  # fmt: skip
-def test_the_older_format_with_things_missing_falls_back_too(
-    damage: Callable[[Path], None], done: tuple[Path, str], tmp_path: Path
-) -> None:
-    """There is no digest that would tell."""
-    shutil.copytree(done[0], tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "checkpoints" / "checkpoint-00000003.json"
-    put(**{"flashfl checkpoint": 1, "digest": None})(path)
-    damage(path)
-    checkpoint.referenced(tmp_path / "checkpoints")
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003\..*Going on from checkpoint-00000002\.json"):
-        assert go(tmp_path, resume=True).checksum == done[1]
+    strange = NST.init(plan_of(TrainConfig(rounds=2, per_round=2), other, len(other.clients)))
+    checkpoint.save(tmp_path, point, {})
+    checkpoint.save(tmp_path, checkpoint.Checkpoint(strange, {}, {}, 2, Traffic()), {})
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000002\.json does not hold a state .*Continuing from"):
+        assert checkpoint.load(tmp_path, plan, {}).rounds == 1
 
 
 def test_another_format_is_one_clear_line(done: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(done[0], tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "checkpoints").glob("*.json"):
-        put(**{"flashfl checkpoint": 3})(path)
-    said = r"can be used: checkpoint-00000003.json is of format 3 and this version of flashfl reads format 2"
+        put(**{"flashfl checkpoint": 2})(path)
+    said = r"can be used: checkpoint-00000003.json has format 2, and this version of flashfl reads format 3"
     with pytest.raises(CheckpointError, match=said):
         go(tmp_path, resume=True)
 

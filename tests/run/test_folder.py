@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from flashfl.cli import main
 from flashfl.core.errors import CheckpointError, ConfigError
 from flashfl.run.compare import compare, replace_seed
 from flashfl.run.config import RunConfig, make_config
-from flashfl.run.results import OLD, RESULTS, read_lines, read_run
+from flashfl.run.results import OLD, RESULTS, Results
 from tests.conftest import make_task
 
 SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "workers": 1, "checkpoint_every": 0}
@@ -33,7 +34,7 @@ def go(folder: Path | None, **more: Any) -> fl.Run:
 
 
 def kinds(path: Path) -> list[str]:
-    return [line["type"] for line in read_lines(path)]
+    return [json.loads(line)["type"] for line in path.read_text().splitlines()]
 
 
 # -- interrupted before the first checkpoint ----------------------------------------------------------------------
@@ -56,11 +57,11 @@ def test_rounds_without_a_checkpoint_are_not_resumed_from(lost: Path) -> None:
 
 
 def test_a_run_that_starts_anew_sets_them_aside_with_a_warning(lost: Path) -> None:
-    with pytest.warns(RuntimeWarning, match=r"had not ended: its 2 finished rounds are now in results\.jsonl\.old"):
+    with pytest.warns(RuntimeWarning, match=r"had not finished: its 2 rounds are now in results\.jsonl\.old"):
         again = go(lost)
     assert again.checksum == go(None).checksum
     assert kinds(lost / OLD) == ["run", "round", "round"]
-    assert len(read_run(lost)["rounds"]) == 4
+    assert len(Results.read(lost).rounds) == 4
 
 
 def test_a_run_without_a_finished_round_simply_starts(tmp_path: Path, lost: Path) -> None:

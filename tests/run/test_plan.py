@@ -18,7 +18,7 @@ SPARSE = [fl.PDST(density=0.1), fl.SPDST(warmup_clients=0), fl.JMWST(), fl.NST()
 
 
 def plan(task: fl.Task, method: Any) -> Any:
-    return plan_of(TrainConfig(per_round=1), task, task.clients, method=method)
+    return plan_of(TrainConfig(per_round=1), task, len(task.clients), method=method)
 
 
 def task_of(model: Any, **settings: Any) -> fl.Task:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,14 @@ from torch.utils.data import TensorDataset
 
 import flashfl as fl
 from flashfl.aggregate import average
+from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import ConfigError, DataError, RunStopped
+from flashfl.core.exchange import Evaluation, Outcome, Sums, Traffic
 from flashfl.core.loop import run_rounds
-from flashfl.core.exchange import Outcome, Sums, Traffic
 from flashfl.data.task import Task
 from flashfl.run.config import TrainConfig, make_config, plan_of
 from flashfl.run.export import export_run, masks_beside
-from flashfl.run.results import read_run, reported
+from flashfl.run.results import Results
 from tests.conftest import DropoutNet, blobs, make_task
 
 SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "workers": 1}
@@ -68,7 +70,7 @@ def test_a_method_must_be_a_dataclass_of_its_own() -> None:
     class Mine(fl.PDST):
         density: float = 0.02
 
-    with pytest.raises(ConfigError, match=r"Mine is not a dataclass .*put @dataclass\(frozen=True\) above the class"):
+    with pytest.raises(ConfigError, match=r"Mine is not a dataclass, .*put @dataclass\(frozen=True\) above the class"):
         go(Mine())
 
 
@@ -83,7 +85,7 @@ def test_settings_are_checked_by_name() -> None:
 
 def test_defaults_fit_a_task_of_few_clients() -> None:
     run = fl.simulate(fl.Dense(), make_task("dropout", clients=2), 1, workers=1)
-    assert run.history[0]["cohort"] == [0, 1]
+    assert run.history[0].cohort == (0, 1)
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,9 @@ class DenseServer(fl.NST):
 
 def test_sparse_answers_to_a_dense_order_have_indices_to_send() -> None:
     task = make_task("norm")
-    first, later = (line["paper_bytes"] for line in go(DenseServer(density=0.5), task, rounds=2).history)
-    assert later["down"] == 4 * 4 * task.layout.trained_size, "of four clients"
-    assert later["up"] == first["up"] == first["down"]
+    first, later = (line.paper_bytes for line in go(DenseServer(density=0.5), task, rounds=2).history)
+    assert later.down == 4 * 4 * task.layout.trained_size, "of four clients"
+    assert later.up == first.up == first.down
 
 
 # -- bad clients --------------------------------------------------------------------------------------------------
@@ -114,9 +116,9 @@ def with_nans(clients: set[int]) -> Task:
 @pytest.mark.parametrize("method", [fl.Dense(), fl.NST(density=0.3), fl.SPDST(density=0.3, warmup_clients=6)])
 def test_a_client_whose_loss_is_nan_is_left_out_and_the_round_goes_on(method: fl.Method, tmp_path: Path) -> None:
     run = go(method, with_nans({2}), per_round=6, folder=tmp_path)
-    for line in read_run(tmp_path)["rounds"]:
-        assert line["failures"] == {"2": "its weights or its loss are not finite after training"}
-        assert np.isfinite(line["loss"])
+    for line in Results.read(tmp_path).rounds:
+        assert line.failures == {2: "its weights or its loss are not finite after training"}
+        assert np.isfinite(line.loss)
     assert torch.isfinite(run.weights.vector).all()
 
 
@@ -128,7 +130,7 @@ def test_a_client_that_is_left_out_is_told_of_once_where_nobody_watches() -> Non
         return [str(one.message) for one in caught]
 
     why = "its weights or its loss are not finite after training"
-    assert told() == [f"client {c} was left out of round 0: {why}" for c in (2, 4)]
+    assert told() == [f"client {c} was dropped in round 0: {why}" for c in (2, 4)]
     assert not told(watch=lambda state, line: None), "whoever watches says it"
     dropped = told(dropout=0.3)
     assert dropped
@@ -144,14 +146,17 @@ def test_a_run_judged_by_nan_goes_on_and_is_told_of(tmp_path: Path) -> None:
     )
     go(fl.Dense(), task, folder=tmp_path, eval_every=1)
     assert "NaN" not in (tmp_path / "results.jsonl").read_text()
-    assert np.isnan(reported(read_run(tmp_path)["rounds"][0])["loss"])
+    score = Results.read(tmp_path).rounds[0].score
+    assert score is not None
+    assert np.isnan(score.loss)
     run = go(fl.Dense(), task, folder=tmp_path, eval_every=1, resume=True)
-    assert run.accuracy == reported(run.history[-1])["metric"]
+    assert run.history[-1].score is not None
+    assert run.accuracy == run.history[-1].score.metric
     assert not load([tmp_path]).problems
 
 
 def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match=r"round 0 of stage 2 failed 2 times, too few clients replied .client 0"):
+    with pytest.raises(RunStopped, match=r"round 0 \(training\) failed 2 times: too few clients replied .client 0"):
         go(fl.Dense(), with_nans(set(range(6))), folder=tmp_path, retries=1)
     assert list((tmp_path / "checkpoints").glob("*.json"))
 
@@ -159,39 +164,42 @@ def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:
 def test_a_share_of_clients_can_be_made_to_fail() -> None:
     task = make_task("dropout", clients=24, samples=3)
     run = go(fl.Dense(), task, rounds=6, per_round=24, dropout=0.25)
-    lost = [len(line["failures"]) for line in run.history]
+    lost = [len(line.failures) for line in run.history]
     assert 0.15 < sum(lost) / (6 * 24) < 0.35
     assert len(set(lost)) > 1
-    assert all(why == "dropped out (simulated)" for line in run.history for why in line["failures"].values())
+    assert all(why == "dropped out (simulated)" for line in run.history for why in line.failures.values())
     again = go(fl.Dense(), task, rounds=6, per_round=24, dropout=0.25, workers=2)
     assert again.checksum == run.checksum, "the same ones every time"
 
 
 def test_too_few_replies_repeat_the_round_and_its_bytes_count() -> None:
     run = go(fl.Dense(), rounds=4, dropout=0.5, min_replies=3, retries=20)
-    assert max(line["attempt"] for line in run.history) > 0
+    assert max(line.attempt for line in run.history) > 0
     whole = go(fl.Dense(), rounds=4)
-    repeated = next(line for line in run.history if line["attempt"])
-    assert repeated["bytes"]["down"] > 1.5 * whole.history[1]["bytes"]["down"]
+    repeated = next(line for line in run.history if line.attempt)
+    assert repeated.bytes.down > 1.5 * whole.history[1].bytes.down
 
 
 def test_a_round_without_a_cohort_is_no_round() -> None:
     """Where clients come and go there may be nobody."""
 
     class Nobody:
+        device = torch.device("cpu")
+        memory: Any = SimpleNamespace(rollback=lambda: None)
+
         def train(self, s: Any, orders: Any) -> Outcome:
             return Outcome(Sums(s.layout), Traffic(), {})
 
-        def undo(self) -> None:
+        def evaluate(self, weights: Any, statistics: bool = True) -> Evaluation:
+            raise AssertionError
+
+        def close(self) -> None:
             pass
 
-        def evaluate(self, weights: Any, statistics: bool = True) -> dict[str, float]:
-            return {}
-
     task = make_task("dropout")
-    state = fl.Dense().init(plan_of(TrainConfig(per_round=2), task, task.clients))
+    state = fl.Dense().init(plan_of(TrainConfig(per_round=2), task, len(task.clients)))
     with pytest.raises(RunStopped):
-        list(run_rounds(fl.Dense(), state, (), Nobody()))
+        list(run_rounds(fl.Dense(), state, FixedPopulation(()), Nobody()))
 
 
 # -- limits and forms ---------------------------------------------------------------------------------------------
@@ -201,14 +209,14 @@ def test_a_round_without_a_cohort_is_no_round() -> None:
 def test_a_limit_of_bytes_ends_a_run_with_a_last_judgement(static: bool, tmp_path: Path) -> None:
     task = make_task("norm")
     whole = go(fl.PDST(density=0.3), task, rounds=6, eval_every=100, static_bn=static)
-    one = sum(whole.history[0]["bytes"][k] for k in ("up", "down"))
+    one = whole.history[0].bytes.up + whole.history[0].bytes.down
     limit = int(2.5 * one)
     run = go(fl.PDST(density=0.3), task, rounds=6, eval_every=100, static_bn=static, max_bytes=limit, folder=tmp_path)
     assert len(run.history) == 3
-    assert [bool(line["metrics"]) for line in run.history] == [False, False, True]
+    assert [bool(line.metrics) for line in run.history] == [False, False, True]
     assert run.bytes_up + run.bytes_down >= limit
-    assert run.stopped == f"its limit of {limit} bytes was reached"
-    assert read_run(tmp_path)["end"]["stopped"] == run.stopped
+    assert run.stopped == f"reached the limit of {limit} bytes"
+    assert Results.read(tmp_path).end["stopped"] == run.stopped
     again = go(fl.PDST(density=0.3), task, rounds=6, eval_every=100, static_bn=static, max_bytes=limit,
                folder=tmp_path, resume=True)  # fmt: skip
     assert len(again.history) == 3, "what is spent is spent"
@@ -226,7 +234,7 @@ def test_values_in_fewer_bits_are_fewer_bytes(method: fl.Method) -> None:
     assert len({run.checksum for run in runs.values()}) == 4
     for run in runs.values():
         assert torch.isfinite(run.weights.vector).all()
-        assert not any(line["failures"] for line in run.history)
+        assert not any(line.failures for line in run.history)
     two = go(method, make_task("norm"), values="int8", workers=2)
     assert two.checksum == runs["int8"].checksum
 
@@ -255,7 +263,7 @@ def test_saved_results_and_model(tmp_path: Path) -> None:
     run = go(fl.PDST(density=0.3))
     path = run.save(tmp_path / "kept")
     assert path == tmp_path / "kept" / "model.safetensors"
-    assert [r["round"] for r in read_run(tmp_path / "kept")["rounds"]] == [0, 1, 2]
+    assert [r.round for r in Results.read(tmp_path / "kept").rounds] == [0, 1, 2]
     check_export(path, run)
 
 
@@ -350,20 +358,22 @@ def test_two_inputs_a_regression_and_a_rule(wrap: Callable[..., Any]) -> None:
 
 
 def test_a_run_tells_its_story_as_it_goes(tmp_path: Path) -> None:
-    seen: list[tuple[int, int, bool]] = []
+    seen: list[tuple[str, int, bool]] = []
     run = go(fl.SPDST(density=0.3, warmup_clients=2), rounds=5, eval_every=2, folder=tmp_path,
-             watch=lambda s, line: seen.append((line["stage"], line["round"], bool(line["metrics"]))))  # fmt: skip
-    assert seen == [(1, 0, False), (2, 0, False), (2, 1, True), (2, 2, False), (2, 3, True), (2, 4, True)]
-    found = read_run(tmp_path)
-    assert found["end"]["checksum"] == run.checksum
-    assert found["end"]["accuracy"] == run.accuracy <= run.best == found["end"]["best"]
-    assert found["end"]["bytes"]["up"] == run.bytes_up == sum(line["bytes"]["up"] for line in found["rounds"])
-    for line in found["rounds"]:
-        parts = line["bytes"]
-        assert parts["up"] + parts["down"] == parts["values"] + parts["mask"] + parts["overhead"]
-        assert set(line["seconds"]) >= {"train", "aggregate", "evaluate"}
-    assert found["header"]["identity"]["settings"]["seed"] == 0
-    assert found["header"]["task"]["prunable"] == 352
+             watch=lambda s, line: seen.append((line.phase, line.round, bool(line.metrics))))  # fmt: skip
+    rounds = [(0, False), (1, True), (2, False), (3, True), (4, True)]
+    assert seen == [("sensitivity", 0, False), *(("training", *each) for each in rounds)]
+    found = Results.read(tmp_path)
+    assert found.end is not None
+    assert found.end["checksum"] == run.checksum
+    assert found.end["accuracy"] == run.accuracy <= run.best == found.end["best"]
+    assert found.end["bytes"]["up"] == run.bytes_up == sum(line.bytes.up for line in found.rounds)
+    for line in found.rounds:
+        parts = line.bytes
+        assert parts.up + parts.down == parts.values + parts.mask + parts.overhead
+        assert set(line.seconds) >= {"train", "aggregate", "evaluate"}
+    assert found.header["identity"]["settings"]["seed"] == 0
+    assert found.header["task"]["prunable"] == 352
 
 
 def test_seeds_differ_and_repeat() -> None:

@@ -8,8 +8,8 @@ from torch import nn
 
 from flashfl.core import rng
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask
-from flashfl.sparsity import layer_mismatch, mismatch, pattern_budgets, random_mask, select, top_mask
+from flashfl.core.mask import Mask, Recipe
+from flashfl.sparsity import layer_mismatch, mismatch, pattern_budgets, recipe_mask, select, top_mask
 from flashfl.sparsity.select import lowest, magnitude
 
 EIGHT = Layout.build({"prunable": [("w", (2, 4))], "dense": [("b", (1,))]})
@@ -94,12 +94,12 @@ def test_random_masks_rank_the_hash_of_the_index() -> None:
     order = rng.hashes(key, 0, 8).argsort()
     expected = torch.zeros(8, dtype=torch.bool)
     expected[order[:3]] = True
-    assert torch.equal(random_mask(EIGHT, [3], key).bits, expected)
+    assert torch.equal(recipe_mask(EIGHT, Recipe(key, (3,))).bits, expected)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 8), st.integers(0, 8))
 def test_random_masks_have_their_budget_and_nest(key: int, a: int, b: int) -> None:
-    small, large = (random_mask(EIGHT, [k], key) for k in sorted((a, b)))
+    small, large = (recipe_mask(EIGHT, Recipe(key, (k,))) for k in sorted((a, b)))
     assert Mask(EIGHT, small.bits).counts == (min(a, b),)
     assert not (small.bits & ~large.bits).any()
 
@@ -128,7 +128,10 @@ def test_a_pattern_keeps_n_of_every_m_along_the_input_dimension() -> None:
     budgets = pattern_budgets(layout, [45, 6], 4)
     # 180 weights at density 1/4: 1 of 4 in 2*9*2 groups, and a quarter of the remaining 36; the narrow layer as it was.
     assert budgets == (36 + 9, 6)
-    for mask in (random_mask(layout, budgets, 5, nm=4), top_mask(layout, torch.randn(layout.size), budgets, nm=4)):
+    for mask in (
+        recipe_mask(layout, Recipe(5, tuple(budgets), 4)),
+        top_mask(layout, torch.randn(layout.size), budgets, nm=4),
+    ):
         assert Mask(layout, mask.bits).counts == budgets
         conv = mask.bits[:180].view(2, 10, 9).movedim(1, 2)  # input dimension last
         assert (conv[..., :8].reshape(-1, 4).sum(-1) == 1).all()
@@ -137,14 +140,17 @@ def test_a_pattern_keeps_n_of_every_m_along_the_input_dimension() -> None:
 def test_a_pattern_follows_the_inputs_of_a_transposed_convolution() -> None:
     layout = Layout.of(nn.Sequential(nn.ConvTranspose2d(8, 16, 3), nn.Conv2d(16, 2, 1)), prunable=["0.weight"])
     budgets = pattern_budgets(layout, [288], 4)
-    for mask in (random_mask(layout, budgets, 5, nm=4), top_mask(layout, torch.randn(layout.size), budgets, nm=4)):
+    for mask in (
+        recipe_mask(layout, Recipe(5, tuple(budgets), 4)),
+        top_mask(layout, torch.randn(layout.size), budgets, nm=4),
+    ):
         groups = mask.bits.view(2, 4, 16 * 9)  # inputs first
         assert (groups.sum(1) == 1).all()
 
 
 def test_a_pattern_takes_vectors_and_numbers_as_they_are() -> None:
     layout = Layout.build({"prunable": [("scale", ()), ("bias", (6,))]})
-    assert random_mask(layout, (1, 3), 5, nm=4).bits.sum() == 4
+    assert recipe_mask(layout, Recipe(5, (1, 3), 4)).bits.sum() == 4
 
 
 def test_a_pattern_never_empties_a_group() -> None:

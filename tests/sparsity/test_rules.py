@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
+from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.core.rng import fold, hashes
-from flashfl.core.mask import Mask, Weights
-from flashfl.sparsity import PruneRegrow, pattern_budgets, random_mask
+from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
 
 EIGHT = Layout.build({"prunable": [("w", (8,))]})
 TWO = Layout.build({"prunable": [("a", (8,)), ("b", (8,))]})
@@ -116,7 +116,7 @@ def test_the_total_is_kept_whatever_happens(rows: list[tuple[float, bool]], rate
 def test_a_stack_of_clients_is_as_each_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     layout = Layout.build({"prunable": [("a", (6, 7)), ("b", (30,))], "dense": [("c", (3,))]})
-    masks = [random_mask(layout, (10, 5 + i), 9 + i) for i in range(3)]
+    masks = [recipe_mask(layout, Recipe(9 + i, (10, 5 + i))) for i in range(3)]
     models = [Weights.masked(m, torch.randn(layout.size, generator=generator)) for m in masks]
     rule, keys = PruneRegrow(), [1, 2, 3]
     stack, bits = torch.stack([w.vector for w in models]), torch.stack([m.bits for m in masks])
@@ -131,7 +131,7 @@ def test_a_stack_of_clients_is_as_each_alone() -> None:
 def test_a_pattern_survives_prune_and_regrow() -> None:
     layout = Layout.build({"prunable": [("conv", (4, 9, 3, 3)), ("fc", (5, 16))]})
     budgets = pattern_budgets(layout, [90, 20], 4)
-    mask = random_mask(layout, budgets, 3, nm=4)
+    mask = recipe_mask(layout, Recipe(3, tuple(budgets), 4))
     vector, bits = torch.randn(1, layout.size), mask.bits[None].clone()
     vector[0] *= bits[0]
     [counts] = PruneRegrow(nm=4).move(layout, vector, bits, None, 0.4, [8], [mask.counts])

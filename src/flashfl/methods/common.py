@@ -36,6 +36,8 @@ def check_shares(densities: Sequence[float], shares: Sequence[float]) -> None:
 
 
 def check_rule(adapt: PruneRegrow) -> None:
+    if not isinstance(adapt, PruneRegrow):  # from a file that said what it "is"
+        raise ConfigError(f"adapt is a {type(adapt).__name__}: expected a PruneRegrow")
     if adapt.nm:
         raise ConfigError(f"adapt.nm = {adapt.nm}: set the method's own `nm` instead")
 

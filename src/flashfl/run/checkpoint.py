@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,13 +107,15 @@ class Keeper:
     def load(self, plan: Plan, masks: Mapping[str, Mask]) -> tuple[State, Traffic]:
         """Restore the newest usable checkpoint everywhere; the state and the traffic it ended with."""
         assert self.folder is not None
-        point = load(self.folder, plan, self.identity, masks)
-        self.engine.memory.load(point.memory)
+        point = load(self.folder, plan, self.identity, masks, self._accept)
         self.engine.memory.keep_only(referenced(self.folder))  # from now on too, masks in checkpoints are kept
-        self.clients.load(point.clients)
         self.rounds = point.rounds
         self.results.resume(point.rounds)
         return point.state, point.traffic
+
+    def _accept(self, point: Checkpoint) -> None:
+        self.engine.memory.load(point.memory)
+        self.clients.load(point.clients)
 
 
 def save(folder: Path, point: Checkpoint, identity: Mapping[str, Any], keep: int = 2) -> Path:
@@ -150,10 +152,17 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
-def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None = None) -> Checkpoint:
+def load(
+    folder: Path,
+    plan: Plan,
+    identity: Mapping[str, Any],
+    masks: Mapping[str, Mask] | None = None,
+    accept: Callable[[Checkpoint], None] = lambda point: None,
+) -> Checkpoint:
     """The newest usable checkpoint of this run. Others are named in a warning.
 
-    masks: the store of masks that clients remember. All that a checkpoint names must be there.
+    masks: the store of masks that clients remember. All that a checkpoint names must be there. accept: takes over what
+    a checkpoint holds beside the state; if it cannot, the checkpoint is not usable.
     """
     found = found_in(folder)
     if not found:
@@ -162,6 +171,7 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[s
     for path in found:
         try:
             point = _read(path, plan, identity, masks)
+            _take_over(path, point, accept)
         except Unusable as error:
             passed[path] = error
             continue
@@ -177,6 +187,13 @@ def load(folder: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[s
         f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed.values()))}. "
         "Start the run again (--overwrite)."
     )
+
+
+def _take_over(path: Path, point: Checkpoint, accept: Callable[[Checkpoint], None]) -> None:
+    try:
+        accept(point)
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Unusable(f"{path.name}: what clients remember cannot be read ({error})") from None
 
 
 def _set_aside(paths: Iterable[Path]) -> None:
@@ -304,8 +321,10 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
             for name, value in tensors.items()
             if name.startswith("extra ")
         }
-        phase, (at, attempt, counted) = Phase(**described["phase"]), (described[n] for n in _COUNTERS)
-        state = State(plan, weights, phase, at, attempt, extra, counted)
+        phase, counters = Phase(**described["phase"]), [described[name] for name in _COUNTERS]
+        if not all(type(n) is int and n >= 0 for n in (*counters, record["rounds"], *record["traffic"].values())):
+            raise ValueError("a counter is not a whole number of at least 0")
+        state = State(plan, weights, phase, counters[0], counters[1], extra, counters[2])
         return Checkpoint(state, record["memory"], record["clients"], record["rounds"], Traffic(**record["traffic"]))
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
         raise Unusable(f"{path.name} does not hold a state of this model ({error})") from None
