@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import resource
 import shutil
 import signal
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from run_support import After, Killed, killed
+from safetensors.torch import load_file
 
 import flashfl as fl
 from flashfl.core.engine import FixedPopulation
@@ -155,7 +157,6 @@ def test_a_file_of_another_make_is_not_a_checkpoint(cut: Path) -> None:
     [
         ({"method": replace(SPDST, density=0.2)}, "its method is SPDST"),
         ({"method": NST}, "its method is SPDST"),
-        ({"rounds": 5}, "its rounds is 4 and this run's is 5"),
         ({"seed": 1}, "its seed is 0 and this run's is 1"),
         ({"threads": 2, "batch": 5}, "its batch is .*; its threads is 1 and this run's is 2"),
         ({"task": make_task("norm")}, "its layout is"),
@@ -235,18 +236,34 @@ def test_what_does_not_decide_the_result_may_change(cut: Path) -> None:
     assert go(cut, resume=True, workers=2, checkpoint_every=3).checksum == go(None).checksum
 
 
-def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*: start the run again"):
-        go(tmp_path, resume=True)
+def test_resume_in_an_empty_folder_starts_from_the_beginning(tmp_path: Path) -> None:
+    assert go(tmp_path, resume=True).checksum == go(None).checksum
     with pytest.raises(ConfigError, match="resume needs the folder"):
         go(None, resume=True)
+
+
+def test_resume_with_more_rounds_extends_a_finished_run(tmp_path: Path) -> None:
+    short = go(tmp_path, rounds=3)
+    with pytest.warns(RuntimeWarning, match=r"rounds was 3 and is 5 now: from round 3 on .* continues at 0\.0063"):
+        longer = go(tmp_path, rounds=5, resume=True)
+    assert [r.round for r in longer.history if r.counts] == [0, 1, 2, 3, 4]
+    assert [r.loss for r in longer.history][: len(short.history)] == [r.loss for r in short.history]
+    with pytest.raises(ConfigError, match=r"rounds = 4: the run in .* has 5 rounds already"):
+        go(tmp_path, rounds=4, resume=True)
+
+
+def test_finished_run_is_not_replaced_unasked(tmp_path: Path) -> None:
+    first = go(tmp_path)
+    with pytest.raises(ConfigError, match=r"already holds a run: .*resume=True.*overwrite=True"):
+        go(tmp_path)
+    assert go(tmp_path, overwrite=True).checksum == first.checksum
 
 
 def test_a_new_run_in_an_old_folder_forgets_the_old_checkpoints(tmp_path: Path) -> None:
     """The old ones count further: they must neither push out the new ones nor be resumed from."""
     go(tmp_path, rounds=6)
     with killed():
-        go(tmp_path, watch=After(3, Killed()))
+        go(tmp_path, watch=After(3, Killed()), overwrite=True)
     assert [name for name in found(tmp_path) if name.endswith("json")] == [
         "checkpoint-00000001.json",
         "checkpoint-00000002.json",
@@ -257,7 +274,7 @@ def test_a_new_run_in_an_old_folder_forgets_the_old_checkpoints(tmp_path: Path) 
 def test_a_run_that_cannot_begin_leaves_the_old_one_alone(cut: Path) -> None:
     before = found(cut), (cut / "results.jsonl").read_bytes()
     with pytest.raises(ConfigError, match="keeps none"):
-        go(cut, method=fl.PDST(density=1e-6))
+        go(cut, method=fl.PDST(density=1e-6), overwrite=True)
     assert (found(cut), (cut / "results.jsonl").read_bytes()) == before
 
 
@@ -301,10 +318,20 @@ def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatc
         monkeypatch.setattr(checkpoint, "save", full(real_save))
     else:
         monkeypatch.setattr(Memories, "save", full(real_memory))
-    with pytest.warns(
-        RuntimeWarning, match=r"could not write a checkpoint to .*No space left.*the last good one is kept"
+    with (
+        pytest.warns(
+            RuntimeWarning, match=r"could not write a checkpoint to .*No space left.*the last good one is kept"
+        ),
+        pytest.warns(
+            RuntimeWarning, match=r"the final model could not be written to .*: it is in (.*) instead"
+        ) as said,
     ):
         run = go(tmp_path)
+    assert not run.kept
+    place = Path(re.search(r"it is in (.*) instead", str([w.message for w in said]))[1])  # type: ignore[index]
+    module = make_task("dropout").build()
+    module.load_state_dict(load_file(place))
+    shutil.rmtree(place.parent)
     assert run.checksum == go(None).checksum
     assert "checkpoint-00000002.json" in found(tmp_path)
     monkeypatch.undo()
@@ -341,7 +368,7 @@ def test_a_real_write_error_leaves_the_checkpoint_before_and_no_halves(tmp_path:
 
 @pytest.mark.parametrize("method", [SPDST, NST, fl.JMWST(density=0.3, warmup_clients=2)], ids=lambda m: m.name)
 def test_ctrl_c_leaves_a_checkpoint(method: fl.Method, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.warns(RuntimeWarning, match="interrupted after"):
         go(tmp_path, method=method, checkpoint_every=0, watch=After(2, KeyboardInterrupt()))
     assert [name for name in found(tmp_path) if name.endswith("json")] == ["checkpoint-00000002.json"]
     resumed, whole = go(tmp_path, method=method, resume=True), go(None, method=method)
@@ -381,7 +408,7 @@ def test_ctrl_c_in_the_middle_of_a_round_loses_that_round_alone(
         monkeypatch.setattr(CPUEngine, "evaluate", interrupted(real_evaluate, 0))
     else:
         monkeypatch.setattr(State, "again", interrupted(real_again, 2))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.warns(RuntimeWarning, match="interrupted after"):
         go(tmp_path, method=method, checkpoint_every=0, **settings)
     monkeypatch.undo()
     resumed = go(tmp_path, method=method, resume=True, **settings)
@@ -404,7 +431,7 @@ def test_the_lane_engine_forgets_an_unfinished_round_too(tmp_path: Path, monkeyp
 
     whole = lanes(None)
     monkeypatch.setattr(LaneEngine, "evaluate", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.warns(RuntimeWarning, match="interrupted after"):
         lanes(tmp_path)
     monkeypatch.undo()
     resumed = lanes(tmp_path, resume=True)
@@ -502,7 +529,7 @@ def test_ctrl_c_while_a_round_is_written_down_loses_nothing(tmp_path: Path, monk
 
     whole = go(None, eval_every=1)
     monkeypatch.setattr(Observer, "complete", complete)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.warns(RuntimeWarning, match="interrupted after"):
         go(tmp_path, eval_every=1, checkpoint_every=0)
     resumed = go(tmp_path, eval_every=1, resume=True)
     assert [r.round for r in resumed.history] == [r.round for r in whole.history]

@@ -17,7 +17,7 @@ from run_support import After, Killed, killed
 
 import flashfl as fl
 from flashfl.cli import main
-from flashfl.core.errors import CheckpointError, ConfigError
+from flashfl.core.errors import ConfigError
 from flashfl.run.compare import compare, replace_seed
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.results import OLD, RESULTS, Results
@@ -49,16 +49,9 @@ def lost(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rounds_without_a_checkpoint_are_not_resumed_from(lost: Path) -> None:
-    before = (lost / RESULTS).read_bytes()
-    with pytest.raises(CheckpointError, match=r"holds 2 finished rounds and no checkpoint .*--overwrite.*\.old"):
-        go(lost, resume=True)
-    assert (lost / RESULTS).read_bytes() == before
-
-
-def test_a_run_that_starts_anew_sets_them_aside_with_a_warning(lost: Path) -> None:
+def test_resume_without_a_checkpoint_starts_again_and_keeps_the_old_rounds(lost: Path) -> None:
     with pytest.warns(RuntimeWarning, match=r"had not finished: its 2 rounds are now in results\.jsonl\.old"):
-        again = go(lost)
+        again = go(lost, resume=True)
     assert again.checksum == go(None).checksum
     assert kinds(lost / OLD) == ["run", "round", "round"]
     assert len(Results.read(lost).rounds) == 4
@@ -73,7 +66,7 @@ def test_a_run_without_a_finished_round_simply_starts(tmp_path: Path, lost: Path
 
 def test_one_that_had_ended_is_set_aside_silently_and_one_without_rounds_does_not_replace_it(tmp_path: Path) -> None:
     go(tmp_path)
-    go(tmp_path)
+    go(tmp_path, overwrite=True)
     assert kinds(tmp_path / OLD) == ["run", *["round"] * 4, "end"]
     before = (tmp_path / OLD).read_bytes()
     (tmp_path / RESULTS).write_text('{"type": "run"}\n')
@@ -81,16 +74,13 @@ def test_one_that_had_ended_is_set_aside_silently_and_one_without_rounds_does_no
     assert (tmp_path / OLD).read_bytes() == before
 
 
-def test_the_command_line_says_how_to_start_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_resume_without_a_checkpoint_starts_again(tmp_path: Path) -> None:
     words = ["run", *WORDS, "--method", "nst", "--quiet", "--out", str(tmp_path)]
     with killed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashfl.run.display.Display.__call__", After(2, Killed))
+        patch.setattr("flashfl.run.progress.Display.__call__", After(2, Killed))
         main(words)
-    assert main([*words, "--resume"]) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert "holds 2 finished rounds and no checkpoint" in line
     with pytest.warns(RuntimeWarning, match=OLD):
-        assert main([*words, "--overwrite"]) == 0
+        assert main([*words, "--resume"]) == 0
     assert kinds(tmp_path / OLD) == ["run", "round", "round"]
 
 
@@ -99,11 +89,11 @@ def test_a_comparison_starts_such_a_run_anew(tmp_path: Path) -> None:
         return replace_seed(make_config({}, {**TINY, "method": name}), seed)
 
     with killed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashfl.run.display.Display.__call__", After(2, Killed))
+        patch.setattr("flashfl.run.progress.Display.__call__", After(2, Killed))
         compare(base, ["nst"], [0], tmp_path, quiet=True)
-    with pytest.warns(RuntimeWarning, match=rf"nst-seed0, where a run had not ended: its 2 .* {OLD}"):
+    with pytest.warns(RuntimeWarning, match=rf"nst-seed0, where a run had not finished: its 2 .* {OLD}"):
         runs = compare(base, ["nst"], [0], tmp_path, quiet=True)
-    assert runs["nst"][0]["end"]["stopped"] is None
+    assert runs["nst"][0].end["stopped"] is None
     assert kinds(tmp_path / "nst-seed0" / OLD) == ["run", "round", "round"]
 
 
@@ -162,7 +152,7 @@ def test_a_folder_is_held_while_a_run_goes(tmp_path: Path) -> None:
     assert said == ["False"] * 4 + ["True"]
     (tmp_path / "cli").mkdir()
     with pytest.MonkeyPatch.context() as patch:  # where the command line has claimed it before
-        patch.setattr("flashfl.run.display.Display.__call__", lambda self, *given: ask())
+        patch.setattr("flashfl.run.progress.Display.__call__", lambda self, *given: ask())
         asks = asks.replace("sys.argv[1]", "sys.argv[1], 'cli'")
         assert main(["run", *WORDS, "--method", "nst", "--out", str(tmp_path / "cli"), "--quiet"]) == 0
     assert said[5:] == ["False"] * 3

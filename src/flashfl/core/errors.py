@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 class FlashError(Exception):
-    """Something the user can mend: the message says what was given, what is allowed, what to do."""
+    """Something the user can fix. The message says what was given, what is allowed, what to do."""
 
 
 class ConfigError(FlashError):
@@ -23,14 +28,22 @@ class CheckpointError(FlashError):
 
 
 class RunStopped(FlashError):
-    """A run cannot go on; what it had earned is kept."""
+    """A run cannot continue. Its finished rounds are kept."""
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> ConfigError:
-    """An error for a name nobody knows, naming the nearest one somebody does."""
+    """An error for an unknown name that suggests the nearest known one."""
     names = sorted(known)
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near and len(names) > 12 else f"known: {', '.join(names)}"
     if near and len(names) <= 12:
         hint = f"did you mean {near[0]!r}? {hint}"
     return ConfigError(f"unknown {what} {given!r}: {hint}")
+
+
+def warn(message: str) -> None:
+    """Warn the user, pointing at the line outside this package that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

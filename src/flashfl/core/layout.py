@@ -149,10 +149,10 @@ _PARAMETRIZED = re.compile(r"(?:(.*)\.)?parametrizations\.(\w+)\.original1?")  #
 
 
 def _matrices(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
-    """Weight matrices in order, each with its layer: what a rule without names chooses from; and the model's last.
+    """Weight matrices in order, each with its layer, and the name of the model's last one.
 
-    Embeddings are none, nor is a map tied to one, which is the last. Nor are parametrized weights, which may be the
-    last too: a zero there need not be one in the weight, and weight_norm divides by the length of a row.
+    Excludes embeddings, output layers tied to them, and parametrized weights (a zero in the parameter need not be a
+    zero in the weight, and weight_norm divides by the length of a row). The last matrix may be one of these.
     """
     modules = dict(module.named_modules())
     names = {p: name for name, p in module.named_parameters()}
@@ -186,6 +186,8 @@ def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], wh
         return _match(module, own, params, what)
     if rule == "none":
         return set()
+    if rule is None:
+        raise ConfigError(f"{what} = None: use 'none' if nothing may be sparse, or 'auto' to let flashfl choose")
     if callable(rule):
         names = {name for name, p in params.items() if rule(name, p)}
     elif rule in ("auto", "conv", "body", "inner"):
@@ -197,12 +199,35 @@ def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], wh
             names = set(list(matrices)[rule == "inner" :]) - {last}
         names &= set(params)
     else:
-        globs = [rule] if isinstance(rule, str) else list(rule)
-        names = {n for n in params if any(fnmatch.fnmatchcase(n, g) for g in globs)}
-    if not names and rule != "auto":  # a model of one map, say, can be trained densely all the same
-        raise ConfigError(
-            f"the rule {rule!r} makes no parameter {what}; the model's parameters are: {', '.join(params) or 'none'}. "
-            "Give a glob such as 'features.*.weight', a predicate (name, parameter) -> bool, or one of "
-            "auto, conv, body, inner, none (nothing is sparse, for dense training)"
-        )
+        names = _by_globs(module, [rule] if isinstance(rule, str) else list(rule), params, what)
+    if not names and rule != "auto":  # a model with a single matrix can still be trained densely
+        raise _no_match(rule, what, params)
     return names
+
+
+def _by_globs(module: nn.Module, globs: Sequence[str], params: Mapping[str, nn.Parameter], what: str) -> set[str]:
+    """The parameters whose names match. A glob that matches nothing is an error."""
+    names: set[str] = set()
+    for glob in globs:
+        found = {name for name in params if fnmatch.fnmatchcase(name, glob)}
+        if not found:
+            raise _no_match(glob, what, params, _tied(module, glob))
+        names |= found
+    return names
+
+
+def _tied(module: nn.Module, glob: str) -> str:
+    """A hint if a glob names a tied weight by one of its other names."""
+    main = {p: name for name, p in module.named_parameters()}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if fnmatch.fnmatchcase(name, glob) and main[p] != name:
+            return f"{name!r} is tied to {main[p]!r}: use that name. "
+    return ""
+
+
+def _no_match(rule: object, what: str, params: Mapping[str, nn.Parameter], hint: str = "") -> ConfigError:
+    return ConfigError(
+        f"{what} = {rule!r} matches no parameter. {hint}The model's trainable parameters are: "
+        f"{', '.join(params) or 'none'}. Give a glob such as 'features.*.weight', a predicate (name, parameter) -> "
+        "bool, or one of auto, conv, body, inner, none (nothing is sparse, for dense training)."
+    )

@@ -18,6 +18,7 @@ from .state import State
 
 Sent = tuple[Client, Local, Mask]  # an order as an observer sees it
 Observe = Callable[[Sequence[Sent], Outcome], None]
+Tick = Callable[[State, int], None]  # a round's state, and how many of its orders have gone out
 
 
 def run_rounds(
@@ -30,13 +31,15 @@ def run_rounds(
     retries: int = 2,
     enough: Callable[[Traffic], bool] = lambda traffic: False,
     observe: Observe = lambda sent, outcome: None,
+    tick: Tick = lambda state, orders: None,
 ) -> Iterator[tuple[State, RoundRecord]]:
     """Yield the state after each round until the method is done, or until `enough` says so about a round's traffic.
 
     A round with fewer than `min_replies` good updates is repeated with another cohort, at most `retries` times. Then
-    the run stops, and the caller still has the last good state. `observe` sees every order and what came of it.
+    the run stops, and the caller still has the last good state. `observe` sees every order and what came of it; `tick`
+    is called whenever an order goes out.
     """
-    trips = _Trips(method, engine, observe, retries)
+    trips = _Trips(method, engine, observe, tick, retries)
     while not method.done(state):
         began = time.perf_counter()
         present = clients.present()
@@ -74,8 +77,8 @@ def run_rounds(
 class _Trips:
     """Calls of an engine, and what was lost in attempts that had to be repeated."""
 
-    def __init__(self, method: Method, engine: Engine, observe: Observe, retries: int) -> None:
-        self.method, self.engine, self.observe, self.retries = method, engine, observe, retries
+    def __init__(self, method: Method, engine: Engine, observe: Observe, tick: Tick, retries: int) -> None:
+        self.method, self.engine, self.observe, self.tick, self.retries = method, engine, observe, tick, retries
         self.lost = Traffic()
         self.missed: dict[int, str] = {}  # who failed in repeated attempts, and why
 
@@ -87,6 +90,7 @@ class _Trips:
                 if not isinstance(order, Order):
                     raise FlashError(f"{_name(self.method)}.orders gives {type(order).__name__}: expected an Order")
                 sent.append((client, order.local, order.weights.mask))
+                self.tick(s, len(sent))
                 yield client, order
 
         outcome = self.engine.train(s, checked_orders())

@@ -70,7 +70,7 @@ class Plan:
         return self.local.lr * math.exp(round / self.rounds * math.log(self.lr_end / self.local.lr))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class State:
     """Everything the server knows between two rounds. `round` counts from 0 inside the phase."""
 
@@ -90,6 +90,10 @@ class State:
                     f"state.extra[{name!r}] is {type(value).__name__}: expected a Mask or a Tensor, which checkpoints "
                     "can store. Wrap a number as torch.tensor(value)."
                 )
+
+    def __repr__(self) -> str:
+        density = f"density {self.mask.density:.4f}"
+        return f"State({self.phase.name}, round {self.round} of {self.plan.rounds}, {density})"
 
     @property
     def layout(self) -> Layout:

@@ -29,8 +29,8 @@ def check_density(density: float) -> None:
 def check_shares(densities: Sequence[float], shares: Sequence[float]) -> None:
     if len(densities) != len(shares) or not densities:
         raise ConfigError(f"{len(densities)} densities and {len(shares)} shares: give one share of clients per density")
-    if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise ConfigError(f"shares = {shares}: must be numbers of at least 0, not all 0")
+    if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-6:
+        raise ConfigError(f"shares = {tuple(shares)}: must be numbers of at least 0 that add up to 1")
     for density in densities:
         check_density(density)
 

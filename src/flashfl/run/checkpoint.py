@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..core.engine import JSON, Engine, Population
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, warn
 from ..core.exchange import Traffic
 from ..core.files import put
 from ..core.layout import Layout
@@ -74,10 +73,10 @@ class Keeper:
         if self.folder is not None:
             self.engine.memory.snapshot()
 
-    def keep(self) -> None:
-        """Write a checkpoint. If that fails, for instance because the disk is full, warn and keep the last good one."""
+    def keep(self) -> bool:
+        """Write a checkpoint. If that fails, for instance because the disk is full, warn and return False."""
         if self.folder is None or self.state is None:
-            return
+            return True
         try:
             self.results.sync()
             memory, clients = self.engine.memory.save(), self.clients.save()
@@ -85,8 +84,9 @@ class Keeper:
             save(self.folder, point, self.identity)
         except OSError as error:
             self._failed(error)
-            return
+            return False
         self.engine.memory.keep_only(referenced(self.folder))
+        return True
 
     @contextmanager
     def on_the_way_out(self) -> Iterator[None]:
@@ -101,8 +101,7 @@ class Keeper:
             raise
 
     def _failed(self, error: Exception) -> None:
-        text = f"could not write a checkpoint to {self.folder} ({error}); the last good one is kept"
-        warnings.warn(text, RuntimeWarning)
+        warn(f"could not write a checkpoint to {self.folder} ({error}); the last good one is kept")
 
     def load(self, plan: Plan, masks: Mapping[str, Mask]) -> tuple[State, Traffic]:
         """Restore the newest usable checkpoint everywhere; the state and the traffic it ended with."""
@@ -176,8 +175,7 @@ def load(
             passed[path] = error
             continue
         if passed:
-            said = "; ".join(map(str, passed.values()))
-            warnings.warn(f"{said}. Continuing from {path.name}.", RuntimeWarning, stacklevel=2)
+            warn(f"{'; '.join(map(str, passed.values()))}. Continuing from {path.name}.")
         if masks is not None:
             _set_aside(path for path, error in passed.items() if not isinstance(error, Foreign))
         return point
@@ -265,7 +263,11 @@ def _check_masks(path: Path, memory: Mapping[str, Any], masks: Mapping[str, Mask
 
 
 def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """The settings must be the same, but for the number of rounds: a run may be extended."""
     theirs, ours = ({**table} for table in (found, wanted))
+    for table in (theirs, ours):
+        if isinstance(table.get("settings"), Mapping):
+            table["settings"] = {k: v for k, v in table["settings"].items() if k != "rounds"}
     samples = theirs.pop("samples", None), ours.pop("samples", None)
     different = list(_differences(theirs, ours))
     if all(samples) and samples[0] != samples[1]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-import warnings
 from typing import TextIO
 
+from ..core.errors import warn
 from ..core.exchange import DROPPED
 from ..core.record import RoundRecord
 from ..core.state import State
@@ -29,16 +29,28 @@ def duration(seconds: float) -> str:
 
 
 class Display:
-    """Shows rounds, accuracy, density, bytes and the time left of one run."""
+    """Shows rounds, the metric, density, bytes and the time left of one run.
+
+    On a terminal and in a notebook it keeps one line up to date; elsewhere it writes a line now and then.
+    """
 
     def __init__(self, label: str, rounds: int, out: TextIO | None = None, quiet: bool = False) -> None:
         self.out = out or sys.stderr
         self.label, self.rounds, self.quiet = label, rounds, quiet
-        self.live = self.out.isatty() and not quiet
-        self.began = self.spoke = time.monotonic()
+        self.live = not quiet and is_live(self.out)
+        self.began = self.spoke = self.ticked = time.monotonic()
         self.done = 0
         self.metric: float | None = None
+        self.last = ""  # the line on screen, without what a tick adds
         self.width = 0
+
+    def tick(self, state: State, orders: int) -> None:
+        """An order has gone out: show how far a long round has got."""
+        now = time.monotonic()
+        if self.live and now - self.ticked > 0.5:
+            self.ticked = now
+            start = self.last or f"{self.label}: {state.phase.name}"
+            self._draw(f"{start}  [client {orders}]")
 
     def __call__(self, state: State, record: RoundRecord) -> None:
         if self.quiet:
@@ -48,16 +60,13 @@ class Display:
             self.metric = record.score.metric
         for client, why in record.failures.items():
             self._say(f"{self.label}: client {client} was dropped in round {record.round}: {why}")
-        text = self._text(state, record)
+        self.last = self._text(state, record)
         now = time.monotonic()
         if self.live:
-            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be written over
-            self.out.write("\r" + text.ljust(self.width))
-            self.out.flush()
-            self.width = len(text)
+            self._draw(self.last)
         elif record.metrics or now - self.spoke > 10:
             self.spoke = now
-            self._say(text)
+            self._say(self.last)
 
     def _text(self, state: State, record: RoundRecord) -> str:
         if not record.counts:
@@ -71,6 +80,12 @@ class Display:
             f"density {record.density:.4f}  {traffic}  left {left}"
         )
 
+    def _draw(self, text: str) -> None:
+        text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be written over
+        self.out.write("\r" + text.ljust(self.width))
+        self.out.flush()
+        self.width = len(text)
+
     def _say(self, text: str) -> None:
         if self.live:
             self.out.write("\r" + " " * self.width + "\r")
@@ -83,6 +98,11 @@ class Display:
             self.out.flush()
 
 
+def is_live(out: TextIO) -> bool:
+    """Whether a line can be written over: on a terminal, or in a notebook."""
+    return out.isatty() or "ipykernel" in sys.modules
+
+
 class WarnOfDropped:
     """Warns about dropped clients, once for each client and reason. Simulated dropouts are as asked."""
 
@@ -93,4 +113,4 @@ class WarnOfDropped:
         for client, why in [*record.missed.items(), *record.failures.items()]:
             if why != DROPPED and (client, why) not in self._said:
                 self._said.add((client, why))
-                warnings.warn(f"client {client} was dropped in round {record.round}: {why}", RuntimeWarning)
+                warn(f"client {client} was dropped in round {record.round}: {why}")

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from .. import __version__
-from ..core.errors import DataError, FlashError
+from ..core.errors import DataError, FlashError, warn
 from ..core.files import put
 from ..core.record import RoundRecord
 
@@ -76,10 +75,9 @@ class Results:
         if self.path is None or not (rounds := self.earned()):
             return
         if b'"type": "end"' not in self.path.read_bytes():
-            warnings.warn(
+            warn(
                 f"starting again in {self.path.parent}, where a run had not finished: its {rounds} rounds are now in "
-                f"{OLD}",
-                RuntimeWarning,
+                f"{OLD}"
             )
         self.path.replace(self.path.with_name(OLD))
 
@@ -88,13 +86,13 @@ class Results:
         if self.path is None:
             return
         if not self.path.exists() or not self.path.stat().st_size:
-            warnings.warn(f"{self.path} is missing or empty: the records of earlier rounds are lost", RuntimeWarning)
+            warn(f"{self.path} is missing or empty: the records of earlier rounds are lost")
             return
         self.header, found, _ = _parse(self.path)
         self.rounds = found[:rounds]
         if len(found) < rounds:
             missing = rounds - len(found)
-            warnings.warn(f"{self.path} lacks {missing} of the {rounds} rounds before this one", RuntimeWarning)
+            warn(f"{self.path} lacks {missing} of the {rounds} rounds before this one")
         self.rewrite()
 
     def append(self, record: RoundRecord) -> None:
@@ -118,9 +116,7 @@ class Results:
             self._behind = False
         except OSError as error:
             self._behind = True
-            warnings.warn(
-                f"could not write results to {self.path} ({error}); retrying after the next round", RuntimeWarning
-            )
+            warn(f"could not write results to {self.path} ({error}); retrying after the next round")
 
     def sync(self) -> None:
         """Flush the file to disk: a checkpoint is about to rely on it."""

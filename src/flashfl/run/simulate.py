@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields
+from html import escape
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..core.engine import Engine, FixedPopulation, Population
-from ..core.errors import CheckpointError, ConfigError
+from ..core.errors import ConfigError, FlashError, warn
 from ..core.exchange import Traffic
 from ..core.loop import checked, run_rounds
 from ..core.mask import Weights
@@ -33,8 +36,8 @@ from .code import code_of, joined
 from .config import OUTSIDE, TrainConfig, plan_of
 from .lock import alone
 from .observe import Observer
-from .progress import WarnOfDropped
-from .results import OLD, RESULTS, Results
+from .progress import Display, WarnOfDropped, amount, duration, is_live
+from .results import RESULTS, Results
 from .samples import samples_of
 from .track import Tracking
 
@@ -49,7 +52,26 @@ class Run:
         self.results = Results(folder / RESULTS if folder else None)
         self.state: State | None = None
         self.traffic = Traffic()
-        self.stopped: str | None = None
+        self.stopped: str | None = None  # why the run ended early
+        self.kept = True  # whether its last state was written to the folder
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{name} {value}" for name, value in self._summary().items())
+        return f"Run({rows})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in self._summary().items())
+        return f"<table>{rows}</table>"
+
+    def _summary(self) -> dict[str, str]:
+        """What a person wants to see of a run, as text."""
+        state = self.state
+        found = {"method": self.method.name or type(self.method).__name__, "task": self.task.name}
+        if state is not None:
+            found |= {"rounds": f"{state.counted}/{state.plan.rounds}", "density": f"{self.weights.mask.density:.4f}"}
+            found |= {"accuracy": f"{100 * self.accuracy:.2f} %", "best": f"{100 * self.best:.2f} %"}
+        found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
+        return found | ({"stopped": self.stopped} if self.stopped else {})
 
     @property
     def weights(self) -> Weights:
@@ -113,12 +135,16 @@ class Run:
 
     def save(self, folder: str | Path) -> Path:
         """Write the results and the final model into a folder."""
-        from .export import export_weights
-
         target = Path(folder)
         Results(target / RESULTS, self.results.header, self.results.rounds, self.results.end).rewrite()
+        return self.save_model(target)
+
+    def save_model(self, folder: Path) -> Path:
+        """Write the final model, for `load_state_dict`, and its masks into a folder."""
+        from .export import export_weights
+
         about = {"method": self.method.name}
-        return export_weights(self.weights, self.task.build(), target / "model.safetensors", about)
+        return export_weights(self.weights, self.task.build(), folder / "model.safetensors", about)
 
 
 def simulate(
@@ -129,15 +155,22 @@ def simulate(
     train: TrainConfig | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
+    progress: bool | None = None,
     watch: Watch | None = None,
     header: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Run:
     """Train `task` with `method` and return the run.
 
-    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...). folder: where results and
-    checkpoints go; a run that was there is replaced. With resume=True that run continues from its last checkpoint, to
-    the same result as without the interruption. watch: called with the state and the record after every round.
+    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...).
+    folder: where results, checkpoints and the final model go. If it holds a run already, choose: resume=True continues
+    that run from its last checkpoint, to the same result as without the interruption; overwrite=True replaces it.
+    A resumed run may have more `rounds` than before; the learning rate then follows the longer schedule from there on.
+    progress: show it on a terminal and in notebooks (None), always (True) or never (False).
+    watch: called with the state and the record after every round.
+
+    Ctrl-C ends the run early: its finished rounds are kept and returned.
     """
     if rounds is not None:
         settings["rounds"] = rounds
@@ -146,11 +179,41 @@ def simulate(
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
     place = Path(folder) if folder else None
+    if place is not None and not (resume or overwrite) and Results(place / RESULTS).earned():
+        raise ConfigError(
+            f"{place} already holds a run: continue it with resume=True, replace it with overwrite=True, or choose "
+            "another folder"
+        )
+    display = _display(method, config, progress, watch)
     engine = make_engine(task, config, place / "masks" if place else None)
     try:
-        return drive(method, task, config, engine, FixedPopulation(task.clients), place, resume, watch, header)
+        clients = FixedPopulation(task.clients)
+        run = drive(method, task, config, engine, clients, place, resume, display or watch, header, display)
     finally:
         engine.close()
+        if display is not None:
+            display.close()
+    if place is not None and header is None and run.kept:
+        run.save_model(place)  # a run made in Python: only here the module is known
+    return run
+
+
+class _Shown(Display):
+    """A display in front of the caller's own watch."""
+
+    watch: Watch
+
+    def __call__(self, state: State, record: RoundRecord) -> None:
+        super().__call__(state, record)
+        self.watch(state, record)
+
+
+def _display(method: Method, config: TrainConfig, progress: bool | None, watch: Watch | None) -> _Shown | None:
+    if progress is False or (progress is None and (watch is not None or not is_live(sys.stderr))):
+        return None
+    shown = _Shown(getattr(method, "name", "") or type(method).__name__, config.rounds)
+    shown.watch = watch or WarnOfDropped()
+    return shown
 
 
 def drive(
@@ -163,6 +226,7 @@ def drive(
     resume: bool = False,
     watch: Watch | None = None,
     header: Mapping[str, Any] | None = None,
+    display: Display | None = None,
 ) -> Run:
     """Run a method on any engine, with these clients. Only the task's model is used here, not its data.
 
@@ -186,20 +250,29 @@ def drive(
         name = folder.name if folder else ""
         tracking = Tracking(config.track, folder, name, header or identity, start.counted)
         with closing(tracking), keeper.on_the_way_out():
-            _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, code)
+            try:
+                _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, code, display)
+            except KeyboardInterrupt:
+                run.stopped, run.kept = "interrupted", keeper.keep()
+                warn(f"interrupted after {run.state.counted} of {config.rounds} rounds")
     return run
 
 
 def _check_method(method: object) -> None:
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")
-    own = [name for name, hint in get_annotations(type(method)).items() if "ClassVar" not in str(hint)]
-    if own and "__dataclass_fields__" not in vars(type(method)):
+    kind = type(method)
+    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)]
+    own = [] if "__dataclass_fields__" in vars(kind) else own
+    own += sorted(vars(method).keys() - {f.name for f in fields(method)})
+    if own:
         raise ConfigError(
-            f"{type(method).__name__} is not a dataclass, so {', '.join(own)} would have no effect: put "
-            "@dataclass(frozen=True) above the class"
+            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
+            "@dataclass(frozen=True) above the class and list its settings as fields"
         )
-    assert is_dataclass(method)
+    for name in ("init", "aggregate"):
+        if getattr(kind, name) is getattr(Method, name):
+            raise ConfigError(f"{kind.__name__} has no {name}: every method needs init(plan) and aggregate(s, sums)")
     check_fields(method)
 
 
@@ -218,6 +291,7 @@ def _loop(
     watch: Watch,
     tracking: Tracking,
     code: dict[str, str] | None,
+    display: Display | None,
 ) -> None:
     """All rounds. `code`: what a resumed run is made by from now on, recorded with its first new round."""
     config = run.train
@@ -227,7 +301,7 @@ def _loop(
     keeper.snapshot()
     rounds = run_rounds(
         run.method, run.state, clients, engine, config.eval_every, config.min_replies, config.retries,
-        run.over_budget, observer.observe,
+        run.over_budget, observer.observe, display.tick if display else lambda state, orders: None,
     )  # fmt: skip
     for state, found in () if run.over_budget(Traffic()) else rounds:
         traffic = run.traffic + found.bytes
@@ -244,7 +318,9 @@ def _loop(
         watch(state, record)
         if config.checkpoint_every and keeper.rounds % config.checkpoint_every == 0:
             keeper.keep()
-    keeper.keep()
+    run.kept = keeper.keep()
+    if not run.kept:
+        _rescue(run)
     if not run.method.done(run.state):
         run.stopped = f"reached the limit of {config.max_bytes} bytes"
     run.results.finish(
@@ -258,6 +334,19 @@ def _loop(
             "stopped": run.stopped,
         }
     )
+
+
+def _rescue(run: Run) -> None:
+    """The final checkpoint could not be written: put the model elsewhere, or say that only memory has it."""
+    place = Path(tempfile.gettempdir()) / f"flashfl-{run.folder.name if run.folder else 'run'}-{os.getpid()}"
+    try:
+        path = run.save(place)
+    except (FlashError, OSError):
+        warn(
+            "the final model could not be written anywhere: it is in memory only. Use run.save(folder) or run.model()."
+        )
+    else:
+        warn(f"the final model could not be written to {run.folder}: it is in {path} instead")
 
 
 def _about(task: Task, clients: Population) -> dict[str, Any]:
@@ -295,21 +384,32 @@ def _identity(
 def _resume(run: Run, keeper: Keeper, plan: Plan) -> tuple[State | None, dict[str, str] | None]:
     """The state to continue from, and the code the run is made by from now on.
 
-    No state: the folder has neither a checkpoint nor a finished round.
+    No state: there is no checkpoint, so the run starts from the beginning.
     """
     if keeper.folder is None:
         raise ConfigError("resume needs the folder of the run to continue: give `folder`")
-    if not checkpoints.found_in(keeper.folder) and (earned := run.results.earned()) is not None:
-        if not earned:
-            return None, None
-        raise CheckpointError(
-            f"{run.folder} holds {earned} finished rounds and no checkpoint to continue from. Start the run again "
-            f"without resume (--overwrite on the command line); the old rounds are then kept in {OLD}."
-        )
+    if not checkpoints.found_in(keeper.folder):
+        return None, None
     masks = MaskStore(plan.layout, keeper.folder.with_name("masks"))
     state, run.traffic = keeper.load(plan, masks)
+    _note_extension(run, state)
     ends = run.method.done(state) or run.over_budget(Traffic())
     return state, None if ends else _code(run)
+
+
+def _note_extension(run: Run, state: State) -> None:
+    """Say what more rounds do to the learning rate; fewer than are done is an error."""
+    before, now = run.results.header.get("identity", {}).get("settings", {}).get("rounds"), run.train.rounds
+    if state.counted > now:
+        raise ConfigError(f"rounds = {now}: the run in {run.folder} has {state.counted} rounds already")
+    if isinstance(before, int) and before != now:
+        warn(
+            f"rounds was {before} and is {now} now: from round {state.counted} on the learning rate follows the schedule "
+            f"of {now} rounds, so it continues at {state.plan.lr(state.counted):.4g}"
+        )
+        run.results.header["identity"]["settings"]["rounds"] = now
+        if isinstance(train := run.results.header.get("config", {}).get("train"), dict):
+            train["rounds"] = now
 
 
 def _code(run: Run) -> dict[str, str] | None:
@@ -318,9 +418,8 @@ def _code(run: Run) -> dict[str, str] | None:
         return None
     now = joined(before, code_of(run.method))
     if changed := [name for name, digest in (now or {}).items() if digest != before.get(name)]:
-        warnings.warn(
+        warn(
             f"the code of {', '.join(changed)} changed since this run began, so its results mix two versions. Start "
-            "again without resume for a run of one version.",
-            RuntimeWarning,
+            "again without resume for a run of one version."
         )
     return now
