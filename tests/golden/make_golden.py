@@ -21,7 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,30 +44,29 @@ Watch = Callable[[Any, Any], None]
 def simulate_lanes(method: fl.Method, task: fl.Task, train: fl.TrainConfig, batched: bool, watch: Watch) -> None:
     """Run on the GPU engine, on the CPU: a replica for each client, or all clients batched into one computation."""
     from flashfl.engine.cuda import LaneEngine
-    from flashfl.run.runner import drive
+    from flashfl.core.engine import FixedPopulation
+    from flashfl.run.simulate import drive
 
     crew = "wide" if batched else "lanes"
     engine = LaneEngine(task, "cpu", "fp32", LANES, train.values, train.dropout, crew=crew)
     try:
-        drive(method, task, train, engine, task.clients, watch=watch)
+        drive(method, task, train, engine, FixedPopulation(task.clients), watch=watch)
     finally:
         engine.close()
 
 
-def round_facts(line: Any) -> Facts:
-    """What a line of the results says of its round."""
+def round_facts(record: fl.RoundRecord) -> Facts:
+    """What a round's record says. "stage" is the number of its phase: 1 for one that does not count."""
     return {
-        "stage": line["stage"],
-        "round": line["round"],
-        "attempt": line["attempt"],
-        "cohort": list(line["cohort"]),
-        "failures": dict(line["failures"]),
-        "missed": dict(line.get("missed", {})),
-        "bytes": {name: line["bytes"][name] for name in ("down", "up", "values", "mask", "overhead")},
-        "loss": line["loss"],
-        "metrics": {
-            view: {name: found[name] for name in ("loss", "metric")} for view, found in line["metrics"].items()
-        },
+        "stage": 2 if record.counts else 1,
+        "round": record.round,
+        "attempt": record.attempt,
+        "cohort": list(record.cohort),
+        "failures": {str(client): why for client, why in record.failures.items()},
+        "missed": {str(client): why for client, why in record.missed.items()},
+        "bytes": asdict(record.bytes),
+        "loss": record.loss,
+        "metrics": {view: {"loss": score.loss, "metric": score.metric} for view, score in record.metrics.items()},
     }
 
 

@@ -404,8 +404,8 @@ def _note_extension(run: Run, state: State) -> None:
         raise ConfigError(f"rounds = {now}: the run in {run.folder} has {state.counted} rounds already")
     if isinstance(before, int) and before != now:
         warn(
-            f"rounds was {before} and is {now} now: from round {state.counted} on the learning rate follows the schedule "
-            f"of {now} rounds, so it continues at {state.plan.lr(state.counted):.4g}"
+            f"rounds was {before} and is {now} now: from round {state.counted} on, the learning rate follows the "
+            f"schedule of {now} rounds and continues at {state.plan.lr(state.counted):.4g}"
         )
         run.results.header["identity"]["settings"]["rounds"] = now
         if isinstance(train := run.results.header.get("config", {}).get("train"), dict):
