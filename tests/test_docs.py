@@ -97,3 +97,8 @@ def test_commands_of_flashfl_parse(page: Path) -> None:
                 parser.parse_args(own)
         else:
             assert words[0] in commands or words[0].startswith("-"), line
+
+
+def test_api_reference_is_up_to_date() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "api"), "--check"], check=False)
+    assert done.returncode == 0, "run .venv/bin/python scripts/api"
