@@ -41,7 +41,7 @@ def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG,
 def with_nan(task: fl.Task, client: int) -> fl.Task:
     """One of the clients has nothing but NaN."""
     data: Any = task.train[client]
-    task.train[client] = fl.data.examples.Arrays((torch.full_like(data.inputs[0], float("nan")),), data.target)
+    task.train[client] = fl.data.sources.Arrays((torch.full_like(data.inputs[0], float("nan")),), data.target)
     return task
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.state import Local, Mask, Order, Weights
-from flashfl.data.examples import Arrays
+from flashfl.data.sources import Arrays
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide
 from flashfl.engine.cpu import CPUEngine

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.state import Local, Mask, Order, Recipe, Update, Weights
-from flashfl.data.examples import Subset
+from flashfl.data.sources import Subset
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.cuda import LaneEngine
@@ -426,7 +426,7 @@ def test_norms_that_do_not_train_keep_their_statistics(lanes: bool) -> None:
     given = Weights(Mask.full(task.layout), plain.weights.vector.clone())
     bare = given.with_statistics(torch.zeros_like(given.statistics))
     found = [
-        Trainer(task).evaluate(w, task.judges[0], torch.arange(9), own) for w, own in ((bare, False), (given, True))
+        Trainer(task).evaluate(w, task.evaluation[0], torch.arange(9), own) for w, own in ((bare, False), (given, True))
     ]
     assert found[0] == found[1]
 
@@ -455,6 +455,7 @@ def test_judging_without_statistics_still_turns_dropout_off() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.filterwarnings("ignore:the test set has NaN:RuntimeWarning")
 def test_what_is_not_finite_is_not_reported() -> None:
     _, trainer = linear([1.0], float("nan"))
     with pytest.raises(ClientFailed, match="not finite"):
@@ -526,7 +527,7 @@ def test_without_test_samples_clients_judge_on_what_they_hold_back_weighted_by_s
     x = torch.rand(60, 6)
     clients = [(x[:10], torch.ones(10).long()), (x[10:], torch.zeros(50).long())]
     task = Task(DropoutNet, clients, metric=share_of_ones)
-    assert [len(held) for held in task.held] == [2, 10]
+    assert [len(held) for held in task.evaluation] == [2, 10]
     assert [c.n for c in task.clients] == [8, 40], "what is held back is not trained on"
     run = fl.simulate(fl.Dense(), task, 1, workers=1)
     assert run.accuracy == pytest.approx(2 / 12)

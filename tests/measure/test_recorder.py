@@ -105,7 +105,7 @@ def test_a_model_that_cannot_be_tried_has_no_flops_and_goes_on(small_task: Task,
     from flashfl.run.record import Recorder
 
     class Broken:
-        layout, judges, train = small_task.layout, small_task.judges, small_task.train
+        layout, evaluation, train = small_task.layout, small_task.evaluation, small_task.train
 
         def build(self) -> Any:
             raise RuntimeError("not here")

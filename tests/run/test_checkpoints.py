@@ -22,7 +22,7 @@ from run_support import After, Killed, killed
 import flashfl as fl
 from flashfl.core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from flashfl.core.state import State
-from flashfl.data.examples import Arrays, Subset
+from flashfl.data.sources import Arrays, Subset
 from flashfl.engine.cpu import CPUEngine
 from flashfl.run import checkpoint, runner
 from flashfl.run.config import TrainConfig, plan_of

@@ -15,7 +15,7 @@ import torch
 from ..core.errors import FlashError
 from ..core.layout import Layout
 from ..core.state import Extra, Mask, Order, Tag, Update
-from ..data.examples import Source
+from ..data.sources import Source
 from ..wire import ClientLedger, Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.values import Form

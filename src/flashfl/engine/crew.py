@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.rng import fold, permutation, permutations
 from ..core.state import Client, Local, Mask, Order
-from ..data.examples import Arrays, Source, Subset
+from ..data.sources import Arrays, Source, Subset
 from ..data.task import Task
 from .lanes import Lane, Options, Stack, plain_forward
 from .wide import Wide

@@ -15,7 +15,7 @@ from ..core.errors import ConfigError
 from ..core.kernel import kernel
 from ..core.rng import fold
 from ..core.state import DROPPED, Client, Local, Mask, Order, Outcome, State, Sums, Weights
-from ..data.examples import on_device
+from ..data.sources import on_device
 from ..data.task import Task
 from ..sparsity import mask_of, move
 from ..wire import round_values, segments, value_key

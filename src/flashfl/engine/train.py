@@ -17,7 +17,7 @@ from ..core.errors import FlashError
 from ..core.layout import tensors_of
 from ..core.rng import fold, permutation
 from ..core.state import Local, Mask, Order, Update, Weights
-from ..data.examples import Source, in_memory
+from ..data.sources import Source, in_memory
 from ..data.task import Task
 from ..sparsity import mask_of, move
 from ..wire.trust import all_finite
