@@ -26,7 +26,7 @@ import flashfl as fl
 from flashfl.core.rng import fold, permutation
 from flashfl.core.state import State
 from flashfl.data.augment import CropFlip, Normalise
-from flashfl.data.examples import Arrays, Subset
+from flashfl.data.sources import Arrays, Subset
 from flashfl.engine.cuda import LaneEngine
 from flashfl.models import build_model, norm
 from flashfl.run.config import TrainConfig, plan_of

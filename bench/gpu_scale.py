@@ -18,7 +18,7 @@ import torch
 from gpu_round import images, round_of, task_of, timed
 
 import flashfl as fl
-from flashfl.data.examples import Subset
+from flashfl.data.sources import Subset
 from flashfl.engine.cuda import LaneEngine
 from flashfl.run.config import TrainConfig
 

@@ -83,7 +83,7 @@ def resnet(device: str) -> float:
         # A mask as a union of clients' masks leaves it: its counts are not known.
         return State(plan, Weights(Mask(layout, mask.bits), vector), round=r)
 
-    task: Any = type("T", (), {"layout": layout, "judges": [], "train": [Images()], "build": lambda self: module})()
+    task: Any = type("T", (), {"layout": layout, "evaluation": [], "train": [Images()], "build": lambda self: module})()
     clients = [Client(i, 500) for i in range(10)]
     plain, shot = [], []
     with tempfile.TemporaryDirectory() as folder:

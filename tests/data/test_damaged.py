@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import pickle
+import subprocess
+import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +79,36 @@ def test_published_checksums_are_compared(tmp_path: Path) -> None:
         load("cifar100", tmp_path)
 
 
+def peak_memory(work: Callable[[], object]) -> int:
+    """The most bytes that Python and numpy held at once while `work` failed with a DataError."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="is damaged"):
+            work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_gzip_bomb_behind_idx_header_is_not_unpacked(tmp_path: Path) -> None:
+    published.mnist(tmp_path / "mnist")
+    file = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    file.write_bytes(gzip.compress(gzip.decompress(file.read_bytes()) + bytes(64 << 20)))
+    assert file.stat().st_size < 200_000
+    assert peak_memory(lambda: load("mnist", tmp_path, UNCHECKED)) < 8 << 20
+
+
+def test_gzip_bomb_whose_header_claims_its_size_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published.mnist(tmp_path / "mnist")
+    file = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (90_000, 28, 28))
+    file.write_bytes(gzip.compress(head + bytes(64 << 20)))
+    monkeypatch.setattr("flashfl.data.files._UNPACKED", 1 << 20)
+    assert peak_memory(lambda: load("mnist", tmp_path, UNCHECKED)) < 8 << 20
+
+
 def test_writers_must_belong_to_the_images(tmp_path: Path) -> None:
     made = published.mnist(tmp_path / "mnist")
     published.qmnist(tmp_path / "qmnist", made["train-labels"][::-1], np.arange(40))
@@ -112,8 +145,15 @@ def raw(*ops: bytes) -> bytes:
     return b"\x80\x02" + b"".join(ops) + b"."
 
 
+def nested(levels: int, wrap: bytes = b"\x85") -> bytes:
+    """Instructions that leave tuples inside tuples on the stack."""
+    return b")" + wrap * levels
+
+
 LOOP: list[object] = []
 LOOP.append(LOOP)
+TWICE = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # each tuple holds the last twice
+BYTES = b"c_codecs\nencode\nq\x00X\x64\x00\x00\x00" + b"a" * 100 + b"q\x01\x85R"  # 100 bytes, of a text
 REFUSED = {
     "a builtin": raw(b"cbuiltins\neval\n", b"X\x01\x00\x00\x001\x85R"),
     "numpy's own loader": raw(b"cnumpy\nload\n", b"X\x01\x00\x00\x00x\x85R"),
@@ -130,6 +170,10 @@ REFUSED = {
     "a set": pickle.dumps({1, 2}, protocol=2),
     "a loop": pickle.dumps(LOOP, protocol=2),
     "another encoding": raw(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R"),
+    "a tuple as a key": raw(b"}", nested(2), b"K\x01s"),
+    "tuples that share tuples as a key": raw(b"})", TWICE, b"K\x01s"),
+    "containers nested too deep": raw(nested(100)),
+    "a text that becomes bytes many times": raw(b"](", BYTES, b"h\x00h\x01\x85R" * 50, b"e"),
     "half a file": published.python2({b"data": np.zeros(5)})[:-9],
     "nothing": b"",
 }
@@ -139,6 +183,36 @@ REFUSED = {
 def test_the_pickle_reader_refuses(name: str) -> None:
     with pytest.raises(DataError, match="some-file is damaged: refused as a pickle"):
         loads(REFUSED[name], Path("some-file"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        raw(b"]r\x00\x00\x00\x02"),
+        b"\x80\x03B\x00\x00\x00\x10.",
+        b"\x80\x05\x96" + (1 << 28).to_bytes(8, "little") + b".",
+    ],
+    ids=["memo", "bytes", "bytearray"],
+)
+def test_tiny_pickle_takes_little_memory(data: bytes) -> None:
+    """Each instruction asks for a quarter of a gigabyte or more."""
+
+    def read() -> object:
+        held = loads(data, Path("some-file"))
+        raise DataError(f"is damaged, or at least {held} takes little")
+
+    assert len(data) <= 13
+    assert peak_memory(read) < 1 << 20
+
+
+def test_pickle_of_nested_tuple_keys_does_not_end_the_process(tmp_path: Path) -> None:
+    file = tmp_path / "nested"
+    file.write_bytes(raw(b"}", nested(300_000), b"K\x01s"))
+    code = "import sys; from pathlib import Path; from flashfl.data.pickles import loads; p = Path(sys.argv[1])"
+    code += "; loads(p.read_bytes(), p)"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, "killed by a signal"
+    assert "nested is damaged: refused as a pickle" in done.stderr
 
 
 def test_the_pickle_reader_admits_plain_data() -> None:
@@ -194,6 +268,7 @@ def test_cut_binary_cifar(tmp_path: Path) -> None:
         ("wnids.txt", "n00\nn09\n", "n09/images is damaged: it holds no .JPEG"),
         ("val/val_annotations.txt", "val_0.JPEG\tn77\n", "line 1 is not an image and a class"),
         ("val/val_annotations.txt", "val_9.JPEG\tn00\n", "val_9.JPEG is missing"),
+        ("val/val_annotations.txt", "/etc/val_9.JPEG\tn00\n", "line 1 is not an image and a class"),
         ("wnids.txt", b"\xff\xfe\x00", r"wnids\.txt is damaged: not UTF-8"),
         ("val/val_annotations.txt", b"\xff\xfe\x00", r"val_annotations\.txt is damaged: not UTF-8"),
         ("val/val_annotations.txt", "", r"val_annotations\.txt is damaged: it lists no images"),
@@ -214,6 +289,7 @@ def test_damaged_tiny_imagenet(tmp_path: Path, file: str, text: str | bytes, wha
         ('{"users": ["a"], "user_data": {"a"', "not JSON, or cut short"),
         ('{"users": ["a"], "user_data": {}}', "not LEAF's form"),
         ("[1]", "not LEAF's form"),
+        ("[" * 100_000, "not LEAF's form"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1, 2]], "y": [1]}}}', r"images of shape \(1, 2\)"),
     ],
 )

@@ -78,7 +78,7 @@ def test_tiny_imagenet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: p
     means = data.train.inputs[0].float().mean((1, 2, 3))
     assert torch.allclose(means, data.train.target * 40.0, atol=2)
     assert len(list((folder / ".flashfl-cache").glob("*.npy"))) == 2
-    monkeypatch.setattr("flashfl.data.tinyimagenet.picture", None)  # a second decoding would fail
+    monkeypatch.setattr("flashfl.data.loaders.tinyimagenet.read_picture", None)  # a second decoding would fail
     again = load("tinyimagenet", tmp_path)
     assert torch.equal(again.train.inputs[0], data.train.inputs[0])
 

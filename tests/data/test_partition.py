@@ -164,7 +164,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     ("index", "ends", "what"),
     [
         ([0, 1, 2], [1, 1, 3], "empty"),
-        ([0, 1, 2], [1, 2], "belong to none"),
+        ([0, 1, 2], [1, 2], "belong to no client"),
         ([0, 0, 2], [1, 3], "twice"),
         ([0, -1, 2], [1, 3], "out of range"),
         ([0, 1, 2], [-1, 3], "empty"),
@@ -185,6 +185,13 @@ def test_a_bad_partition_file_is_refused(tmp_path: Path, index: object, ends: ob
 def test_a_partition_file_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     np.savez(tmp_path / "p.npz", index=np.array([{}], dtype=object), ends=[1])
     with pytest.raises(DataError, match="not a saved partition"):
+        partition.load(tmp_path / "p.npz", np.arange(10))
+
+
+def test_partition_file_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "p.npz", index=np.zeros(1_000_000, dtype=np.int64), ends=[1_000_000])
+    assert (tmp_path / "p.npz").stat().st_size < 10_000
+    with pytest.raises(DataError, match="it is too large for 10 samples"):
         partition.load(tmp_path / "p.npz", np.arange(10))
 
 

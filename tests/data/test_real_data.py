@@ -68,7 +68,7 @@ def test_sst2_pieces_are_those_of_the_reference() -> None:
     vocab = ROOT / "bert-base-uncased" / "vocab.txt"
     if not vocab.is_file() or not DATASETS["sst2"].present(ROOT):
         pytest.skip("FLASHFL_DATA names no folder with SST-2 and BERT's vocabulary")
-    from flashfl.data.sst2 import read_tsv
+    from flashfl.data.loaders.sst2 import read_tsv
 
     mine = Tokenizer.wordpiece(vocab)
     reference = transformers.BertTokenizer(str(vocab))

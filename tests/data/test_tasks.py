@@ -17,7 +17,7 @@ import torch
 from flashfl.core.errors import ConfigError, DataError
 from flashfl.core.parts import build
 from flashfl.data import DATASETS, TaskConfig, build_task, load_data, partition, tasks
-from flashfl.data.examples import Subset
+from flashfl.data.sources import Subset
 
 
 def indices(task: object) -> list[list[int]]:

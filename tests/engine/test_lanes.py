@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from flashfl.run.runner import drive
 
 import flashfl as fl
 from flashfl.aggregate import average
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
-from flashfl.core.parts import part
 from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.parts import part
 from flashfl.engine import wide
 from flashfl.engine.crew import faster
 from flashfl.engine.cuda import LaneEngine
 from flashfl.engine.lanes import Options, Stack
 from flashfl.run.config import TrainConfig
-from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask, top_mask
 from tests.conftest import blobs, make_task
 from tests.test_every_method import VARIANTS, small
@@ -41,7 +41,7 @@ def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG,
 def with_nan(task: fl.Task, client: int) -> fl.Task:
     """One of the clients has nothing but NaN."""
     data: Any = task.train[client]
-    task.train[client] = fl.data.examples.Arrays((torch.full_like(data.inputs[0], float("nan")),), data.target)
+    task.train[client] = fl.data.sources.Arrays((torch.full_like(data.inputs[0], float("nan")),), data.target)
     return task
 
 

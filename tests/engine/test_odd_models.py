@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flashfl.run.runner import drive
 from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.exchange import Local, Order
 from flashfl.core.mask import Mask, Weights
-from flashfl.data.examples import Arrays
+from flashfl.data.sources import Arrays
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.server import ServerSide
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig
-from flashfl.run.runner import drive
 from tests.conftest import DropoutNet, blobs
 
 Data = tuple[Any, Any]

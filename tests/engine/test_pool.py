@@ -21,7 +21,7 @@ import torch
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, FlashError
-from flashfl.data.examples import Arrays, Subset, source
+from flashfl.data.sources import Arrays, Subset, source
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.pool import Died, InProcess, Pool
@@ -310,7 +310,7 @@ def test_a_client_that_cannot_judge_is_left_out_of_the_evaluation(workers: int) 
 def test_where_nobody_can_judge_that_is_said() -> None:
     x, _ = blobs(10, (6,), 5)
     task = Task(DropoutNet, [blobs(10, (6,), i) for i in range(3)], holdout=0.5)
-    task.held = [Subset(source((x, torch.full((10,), 99))), torch.arange(5)) for _ in range(3)]
+    task.evaluation = [Subset(source((x, torch.full((10,), 99))), torch.arange(5)) for _ in range(3)]
     warnings.simplefilter("ignore")  # for this test: pytest puts filters back
     with pytest.raises(FlashError, match="no client could judge the model"):
         fl.simulate(fl.Dense(), task, 1, workers=1, per_round=3)

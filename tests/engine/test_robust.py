@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashfl.aggregate import average
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Client, Local, Order, Sums, Update
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.engine.client import update_message
 from flashfl.engine.robust import trimmed_mean, trimmed_sums

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from flashfl.run.runner import drive
 
 import flashfl as fl
 from flashfl.aggregate import add, average
 from flashfl.core.errors import FlashError
-from flashfl.core.layout import Layout
-from flashfl.core.method import Method
 from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.method import Method
 from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide, Reply, update_message
@@ -26,7 +27,6 @@ from flashfl.engine.server import OWN, Inbox, ServerSide
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig, plan_of
-from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask
 from flashfl.wire import Message, encode, seal
 from flashfl.wire.errors import WireError, WrongContent

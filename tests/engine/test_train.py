@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flashfl.run.runner import drive
 from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.exchange import Local, Order, Update
 from flashfl.core.mask import Mask, Recipe, Weights
-from flashfl.data.examples import Subset
+from flashfl.data.sources import Subset
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.cuda import LaneEngine
 from flashfl.engine.train import ClientFailed, Trainer, remember
 from flashfl.run.config import TrainConfig
-from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, random_mask
 from tests.conftest import DropoutNet, NormNet, blobs, make_task
 from tests.test_every_method import small
@@ -427,7 +427,7 @@ def test_norms_that_do_not_train_keep_their_statistics(lanes: bool) -> None:
     given = Weights(Mask.full(task.layout), plain.weights.vector.clone())
     bare = given.with_statistics(torch.zeros_like(given.statistics))
     found = [
-        Trainer(task).evaluate(w, task.judges[0], torch.arange(9), own) for w, own in ((bare, False), (given, True))
+        Trainer(task).evaluate(w, task.evaluation[0], torch.arange(9), own) for w, own in ((bare, False), (given, True))
     ]
     assert found[0] == found[1]
 
@@ -456,6 +456,7 @@ def test_judging_without_statistics_still_turns_dropout_off() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.filterwarnings("ignore:the test set has NaN:RuntimeWarning")
 def test_what_is_not_finite_is_not_reported() -> None:
     _, trainer = linear([1.0], float("nan"))
     with pytest.raises(ClientFailed, match="not finite"):
@@ -527,7 +528,7 @@ def test_without_test_samples_clients_judge_on_what_they_hold_back_weighted_by_s
     x = torch.rand(60, 6)
     clients = [(x[:10], torch.ones(10).long()), (x[10:], torch.zeros(50).long())]
     task = Task(DropoutNet, clients, metric=share_of_ones)
-    assert [len(held) for held in task.held] == [2, 10]
+    assert [len(held) for held in task.evaluation] == [2, 10]
     assert [c.n for c in task.clients] == [8, 40], "what is held back is not trained on"
     run = fl.simulate(fl.Dense(), task, 1, workers=1)
     assert run.accuracy == pytest.approx(2 / 12)

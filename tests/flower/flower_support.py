@@ -13,9 +13,9 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 import flashfl as fl
-from flashfl.core.method import Method
 from flashfl.core.exchange import Order, Update
 from flashfl.core.mask import Weights
+from flashfl.core.method import Method
 from flashfl.data.task import Task
 from flashfl.engine.train import Trainer
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records

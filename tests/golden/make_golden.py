@@ -43,8 +43,8 @@ Watch = Callable[[Any, Any], None]
 
 def simulate_lanes(method: fl.Method, task: fl.Task, train: fl.TrainConfig, batched: bool, watch: Watch) -> None:
     """Run on the GPU engine, on the CPU: a replica for each client, or all clients batched into one computation."""
-    from flashfl.engine.cuda import LaneEngine
     from flashfl.core.engine import FixedPopulation
+    from flashfl.engine.cuda import LaneEngine
     from flashfl.run.simulate import drive
 
     crew = "wide" if batched else "lanes"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Local
+from flashfl.core.layout import Layout
 from flashfl.measure.comms import csr_bytes, dense_bytes, paper_bytes, per_client
 from flashfl.models import build_model
 from flashfl.sparsity import PruneRegrow, allocate

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flashfl.run.record import MOST_SNAPSHOTS, SNAPSHOTS, snapshot_every
 
 import flashfl as fl
 from flashfl.data.task import Task
 from flashfl.measure.flops import sample_flops, task_costs
 from flashfl.measure.mismatch import pairwise
 from flashfl.measure.snapshots import Snapshots
-from flashfl.run.record import MOST_SNAPSHOTS, SNAPSHOTS, snapshot_every
 from flashfl.run.results import read_run
 
 SETTINGS: dict[str, Any] = {"per_round": 3, "batch": 4, "workers": 1, "eval_every": 2, "device": "cpu"}
@@ -105,7 +105,7 @@ def test_a_model_that_cannot_be_tried_has_no_flops_and_goes_on(small_task: Task,
     from flashfl.run.record import Recorder
 
     class Broken:
-        layout, judges, train = small_task.layout, small_task.judges, small_task.train
+        layout, evaluation, train = small_task.layout, small_task.evaluation, small_task.train
 
         def build(self) -> Any:
             raise RuntimeError("not here")

@@ -34,7 +34,7 @@ def test_only_the_encoders_matrices_are_prunable() -> None:
 
 def test_frozen_embeddings_are_fixed() -> None:
     model = build_model("bert-scratch", freeze=True, **SMALL)
-    layout = Layout.of(model, fixed=model.fixed)
+    layout = Layout.of(model)
     assert {layer.name.split(".")[2] for layer in layout.of_kind("fixed")} == {"embeddings"}
     assert not any("embeddings" in layer.name for layer in layout.travelling)
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == layout.trained_size
@@ -57,7 +57,7 @@ def test_the_mask_is_the_librarys_own() -> None:
 def test_bert_base_has_its_published_sizes() -> None:
     with torch.device("meta"):
         model = build_model("bert-scratch", freeze=True)
-    layout = Layout.of(model, fixed=model.fixed)
+    layout = Layout.of(model)
     assert layout.prunable_size == 12 * (4 * 768 * 768 + 2 * 768 * 3072)
     assert sum(layer.size for layer in layout.of_kind("fixed")) == 23_837_184
     assert len(layout.prunable) == 72
@@ -71,7 +71,7 @@ def test_local_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> None:
     kept = [torch.equal(p, weights[name]) for name, p in again.named_parameters() if "classifier" not in name]
     assert all(kept)
     assert again(*batch()).shape == (2, 3)
-    assert again.fixed
+    assert Layout.of(again).of_kind("fixed")
     assert not again.net.bert.embeddings.word_embeddings.weight.requires_grad
 
 

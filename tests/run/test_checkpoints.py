@@ -26,7 +26,7 @@ from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from flashfl.core.exchange import Traffic
 from flashfl.core.state import State
-from flashfl.data.examples import Arrays, Subset
+from flashfl.data.sources import Arrays, Subset
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.memories import Memories
 from flashfl.run import checkpoint

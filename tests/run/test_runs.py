@@ -137,6 +137,7 @@ def test_a_client_that_is_left_out_is_told_of_once_where_nobody_watches() -> Non
     assert not any("simulated" in text for text in dropped)
 
 
+@pytest.mark.filterwarnings("ignore:the test set has NaN:RuntimeWarning")
 def test_a_run_judged_by_nan_goes_on_and_is_told_of(tmp_path: Path) -> None:
     """Its file is JSON all the same, and whoever reads it finds NaN."""
     from flashfl.report.load import load

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_support import WireTestRule, layouts, mask_of, masks, order, samples, small_layout, update
 
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Extra, Local
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.wire import Coding, Limits, Message, decode, encode, fixed_hash, mask_sizes, seal, size, size_with
 from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge, UnknownFixed, UnknownMask

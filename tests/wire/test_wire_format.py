@@ -15,10 +15,10 @@ from torch import nn
 from wire_support import changed, mask_of, small_layout, update
 
 import flashfl as fl
-from flashfl.core.layout import Layer, Layout
-from flashfl.core.rng import fold
 from flashfl.core.exchange import Local
+from flashfl.core.layout import Layer, Layout
 from flashfl.core.mask import Mask, Recipe
+from flashfl.core.rng import fold
 from flashfl.sparsity import PruneRegrow, pattern_budgets, random_mask
 from flashfl.wire import encode
 from flashfl.wire.values import round_values, segments

@@ -10,8 +10,8 @@ import torch
 from wire_support import changed, mask_of, small_layout, values_for
 
 from flashfl.core.errors import CheckpointError
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Local, Tag
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
 from flashfl.wire import ClientLedger, Message, ServerLedger, UnknownMask, decode, encode
 

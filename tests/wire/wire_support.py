@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from flashfl.core.layout import Layout
-from flashfl.core.parts import part
 from flashfl.core.exchange import Extra, Local
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
+from flashfl.core.parts import part
 from flashfl.sparsity.masks import random_mask
 from flashfl.wire import Message
 from flashfl.wire.values import Carries, count_values

@@ -1,8 +1,8 @@
 """Data sets, who holds which samples, and the tasks made of them."""
 
 from .dataset import DataSet, Info, Options
-from .examples import Arrays, Lazy, Source, Subset
 from .registry import DATASETS, load
+from .sources import Arrays, Lazy, Source, Subset
 from .task import Task
 from .tasks import TaskConfig, build_task, load_data
 

@@ -1,9 +1,9 @@
-"""What a data set is once loaded, and what is known of one before."""
+"""What a data set is: before it is read (`Info`), and after (`DataSet`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +11,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..core.errors import DataError
 from .augment import Normalise
-from .examples import Arrays, Augment
-from .files import damaged, find, missing
+from .files import damaged, find, verify
+from .sources import Arrays, Augment
+from .text import Tokenizer, tokens
 
 
 @dataclass(frozen=True)
 class Options:
-    """What may be chosen about how a data set is read."""
+    """How a data set is read."""
 
-    verify: bool = True  # compare with the published checksums
+    verify: bool = True  # compare files with the published checksums
     augment: bool = True
-    length: int = 64  # tokens a text is cut or padded to
-    vocab: str = ""  # a WordPiece vocab.txt; empty: a vocabulary of the training texts' words
-    vocab_size: int = 8192  # words of that vocabulary
-    size: int = 0  # pixels a side that images of a folder are scaled to; 0: they must be of one size
+    length: int = 64  # tokens that a text is cut or padded to
+    vocab: str = ""  # a WordPiece vocab.txt; empty: the most frequent words of the training texts
+    vocab_size: int = 8192  # how many of those words
+    size: int = 0  # pixels a side that images of a folder or the hub are scaled to; 0: they must have one size
 
 
 @dataclass(frozen=True, eq=False)
 class DataSet:
-    """Samples to train on and to judge on, held once and shared by everyone.
+    """The samples of a data set, held once and shared by all clients.
 
-    `shape` is (channels, height, width) of an image or (tokens,) of a text; `writers` says who made each training
+    `shape` is (channels, height, width) for images and (tokens,) for texts. `writers` says who made each training
     sample, where that is known.
     """
 
-    name: str
     train: Arrays
     test: Arrays | None
     classes: int
@@ -51,10 +52,10 @@ class DataSet:
 
 
 Pair = tuple[NDArray[Any], NDArray[Any]]  # images and labels
+Texts = tuple[Sequence[str], Sequence[int]]  # texts and labels
 
 
 def images(
-    name: str,
     train: Pair,
     test: Pair | None,
     classes: int,
@@ -65,70 +66,84 @@ def images(
     """A data set of uint8 images (N, C, H, W); only training images are augmented."""
 
     def arrays(pair: Pair, change: Augment | None) -> Arrays:
-        target = torch.from_numpy(pair[1].astype(np.int64))
-        return Arrays((torch.from_numpy(pair[0]),), target, norm, change)
+        return Arrays((torch.from_numpy(pair[0]),), torch.from_numpy(pair[1].astype(np.int64)), norm, change)
 
     shape = tuple(int(n) for n in train[0].shape[1:])
-    return DataSet(name, arrays(train, augment), arrays(test, None) if test else None, classes, shape, writers)
+    return DataSet(arrays(train, augment), arrays(test, None) if test else None, classes, shape, writers)
+
+
+def texts(train: Texts, test: Texts | None, classes: int, options: Options) -> DataSet:
+    """A data set of texts, as token ids."""
+    if options.vocab:
+        tokenizer = Tokenizer.wordpiece(Path(options.vocab))
+    else:
+        tokenizer = Tokenizer.of_words(train[0], options.vocab_size)
+
+    def arrays(held: Texts) -> Arrays:
+        ids = torch.from_numpy(tokenizer.encode(held[0], options.length))
+        return Arrays((ids,), torch.tensor(held[1], dtype=torch.int64), tokens)
+
+    return DataSet(arrays(train), arrays(test) if test else None, classes, (options.length,), vocab=len(tokenizer))
 
 
 def check_labels(path: Path, labels: NDArray[Any], classes: int) -> None:
-    """Raise unless every label is a class."""
+    """Raise unless there are labels, and all of them are classes."""
     if len(labels) == 0:
         raise damaged(path, "it holds no samples")
-    if labels.min() < 0 or labels.max() >= classes:
-        raise damaged(
-            path,
-            f"it has the label {labels.max() if labels.max() >= classes else labels.min()}, "
-            f"but labels run from 0 to {classes - 1}",
-        )
-
-
-@dataclass(frozen=True)
-class Form:
-    """One published form of a data set: its files under the root, and what reads them."""
-
-    files: tuple[str, ...]
-    read: Callable[[list[Path], Options], DataSet]
-    checksums: bool = False  # whether the published files' are known, and compared
+    for label in (labels.min(), labels.max()):
+        if not 0 <= label < classes:
+            raise damaged(path, f"it has the label {label}, but labels run from 0 to {classes - 1}")
 
 
 @dataclass(frozen=True)
 class Info:
-    """What is known of a data set without reading it."""
+    """A data set before it is read. Zeros and empty fields: not known until then."""
 
     name: str
     about: str
-    train: int
-    test: int
-    classes: int
-    shape: tuple[int, ...]
-    model: str  # the model it is trained with unless another is asked for
-    forms: tuple[Form, ...]
-    get: str = ""  # how to get its files
+    read: Callable[[list[Path], Options], DataSet]  # from the paths of one form's files
+    forms: tuple[tuple[str, ...], ...] = ((),)  # the files under the data root, in each form they are published in
+    md5: Mapping[str, str] = field(default_factory=dict)  # by file name, where it is known
+    train: int = 0
+    test: int = 0
+    classes: int = 0
+    shape: tuple[int, ...] = ()
+    model: str = ""  # the one it is usually trained with
+    get: str = ""  # how to get the files
     megabytes: int = 0  # that the files take, about
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files of the form that is looked for first."""
-        return self.forms[0].files
+        return self.forms[0]
 
     def absent(self, root: Path) -> tuple[str, ...]:
-        """The files missing from the form that is nearest to being there; none if the data set is present."""
-        lacking = [tuple(name for name in form.files if find(root, name) is None) for form in self.forms]
-        return min(lacking, key=len)
+        """The missing files of the form that misses fewest; empty if the data set is there."""
+        return min((tuple(n for n in form if find(root, n) is None) for form in self.forms), key=len)
 
     def present(self, root: Path) -> bool:
         return not self.absent(root)
 
-    def form(self, root: Path) -> Form:
-        """The first form all of whose files are there."""
+    def paths(self, root: Path) -> list[Path]:
+        """The files of the first complete form."""
         for form in self.forms:
-            if all(find(root, name) for name in form.files):
-                return form
-        raise missing(self.name, root, self.absent(root), self.get)
+            found = [path for name in form if (path := find(root, name))]
+            if len(found) == len(form):
+                return found
+        where = "\n".join(f"  {root / name}" for name in self.absent(root))
+        raise DataError(
+            f"data set {self.name!r} is not complete under {root.absolute()}. Not found (gzipped or not):\n{where}\n"
+            f"{self.get}\nTo use another folder, name it with --data-root or FLASHFL_DATA"
+        )
+
+    def checksum(self, path: Path) -> str:
+        """The published md5 of a file; empty where it is not known."""
+        return self.md5.get(path.name.removesuffix(".gz"), "")
 
     def load(self, root: Path, options: Options = Options()) -> DataSet:  # noqa: B008 - frozen
-        """Read the first form all of whose files are there."""
-        form = self.form(root)
-        return form.read([path for name in form.files if (path := find(root, name))], options)
+        """Read the first complete form, after comparing checksums."""
+        paths = self.paths(root)
+        for path in paths:
+            if options.verify and (md5 := self.checksum(path)):
+                verify(path, md5)
+        return self.read(paths, options)

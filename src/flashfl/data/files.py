@@ -1,59 +1,73 @@
-"""Finding and reading the files of data sets, with errors that say which file, where, and what to do."""
+"""Find, check and read the files of data sets, and keep arrays that take long to make.
+
+Errors say which file is meant, what is wrong with it and what to do.
+"""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import os
+import sys
+import tempfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..core.errors import DataError
 
+Arrays = dict[str, NDArray[Any]]
+_PIECE = 1 << 20
+_UNPACKED = 1 << 30  # bytes that a gzipped file may unpack to: published ones need a fifth of that
+
 
 def data_root(given: str | Path = "") -> Path:
-    """The folder data sets lie under: the one given, else the environment's FLASHFL_DATA, else ./data."""
+    """The folder of data sets: the one given, else the environment variable FLASHFL_DATA, else ./data."""
     return Path(given or os.environ.get("FLASHFL_DATA", "") or "data").expanduser()
 
 
 def find(root: Path, name: str) -> Path | None:
-    """The file or folder `name` under `root`, or the file's gzipped form."""
-    for path in (root / name, root / f"{name}.gz"):
-        if path.exists():
-            return path
-    return None
+    """The file or folder `name` under `root`, or the gzipped file."""
+    return next((path for path in (root / name, root / f"{name}.gz") if path.exists()), None)
 
 
-def missing(what: str, root: Path, tried: Iterable[str], get: str) -> DataError:
-    """The error for a data set whose files are not there."""
-    where = "\n".join(f"  {root / name}" for name in tried)
-    return DataError(
-        f"data set {what!r} is not complete under {root.absolute()}. Not found (gzipped or not):\n{where}\n"
-        f"{get}\nAnother folder is named with --data-root or FLASHFL_DATA"
-    )
-
-
-def damaged(path: Path | str, what: str) -> DataError:
-    """The error for a file that is there but cannot be used."""
+def damaged(path: Path, what: str) -> DataError:
+    """The error for a file that cannot be used."""
     return DataError(f"{path} is damaged: {what}. Delete it and fetch it again")
 
 
-def read(path: Path, md5: str | None = None) -> bytes:
-    """A file's bytes, uncompressed; checked against the md5 of the uncompressed contents where that is known."""
+def _pieces(path: Path, most: int = sys.maxsize) -> Iterator[bytes]:
+    """A file's contents in pieces, unpacked if it is gzipped; an error if there are more than `most` bytes."""
+    zipped = path.suffix == ".gz"
+    left = most = min(most, _UNPACKED) if zipped else most
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if zipped else path.open("rb") as file:
+            while piece := file.read(_PIECE):
+                left -= len(piece)
+                if left < 0:
+                    raise damaged(path, f"it has more than the {most:,} bytes it should have")
+                yield piece
     except EOFError:
         raise damaged(path, "the gzip stream ends too early, the file is truncated") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise damaged(path, f"not readable as gzip ({error})") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    if md5 is not None:
-        found = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        if found != md5:
-            raise damaged(path, f"its md5 is {found}, the published file's is {md5}")
-    return data
+
+
+def read(path: Path, most: int = sys.maxsize) -> bytes:
+    """A file's contents, unpacked if it is gzipped; an error if there are more than `most` bytes."""
+    return b"".join(_pieces(path, most))
+
+
+def read_start(path: Path) -> bytes:
+    """The first bytes of a file, unpacked if it is gzipped."""
+    return next(_pieces(path), b"")
 
 
 def read_text(path: Path) -> str:
@@ -62,3 +76,69 @@ def read_text(path: Path) -> str:
         return read(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise damaged(path, f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def verify(path: Path, md5: str) -> None:
+    """Raise unless a file has the published md5, which is that of its unpacked contents."""
+    found = hashlib.md5(usedforsecurity=False)
+    for piece in _pieces(path):
+        found.update(piece)
+    if found.hexdigest() != md5:
+        raise damaged(path, f"its md5 is {found.hexdigest()}, the published file's is {md5}")
+
+
+def cached(
+    folder: Path, label: str, files: Sequence[Path], arrays: Sequence[str], make: Callable[[], Arrays]
+) -> Arrays:
+    """The arrays that `make` makes of `files`, which lie in `folder`. Made once, then mapped from disk.
+
+    They are kept under `folder`, or in the user's cache where that cannot be written to, and made again when a file
+    changes. Where nothing can be kept they are made each time.
+    """
+    name = label + _digest([_stamp(file, folder) for file in files])
+    homes = (folder / ".flashfl-cache", _user_cache() / _digest([str(folder.absolute())]))
+    for home in homes:
+        with suppress(OSError, ValueError, EOFError):  # not there, or cut short: made below
+            return _mapped(home, name, arrays)
+    made = make()
+    for home in homes:
+        with suppress(OSError):
+            home.mkdir(parents=True, exist_ok=True)
+            for array, values in made.items():
+                _write(home / f"{name}-{array}.npy", values)
+            return _mapped(home, name, arrays)
+    return made
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _stamp(file: Path, folder: Path) -> str:
+    """A file's name, size and time: they change when it is written again."""
+    try:
+        held = file.stat()
+    except OSError:
+        raise DataError(f"{file} is missing, but the data set lists it. Fetch the data set again") from None
+    return f"{file.relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
+
+
+def _mapped(home: Path, name: str, arrays: Sequence[str]) -> Arrays:
+    """Arrays on disk, copy-on-write: torch wants memory it may write to, and the files must not change."""
+    return {a: np.load(home / f"{name}-{a}.npy", mmap_mode="c", allow_pickle=False) for a in arrays}
+
+
+def _write(file: Path, values: NDArray[Any]) -> None:
+    """Write under another name first, so that no reader meets half a file."""
+    handle, other = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            np.save(out, values, allow_pickle=False)
+        os.replace(other, file)
+    except BaseException:
+        Path(other).unlink(missing_ok=True)
+        raise
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashfl"

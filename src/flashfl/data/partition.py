@@ -1,8 +1,8 @@
 """Who holds which samples. Every scheme is a pure function of the labels (or ids), the number of clients and a key.
 
-A partition is one sorted int64 array of sample indices for each client; no client is empty, and together they hold
-every sample once. Two schemes leave samples out when there are too few clients for all: `natural` then chooses among
-the ids, `shards` among the classes.
+A partition is one sorted int64 array of sample indices for each client. No client is empty, and together they hold
+every sample once. Two schemes drop samples when there are too few clients for all: `natural` then chooses among the
+ids, `shards` among the classes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Index = NDArray[np.int64]
 Partition = list[Index]
 SCHEMES = ("lda", "dirichlet", "shards", "natural", "iid")
 _UNIFORM = 100.0  # from this alpha on, LDA counts as uniform
-_EQUAL = 1e6  # from this alpha on all clients of a Dirichlet split get the same; infinity is no number to draw with
+_EQUAL = 1e6  # from this alpha on, all clients of a Dirichlet split get the same; one cannot draw with infinity
 
 
 def split(
@@ -33,7 +33,7 @@ def split(
     classes_per_client: int = 2,
     ids: NDArray[Any] | None = None,
 ) -> Partition:
-    """The partition a scheme of that name makes."""
+    """The partition that a scheme makes, by its name."""
     if scheme == "natural":
         if ids is None:
             raise ConfigError("partition = 'natural': this data set does not say who made each sample")
@@ -83,9 +83,9 @@ def iid(samples: int, clients: int, key: int) -> Partition:
 def lda(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Partition:
     """Latent Dirichlet allocation with equal shares: sizes differ by at most one.
 
-    Each client in turn draws class proportions from Dirichlet(alpha), then its samples class by class without
-    replacement, the proportions renormalised over the classes that still have samples. Turns are in random order, so
-    that who takes the leftovers says nothing about a client's number. An alpha of 100 or more counts as uniform.
+    Each client in turn draws class proportions from Dirichlet(alpha), then its samples without replacement. The
+    proportions are renormalised over the classes that still have samples. The turns are in random order, so that a
+    client's number does not say whether it takes the leftovers. An alpha of 100 or more counts as uniform.
     """
     _check(len(labels), clients, alpha)
     if alpha >= _UNIFORM:
@@ -107,8 +107,8 @@ def lda(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Par
 def _draw(share: NDArray[np.float64], left: NDArray[Any], count: int, rng: np.random.Generator) -> NDArray[Any]:
     """How many samples of each class a client takes.
 
-    All draws are made at once; those that ask for more than a class has are drawn again from the other classes, which
-    is what drawing one sample after another, renormalising each time, comes to.
+    All draws are made at once. Those that ask for more than a class has are drawn again from the other classes: the
+    same as drawing one sample after another and renormalising each time.
     """
     taken = np.zeros_like(left)
     while count:
@@ -124,7 +124,7 @@ def _draw(share: NDArray[np.float64], left: NDArray[Any], count: int, rng: np.ra
 def dirichlet(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Partition:
     """The unbalanced split: each class is cut over the clients by its own draw from Dirichlet(alpha).
 
-    A client that would go empty is given one sample of the client that then has most.
+    A client that would be empty gets one sample from the client that has most.
     """
     _check(len(labels), clients, alpha)
     rng = _rng(key)
@@ -147,7 +147,7 @@ def _by_owner(owner: NDArray[Any], clients: int) -> Partition:
 
 
 def natural(ids: NDArray[Any], clients: int, key: int) -> Partition:
-    """One client for each id (a writer, a user), in the ids' order; 0 clients: all ids, fewer: a random choice."""
+    """One client for each id (a writer, a user), in order. 0 clients: all ids; fewer: a random choice."""
     names, owner = np.unique(ids, return_inverse=True)
     clients = clients or len(names)
     if not 1 <= clients <= len(names):
@@ -161,9 +161,9 @@ def natural(ids: NDArray[Any], clients: int, key: int) -> Partition:
 def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int = 2) -> Partition:
     """The pathological split: each client holds samples of at most `classes_per_client` classes.
 
-    Every class is cut into shards in proportion to its size, as many in all as clients times classes a client; each
-    client takes shards of the classes with most left, ties broken at random, so that its shards are of different
-    classes wherever that is possible. With more classes than shards, as many classes are chosen as there are shards.
+    Every class is cut into shards in proportion to its size: in all, clients times classes a client. Each client takes
+    shards of the classes that have most left, ties broken at random, so its shards are of different classes wherever
+    that is possible. With more classes than shards, some classes are dropped.
     """
     _check(len(labels), clients)
     rng = _rng(key)
@@ -171,8 +171,8 @@ def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int
     wanted = clients * classes_per_client
     if not 1 <= wanted <= len(labels):
         raise ConfigError(
-            f"classes_per_client = {classes_per_client} with {clients} clients makes {wanted} shards: there must be at "
-            f"least one and at most one for each of the {len(labels)} samples"
+            f"classes_per_client = {classes_per_client} with {clients} clients makes {wanted} shards: must lie between "
+            f"1 and the number of samples, {len(labels)}"
         )
     if wanted < len(pools):
         pools = [pools[i] for i in np.sort(rng.choice(len(pools), wanted, replace=False))]
@@ -192,7 +192,7 @@ def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int
 
 
 def _cut(sizes: NDArray[Any], wanted: int) -> NDArray[Any]:
-    """How many shards each class is cut into: at least one, none empty, the smallest shard as large as can be."""
+    """How many shards each class is cut into: at least one, with the smallest shard as large as possible."""
     cuts = np.ones_like(sizes)
     for _ in range(wanted - len(sizes)):
         cuts[np.argmax(sizes / (cuts + 1))] += 1
@@ -200,37 +200,40 @@ def _cut(sizes: NDArray[Any], wanted: int) -> NDArray[Any]:
 
 
 def save(partition: Partition, path: str | Path, labels: NDArray[Any]) -> None:
-    """Write a partition of the samples with these labels as an .npz of integers, under exactly the name given."""
+    """Write a partition of the samples with these labels as an .npz file, under exactly the name given."""
     ends = np.cumsum([len(part) for part in partition])
     with open(path, "wb") as file:
-        np.savez_compressed(file, index=np.concatenate(partition), ends=ends, **_known_by(labels))
+        np.savez_compressed(file, index=np.concatenate(partition), ends=ends, **_fingerprint(labels))
 
 
 def load(path: str | Path, labels: NDArray[Any]) -> Partition:
     """A saved partition of the samples with these labels."""
+    wrong = f"{path} is not a saved partition"
     try:
         with np.load(path, allow_pickle=False) as stored:
+            if sum(member.file_size for member in stored.zip.infolist()) > 16 * len(labels) + 4096:
+                raise ValueError(f"it is too large for {len(labels)} samples")
             held = dict(stored)
         index, ends = held["index"], held["ends"]
     except FileNotFoundError:
         raise DataError(f"no partition at {path}: `flashfl data partition --save {path}` writes one") from None
     except Exception as error:  # numpy raises many kinds for files that are not its own
-        raise DataError(f"{path} is not a saved partition: {error}") from None
+        raise DataError(f"{wrong}: {error}") from None
     if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (index, ends)):
-        raise DataError(f"{path} is not a saved partition: index and ends must be rows of whole numbers")
+        raise DataError(f"{wrong}: index and ends must be rows of whole numbers")
     index, ends = index.astype(np.int64), ends.astype(np.int64)
     if len(ends) == 0 or np.any(np.diff(ends, prepend=0) < 1) or ends[-1] != len(index):
-        raise DataError(f"{path} is not a saved partition: a client is empty or samples belong to none")
+        raise DataError(f"{wrong}: a client is empty, or samples belong to no client")
     fits = f"{path} does not fit this data set of {len(labels)} samples"
-    if any(name in held and not np.array_equal(held[name], value) for name, value in _known_by(labels).items()):
+    if any(name in held and not np.array_equal(held[name], value) for name, value in _fingerprint(labels).items()):
         raise DataError(f"{fits}: it was saved for other samples or other labels")
     if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
-        raise DataError(f"{fits}: an index is out of range or twice there")
+        raise DataError(f"{fits}: an index is out of range, or there twice")
     return np.split(index, ends[:-1])
 
 
-def _known_by(labels: NDArray[Any]) -> dict[str, Any]:
-    """What a saved partition says of its data set; older files say nothing."""
+def _fingerprint(labels: NDArray[Any]) -> dict[str, Any]:
+    """How a saved partition knows its data set; older files have none of this."""
     digest = hashlib.blake2b(labels.astype("<i8").tobytes(), digest_size=8).digest()
     return {"known_samples": np.array(len(labels)), "known_labels": np.frombuffer(digest, dtype=np.uint8)}
 

@@ -1,28 +1,34 @@
-"""A task: a model, clients that hold data, how to judge the model, and which of its weights may be sparse."""
+"""A task: a model, clients that hold data, what the model is evaluated on, and which of its weights may be sparse."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ..core.errors import ConfigError, DataError
 from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
-from .examples import Source, Subset, source
+from .sources import Arrays, Items, Lazy, Source, Subset, below, source
 
 Loss = Callable[[Any, Tensor], Tensor]
 Metric = Callable[[Any, Tensor], Tensor | float]
+_CLIENTS = (
+    "Give a list with the samples of each client, such as [(x0, y0), (x1, y1)] or [dataset0, dataset1]; for a single "
+    "client, [(x, y)]"
+)
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The share of targets that are the class of the largest output, or whose own largest share is that class.
+    """The share of samples whose largest output is the target's class; of soft targets, the class of the largest.
 
     Classes lie on dimension 1, as in cross_entropy; on the last one where only that fits the targets.
     """
@@ -34,16 +40,19 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Task:
-    """What is learned, from whom, and how it is judged.
+    """What is learned, from whom, and how it is evaluated.
 
-    model: a module, whose weights are kept as a pretrained start, or a function (or class) without arguments that
-        makes one, drawn anew for each seed. It is trained in float32, whatever it is given in.
-    clients: each client's samples: a tuple (inputs, targets) of tensors, a torch Dataset, or a source.
-    test: the server's test samples; without it each client holds back `holdout` of its own and judges on that
-    (0: nobody does, for clients of a server that has test samples).
-    loss, metric: functions of (output, targets) giving the mean over a batch.
-    prunable, fixed: which parameters may be sparse and which are never trained (see `Layout.of`).
+    model: a module, whose weights are the pretrained start, or a function (or class) without arguments that makes one,
+        called anew for each seed. It is trained in float32, whatever precision it comes in.
+    clients: a list with each client's samples: a tuple (inputs, targets) of tensors, a torch Dataset, or a source.
+    test: the server's test samples. Without them, each client holds back the share `holdout` of its samples and the
+        model is evaluated on those (0: nothing is held back, for clients of a server that has test samples).
+    loss, metric: functions of (output, targets) that give the mean over a batch.
+    prunable, fixed: which parameters may be sparse, and which are never trained (see `Layout.of`).
     densities: each client's density budget, for heterogeneous methods.
+
+    Attributes: `train` has each client's training samples. `evaluation` has what the model is evaluated on: the test
+    samples alone, or those held back by the clients in `evaluators`.
     """
 
     def __init__(
@@ -60,31 +69,46 @@ class Task:
         holdout: float = 0.2,
         name: str = "task",
     ) -> None:
-        if not clients:
-            raise DataError("the task has no clients")
-        sources = [source(data) for data in clients]
-        for i, s in enumerate(sources):
-            if len(s) == 0:
-                raise DataError(f"client {i} has no samples: leave it out or give it some")
+        if not callable(model):  # modules are callable too
+            raise ConfigError(
+                f"the model is a {type(model).__name__}: write Task(model, clients, test), the model first"
+            )
+        if prunable is None:
+            raise ConfigError("prunable = None: leave it out, or write prunable='none' to keep all weights dense")
+        sources = _sources(clients)
+        if not sources:
+            raise DataError(f"the task has no clients. {_CLIENTS}")
         if densities is not None and len(densities) != len(sources):
-            raise ConfigError(f"{len(densities)} densities for {len(sources)} clients")
+            raise ConfigError(f"{len(densities)} densities for {len(sources)} clients: give one for each client")
         self.name, self.loss, self.metric, self.densities = name, loss, metric, densities
-        self.metric_known = True  # False: a server that leaves judging to its clients does not know theirs
-        self.info: dict[str, Any] = {}  # what a report may say about it, as plain JSON data
+        self.metric_known = True  # False: the clients of a server without test samples may have another one
+        self.info: dict[str, Any] = {}  # what reports say about the task, as plain JSON data
         self._model, self._prunable, self._fixed = model, prunable, fixed
-        self.test = None if test is None else source(test)
-        if self.test is not None and len(self.test) == 0:
-            raise DataError("the test set has no samples: leave `test` out, and clients hold back some of theirs")
-        self.train, self.held = (sources, []) if test is not None else _hold_out(sources, holdout)
-        self.holders = [i for i, s in enumerate(sources) if len(s) > 1] if self.held else []  # who holds `held`
+        self.test = None if test is None else _source(test, "the test set")
+        self.train, self.evaluation, self.evaluators = _hold_out(sources, holdout if test is None else 0)
+        if self.test is not None:
+            self.evaluation = [self.test]
+            _warn_about_nan(self.test)
+
+    @property
+    def judges(self) -> list[Source]:  # old name
+        return self.evaluation
+
+    @property
+    def held(self) -> list[Source]:  # old name
+        return self.evaluation if self.test is None else []
+
+    @property
+    def holders(self) -> list[int]:  # old name
+        return self.evaluators
 
     @property
     def pretrained(self) -> bool:
-        """Whether the model was given with weights of its own."""
+        """Whether the model was given with its weights."""
         return isinstance(self._model, nn.Module)
 
     def build(self, key: int = 0) -> nn.Module:
-        """A module of the task's own, all in float32; `key` draws its weights, unless the model was given with some."""
+        """A new module in float32. `key` draws its weights, unless the model was given with weights."""
         return self._given(key).float()
 
     def _given(self, key: int) -> nn.Module:
@@ -108,7 +132,7 @@ class Task:
 
     @cached_property
     def own_rule(self) -> bool:
-        """Whether it is the model itself that says which of its weights may be sparse."""
+        """Whether the model itself says which of its weights may be sparse."""
         return self._prunable == "auto" and getattr(self.build(), "prunable", None) is not None
 
     def draw(self, key: int) -> Tensor:
@@ -120,24 +144,77 @@ class Task:
         density: Sequence[float | None] = self.densities or [None] * len(self.train)
         return tuple(Client(i, len(s), d) for i, (s, d) in enumerate(zip(self.train, density, strict=True)))
 
-    @property
-    def judges(self) -> list[Source]:
-        """What the model is judged on: the server's test set, or every client's held-out samples."""
-        return [self.test] if self.test is not None else list(self.held)
+
+def _sources(clients: Any) -> list[Source]:
+    """Each client's samples as a source; an error that says what `clients` is, if it is no list of them."""
+    kind, wrong = type(clients).__name__, ""
+    first = (
+        clients[0]
+        if isinstance(clients, Items) and not isinstance(clients, Mapping | Dataset) and len(clients)
+        else None
+    )
+    if isinstance(clients, Tensor | np.ndarray):
+        wrong = f"one tensor, of shape {tuple(clients.shape)}, without targets"
+    elif isinstance(first, Tensor | np.ndarray):
+        wrong = f"a {kind} of tensors"
+    elif isinstance(clients, Dataset | Source) or _is_sample(first):
+        wrong = f"one data set ({kind}), which torch.utils.data.random_split can divide"
+    elif isinstance(clients, Mapping | nn.Module) or not isinstance(clients, Iterable | Items):
+        wrong = f"a {kind}"
+    if wrong:
+        raise DataError(f"`clients` is {wrong}. {_CLIENTS}")
+    return [_source(data, f"client {i}", check=i == 0) for i, data in enumerate(clients)]
 
 
-def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[Source]]:
-    """Each client's samples in two: to train on and to judge on; a client with one sample only trains."""
+def _is_sample(value: object) -> bool:
+    """Whether this is one sample, a dict or (input, ..., label), where a client's samples belong."""
+    if isinstance(value, Mapping):
+        return True
+    last = value[-1] if isinstance(value, tuple | list) and len(value) > 1 else None
+    return isinstance(last, int | float) or (isinstance(last, np.generic | Tensor) and last.ndim == 0)
+
+
+def _source(data: object, who: str, check: bool = True) -> Source:
+    """A source, perhaps with a look at its first sample; errors say whose samples they are."""
+    try:
+        made = source(data)
+        if check and isinstance(made, Lazy):
+            made.check()
+    except DataError as error:
+        raise DataError(f"{who}: {error}") from None
+    if len(made) == 0:
+        raise DataError(f"{who} has no samples: leave it out or give it some")
+    return made
+
+
+def _warn_about_nan(test: Source) -> None:
+    data, index = below(test, torch.arange(len(test)))
+    tensors = (*data.inputs, data.target) if isinstance(data, Arrays) else ()
+    for x in tensors:
+        bad = x.isnan().reshape(len(x), -1).any(1)[index] if x.is_floating_point() else index[:0]
+        if len(found := bad.nonzero()):
+            warnings.warn(
+                f"the test set has NaN in {len(found)} of {len(test)} samples, first in sample {int(found[0])}: its "
+                "loss will be NaN unless the model removes them",
+                RuntimeWarning,
+            )
+
+
+def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[Source], list[int]]:
+    """Each client's samples to train on, those held back to evaluate on, and the clients that hold some back.
+
+    A client with a single sample only trains.
+    """
     if share == 0:
-        return sources, []
+        return sources, [], []
     if not 0 < share < 1:
         raise ConfigError(f"holdout = {share}: must be at least 0 and below 1")
     train: list[Source] = []
-    held: list[Source] = []
+    held: dict[int, Source] = {}
     for i, s in enumerate(sources):
         order = permutation(fold(0, "holdout", i), len(s))
         count = min(len(s) - 1, max(1, round(share * len(s))))
         train.append(Subset(s, order[count:].sort().values))
         if count:
-            held.append(Subset(s, order[:count].sort().values))
-    return train, held
+            held[i] = Subset(s, order[:count].sort().values)
+    return train, list(held.values()), list(held)

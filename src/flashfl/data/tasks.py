@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from ..core.errors import ConfigError
 from ..core.parts import build
@@ -18,36 +19,36 @@ from ..core.rng import fold
 from ..models import PRETRAINED, SQUARE, bert, build_model
 from . import partition, registry
 from .dataset import DataSet, Options
-from .examples import Arrays, Subset
 from .files import data_root
-from .synthetic import make
+from .loaders.synthetic import make
+from .sources import Source, Subset
 from .task import Task
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Which data, split how, and which model: all of a task, as plain values."""
+    """Which data, how it is split, and which model, as plain values."""
 
-    dataset: str = "digits"  # see `flashfl data`; also hub:NAME and folder:PATH
+    dataset: str = "digits"  # a name that `flashfl data` lists, hub:NAME or folder:PATH
     model: str = ""  # empty: the one the data set is usually trained with
-    model_path: str = ""  # where a pretrained model lies: a folder (looked for under the data root too) or a hub name
-    clients: int = 20  # 0 with the natural partition: everyone
+    model_path: str = ""  # a pretrained model: a folder, also looked for under the data root, or a name on the hub
+    clients: int = 20  # 0 with the natural partition: one for each writer
     partition: str = "lda"  # lda, dirichlet, shards, natural, iid
-    alpha: float = 1.0  # of lda and dirichlet: the smaller, the more unlike the clients
-    classes_per_client: int = 2  # of shards
-    per_client: int = 0  # at most this many samples a client; 0: all it has
+    alpha: float = 1.0  # for lda and dirichlet: the smaller, the more clients differ
+    classes_per_client: int = 2  # for shards
+    per_client: int = 0  # at most this many samples a client; 0: no limit
     partition_seed: int = -1  # -1: each seed of a run splits anew
     partition_file: str = ""  # a saved partition, used instead of drawing one
-    data_root: str = ""  # empty: the environment's FLASHFL_DATA, else ./data
-    limit: int = 0  # at most this many samples to train on and to judge on, for quick runs; 0: all
-    synthetic: bool = False  # made-up data of the same shapes, for trying things without files
+    data_root: str = ""  # empty: the environment variable FLASHFL_DATA, else ./data
+    limit: int = 0  # at most this many samples to train on, and to evaluate on, for quick runs; 0: no limit
+    synthetic: bool = False  # made-up data of the same shapes, to try things without files
     augment: bool = True
     verify: bool = True  # compare files with their published checksums
-    holdout: float = 0.2  # of each client's samples, where the data set has no test samples
-    prunable: str = "auto"  # a rule or a glob: see `Layout.of`; auto: as the model says
+    holdout: float = 0.2  # share of each client's samples to evaluate on, if the data set has no test samples
+    prunable: str = "auto"  # a rule or a glob (see `Layout.of`); auto: what the model says
     tokens: str = "auto"  # wordpiece or words; auto: wordpiece for a pretrained model
-    length: int = 64  # tokens a text is cut or padded to
-    vocab_size: int = 8192  # of a vocabulary of words
+    length: int = 64  # tokens that a text is cut or padded to
+    vocab_size: int = 8192  # words in a vocabulary of words
     size: int = 0  # pixels a side that images of a folder or the hub are scaled to; 0: as they are
 
     def __post_init__(self) -> None:
@@ -59,13 +60,27 @@ class TaskConfig:
         if self.tokens not in ("auto", "wordpiece", "words"):
             raise ConfigError(f"tokens = {self.tokens!r}: expected auto, wordpiece or words")
 
+    @property
+    def model_name(self) -> str:
+        """The model asked for, else the data set's; empty if neither is known."""
+        return self.model or registry.info(self.dataset).model
+
+    @property
+    def encoder(self) -> str:
+        """The folder of the pretrained model if it lies under the data root; else its path or name as given."""
+        path = self.model_path or "bert-base-uncased"
+        under = data_root(self.data_root) / path
+        return str(under) if under.is_dir() else path
+
 
 def load_data(config: TaskConfig) -> DataSet:
-    """The data set a config asks for."""
-    options = Options(config.verify, config.augment, config.length, _vocabulary(config), config.vocab_size, config.size)
-    if not config.synthetic:
-        return registry.load(config.dataset, data_root(config.data_root), options)
+    """The data set that a config asks for."""
+    pieces = config.tokens == "wordpiece" or (config.tokens == "auto" and config.model_name in PRETRAINED)
+    vocab = str(bert.vocabulary(config.encoder)) if pieces and not config.synthetic else ""
+    options = Options(config.verify, config.augment, config.length, vocab, config.vocab_size, config.size)
     info = registry.info(config.dataset)
+    if not config.synthetic:
+        return info.load(data_root(config.data_root), options)
     if not info.shape:
         raise ConfigError(f"synthetic data needs a data set of known shapes, not {config.dataset!r}")
     samples = config.limit or max(16 * config.clients, 256)
@@ -73,17 +88,18 @@ def load_data(config: TaskConfig) -> DataSet:
 
 
 def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) -> Task:
-    """The task; `key` draws the partition. Data already loaded may be given, to share it between tasks."""
+    """The task that a config asks for; `key` draws the partition. `data` shares loaded data between tasks."""
     data = load_data(config) if data is None else data
     parts = split_data(config, data, key)
-    model, name = _model(config, data, key)
-    train: list[Any] = [Subset(data.train, torch.from_numpy(part)) for part in parts]
+    name = config.model_name or ("resnet18" if len(data.shape) == 3 else "tiny-transformer")
+    test: Source | None = data.test
+    if data.test and 0 < config.limit < len(data.test):
+        test = Subset(data.test, torch.from_numpy(_some(len(data.test), config.limit, fold(0, "test"))))
     task = Task(
-        model,
-        train,
-        _judged(data.test, config.limit),
+        _model(name, config, data, key),
+        [Subset(data.train, torch.from_numpy(part)) for part in parts],
+        test,
         prunable=config.prunable,
-        fixed=getattr(model, "fixed", ()),
         holdout=config.holdout,
         name=config.dataset,
     )
@@ -96,7 +112,7 @@ def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) ->
         "classes": data.classes,
         "shape": list(data.shape),
         "train": sum(map(len, parts)),
-        "test": 0 if task.test is None else len(task.test),
+        "test": 0 if test is None else len(test),
         "histogram": partition.histogram(parts, data.labels, data.classes).tolist(),
     }
     return task
@@ -108,7 +124,7 @@ def split_data(config: TaskConfig, data: DataSet, key: int) -> partition.Partiti
         return partition.load(config.partition_file, data.labels)
     key = fold(config.partition_seed if config.partition_seed >= 0 else key, "partition")
     natural = config.partition == "natural"
-    # Few of all samples would leave each writer one or none: there the limit is shared out over the clients instead.
+    # A limit on all samples would leave each writer one or none, so it is shared out over the writers instead.
     used = _some(len(data.train), 0 if natural else config.limit, fold(key, "limit"))
     parts = partition.split(
         config.partition,
@@ -125,22 +141,15 @@ def split_data(config: TaskConfig, data: DataSet, key: int) -> partition.Partiti
 
 
 def _some(count: int, limit: int, key: int) -> NDArray[np.int64]:
-    """`limit` of the numbers below `count`, ascending; all if there is no limit."""
+    """`limit` of the numbers below `count`, ascending; all of them if there is no limit."""
     if not limit or limit >= count:
         return np.arange(count)
     return np.sort(np.random.Generator(np.random.Philox(key)).permutation(count)[:limit])
 
 
-def _judged(test: Arrays | None, limit: int) -> Subset | Arrays | None:
-    if test is None or not 0 < limit < len(test):
-        return test
-    return Subset(test, torch.from_numpy(_some(len(test), limit, fold(0, "test"))))
-
-
-def _model(config: TaskConfig, data: DataSet, key: int) -> tuple[Any, str]:
-    """The model, or the function that draws it where it is not pretrained, and its name."""
-    name = _model_name(config) or ("resnet18" if len(data.shape) == 3 else "tiny-transformer")
-    options: dict[str, Any] = {"classes": data.classes}
+def _model(name: str, config: TaskConfig, data: DataSet, key: int) -> nn.Module | Callable[[], nn.Module]:
+    """A pretrained model, or the function that draws one at random."""
+    options: dict[str, int | str] = {"classes": data.classes}
     if len(data.shape) == 3:
         channels, height, width = data.shape
         if name in SQUARE and height != width:
@@ -150,36 +159,17 @@ def _model(config: TaskConfig, data: DataSet, key: int) -> tuple[Any, str]:
         options |= {"vocab": data.vocab, "length": data.shape[0]}
     if name not in PRETRAINED:
         if config.model_path:
-            options["path"] = _beside(config)
-        return functools.partial(build_model, name, **options), name
+            options["path"] = config.encoder
+        return functools.partial(build_model, name, **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold(key, "head") % 2**63)
         if config.synthetic:  # the same shapes and the same fixed parameters, without the weights' file
-            return build_model(PRETRAINED[name], freeze=True, **options), name
-        return build_model(name, path=_beside(config), **options), name
-
-
-def _model_name(config: TaskConfig) -> str:
-    return config.model or registry.info(config.dataset).model
-
-
-def _beside(config: TaskConfig) -> str:
-    """The folder of a pretrained model, if there is one under the data root; else its path or name as given."""
-    path = config.model_path or "bert-base-uncased"
-    under = data_root(config.data_root) / path
-    return str(under) if under.is_dir() else path
-
-
-def _vocabulary(config: TaskConfig) -> str:
-    """The vocab.txt that texts are cut into pieces by; empty: whole words."""
-    pieces = config.tokens == "wordpiece" or (config.tokens == "auto" and _model_name(config) in PRETRAINED)
-    if config.synthetic or not pieces:
-        return ""
-    return str(bert.vocabulary(_beside(config)))
+            return build_model(PRETRAINED[name], freeze=True, **options)
+        return build_model(name, path=config.encoder, **options)
 
 
 def _named(dataset: str, clients: int, **more: Any) -> Callable[..., Task]:
-    """A function that makes the task of one data set."""
+    """The function that makes the task of one data set."""
 
     def task(root: str | Path = "", clients: int = clients, alpha: float = 1.0, seed: int = 0, **settings: Any) -> Task:
         values = {**more, **settings, "dataset": dataset, "data_root": str(root), "clients": clients, "alpha": alpha}
@@ -188,7 +178,7 @@ def _named(dataset: str, clients: int, **more: Any) -> Callable[..., Task]:
     task.__name__ = task.__qualname__ = dataset
     task.__doc__ = f"""{registry.info(dataset).about}, split over clients.
 
-    `root` is the folder of the data (else FLASHFL_DATA, else ./data); `settings` are those of `TaskConfig`.
+    `root` is the folder of the data (else FLASHFL_DATA, else ./data). `settings` are those of `TaskConfig`.
     """
     return task
 

@@ -16,7 +16,7 @@ from ..core.errors import FlashError
 from ..core.exchange import Extra, Order, Tag, Update
 from ..core.layout import Layout
 from ..core.mask import Mask
-from ..data.examples import Source
+from ..data.sources import Source
 from ..wire import ClientLedger, Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.values import Form

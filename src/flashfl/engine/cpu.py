@@ -143,7 +143,7 @@ class CPUEngine:
         self._board.copy_(weights.vector)
         jobs = [
             (which, start, stop, statistics)
-            for which, data in enumerate(self.task.judges)
+            for which, data in enumerate(self.task.evaluation)
             for start, stop in judged_batches(len(data))
         ]
         results = list(self.pool.run(jobs))
@@ -161,11 +161,11 @@ class CPUEngine:
         why = {which: str(r) for which, r in zip(judges, results, strict=True) if isinstance(r, ClientFailed)}
         good = [r for which, r in zip(judges, results, strict=True) if which not in why]
         for which, reason in sorted(why.items()):
-            client = self.task.holders[which]
+            client = self.task.evaluators[which]
             warnings.warn(f"client {client} is left out of evaluations: {reason}", RuntimeWarning)
         if not good:
             raise FlashError(f"evaluation failed: no client could judge the model ({next(iter(why.values()))})")
-        n = sum(len(data) for which, data in enumerate(self.task.judges) if which not in why)
+        n = sum(len(data) for which, data in enumerate(self.task.evaluation) if which not in why)
         return Evaluation(sum(r[0] for r in good) / n, sum(r[1] for r in good) / n)
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class _Make:
             which, start, stop, statistics = job
             index = torch.arange(start, stop)
             try:
-                return trainer.evaluate(Weights(full, self.board), self.task.judges[which], index, statistics)
+                return trainer.evaluate(Weights(full, self.board), self.task.evaluation[which], index, statistics)
             except Exception as error:
                 if self.task.test is not None:
                     raise

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.exchange import Client, Local, Order
 from ..core.mask import Mask
 from ..core.rng import fold, permutation, permutations
-from ..data.examples import Arrays, Source, Subset
+from ..data.sources import Arrays, Source, Subset
 from ..data.task import Task
 from .lanes import Lane, Options, Stack, plain_forward
 from .wide import Wide

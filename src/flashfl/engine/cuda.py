@@ -17,7 +17,7 @@ from ..core.kernel import kernel
 from ..core.mask import Mask, Weights
 from ..core.rng import fold
 from ..core.state import State
-from ..data.examples import on_device
+from ..data.sources import on_device
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
 from ..wire import round_values, segments, value_key

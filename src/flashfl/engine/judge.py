@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.exchange import Evaluation
 from ..core.mask import Weights
-from ..data.examples import Source, on_device
+from ..data.sources import Source, on_device
 from ..data.task import Task
 from .train import Trainer, judged_batches
 from .wide import captured
@@ -24,7 +24,7 @@ class Judge:
     def __init__(self, task: Task, device: torch.device, precision: str) -> None:
         self.task, self.device, self.half = task, device, precision == "bf16"
         self.trainer = Trainer(task, device)
-        self.data = on_device(task.judges, device)
+        self.data = on_device(task.evaluation, device)
         self.total = torch.zeros(2, dtype=torch.float64, device=device)
         self.at = torch.zeros((), dtype=torch.int64, device=device)
         self.capture = device.type == "cuda"

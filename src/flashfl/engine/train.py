@@ -18,7 +18,7 @@ from ..core.exchange import Local, Order, Update
 from ..core.layout import tensors_of
 from ..core.mask import Mask, Weights
 from ..core.rng import fold, permutation
-from ..data.examples import Source, in_memory
+from ..data.sources import Source, in_memory
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
 from ..wire.trust import all_finite

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from ..data.examples import Arrays, Source, below
+from ..data.sources import Arrays, Source, below
 from ..data.task import Task
 from .lanes import Options, Stack
 

@@ -15,7 +15,7 @@ import torch
 from .. import __version__
 from ..core.errors import ConfigError, FlashError
 from ..core.mask import Mask, Weights
-from ..data.examples import Source
+from ..data.sources import Source
 from ..data.task import Task
 from ..engine.client import ClientSide
 from ..engine.train import Trainer, warn_of_buffers
@@ -90,7 +90,7 @@ class Host:
         if self.task.test is not None:
             return self.task.test if len(self.task.train) == 1 else None
         whole = getattr(self._samples(seat), "source", None)
-        return next((h for h in self.task.held if getattr(h, "source", None) is whole), None)
+        return next((h for h in self.task.evaluation if getattr(h, "source", None) is whole), None)
 
 
 @contextmanager

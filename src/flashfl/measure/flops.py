@@ -108,7 +108,7 @@ def _attention(
 
 def task_costs(task: Any) -> dict[str, Cost]:
     """`layer_costs` of a task's model on one of its samples; empty where there is no sample to try."""
-    for source in [*task.judges, *task.train]:
+    for source in [*task.evaluation, *task.train]:
         if len(source):
             inputs, _ = source.fetch(torch.arange(1))
             return layer_costs(task.build(), task.layout, tuple(x.to("cpu") for x in inputs))

@@ -1,10 +1,11 @@
-"""Transformer encoders that classify text, through the optional `transformers` package."""
+"""BERT and other encoders that classify text, through the optional `transformers` package."""
 
 from __future__ import annotations
 
 import json
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,16 +19,14 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.j
 class Bert(nn.Module):
     """An encoder with a classifier on top, from token ids and an attention mask to logits.
 
-    The weight matrices of the encoder's layers are prunable; LayerNorm, biases, pooler and classifier stay dense. With
-    `freeze` the embeddings are fixed: never trained, masked or averaged, so they travel once. They must not be where
-    the model starts from random weights.
+    The weight matrices of the encoder's layers are prunable. LayerNorm, biases, pooler and classifier stay dense. With
+    `freeze` the embeddings are fixed: never trained, masked or averaged. Use it with pretrained weights only.
     """
 
     def __init__(self, net: nn.Module, freeze: bool) -> None:
         super().__init__()
         self.net = net
         self.heads_apart = int(_transformers().__version__.split(".")[0]) >= 5  # its masks have a dimension for heads
-        self.fixed: tuple[str, ...] = ("*embeddings*",) if freeze else ()
         for name, p in net.named_parameters():
             if freeze and "embeddings" in name:
                 p.requires_grad_(False)
@@ -37,8 +36,8 @@ class Bert(nn.Module):
         return ".layer." in name and p.dim() == 2
 
     def forward(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        # A mask for every pair of tokens keeps the library from asking, on the host, whether any token is masked: that
-        # question would stall a GPU at every step and cannot be recorded in a CUDA graph.
+        # With a mask for every pair of tokens, the library does not ask the host whether any token is masked. That
+        # question would stall a GPU at every step, and it cannot be recorded in a CUDA graph.
         mask = attention_mask[:, None, :].expand(-1, ids.shape[1], -1)
         if self.heads_apart:
             mask = mask[:, None].to(torch.bool)
@@ -46,39 +45,55 @@ class Bert(nn.Module):
         return logits
 
 
-def has_weights(path: str | Path) -> bool:
-    """Whether a local folder holds a model's weights."""
-    return any((Path(path) / name).is_file() for name in _WEIGHTS)
+def has_weights(folder: str | Path) -> bool:
+    """Whether a folder holds a model's weights."""
+    return any((Path(folder) / name).is_file() for name in _WEIGHTS)
 
 
-def _transformers() -> Any:
+def _transformers() -> ModuleType:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what the library says about itself while it loads
             import transformers
     except ImportError:
         raise ConfigError("this model needs the transformers package: pip install 'flashfl[bert]'") from None
-    return transformers
+    return transformers  # type: ignore[no-any-return]
 
 
 def pretrained(
     classes: int = 2, vocab: int = 0, length: int = 0, path: str = "bert-base-uncased", freeze: bool = True
 ) -> Bert:
-    """The encoder in a local folder, or of that name on the hub, with its weights; only the classifier is drawn.
+    """The encoder in a folder, or of that name on the hub, with its weights. Only the classifier is drawn at random.
 
-    It must know as many tokens as `vocab` and texts as long as `length`.
+    It must know at least `vocab` tokens, and texts of at least `length`.
     """
-    transformers = _transformers()
-    if Path(path).is_dir() and not has_weights(path):
+    folder = Path(path)
+    if folder.is_dir() and not has_weights(folder):
         raise DataError(
             f"{path} holds no weights: looked for {', '.join(_WEIGHTS)}. Put one of them there, for instance with "
             "`hf download google-bert/bert-base-uncased`, or train from random weights with model = 'bert-scratch'"
         )
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    if folder.is_dir() and not (folder / "config.json").is_file():
         raise DataError(f"{path} holds no config.json: put the one there that belongs to its weights")
+    net, drawn = _load(path, classes)
+    if lost := sorted(n for n in drawn if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n):
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise DataError(
+            f"the weights in {path} are not those of its config.json: {', '.join(lost[:3])}{more} are not there, or of "
+            "another shape. Fetch both again"
+        )
+    for what, wanted, has in (("vocab", vocab, "vocab_size"), ("length", length, "max_position_embeddings")):
+        if wanted > getattr(net.config, has, wanted):
+            raise ConfigError(f"{path}: its {has} is {getattr(net.config, has)}, but the texts need {what} = {wanted}")
+    return Bert(net.float(), freeze)
+
+
+def _load(path: str, classes: int) -> tuple[Any, list[str]]:
+    """A model of the library, and the names of the parameters that its weights lack or that do not fit."""
+    transformers = _transformers()
     logging = transformers.utils.logging
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # that the classifier is newly drawn is what we want
+    logging.set_verbosity_error()  # a newly drawn classifier is what we want
     try:
         net, loading = transformers.AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -93,28 +108,12 @@ def pretrained(
         ) from None
     finally:
         logging.set_verbosity(level)
-    _check_kept(path, net, loading)
-    for what, wanted, has in (("vocab", vocab, "vocab_size"), ("length", length, "max_position_embeddings")):
-        if wanted > getattr(net.config, has, wanted):
-            raise ConfigError(f"{path}: its {has} is {getattr(net.config, has)}, but the texts need {what} = {wanted}")
-    return Bert(net.float(), freeze)
-
-
-def _check_kept(path: str, net: Any, loading: dict[str, Any]) -> None:
-    """Raise if more than the classifier and the pooler was drawn, because the weights lacked it or did not fit."""
     drawn = (*loading["missing_keys"], *loading["mismatched_keys"])
-    names = (key if isinstance(key, str) else key[0] for key in drawn)  # some versions give shapes with a name
-    lost = sorted(n for n in names if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n)
-    if lost:
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-        raise DataError(
-            f"the weights in {path} are not those of its config.json: {', '.join(lost[:3])}{more} are not there, or of "
-            "another shape. Fetch both again"
-        )
+    return net, [key if isinstance(key, str) else key[0] for key in drawn]  # some versions give shapes with a name
 
 
 def vocabulary(path: str) -> Path:
-    """The vocab.txt of the encoder in a local folder, or of that name on the hub."""
+    """The vocab.txt of the encoder in a folder, or of that name on the hub."""
     if Path(path).is_dir():
         return Path(path) / "vocab.txt"
     try:

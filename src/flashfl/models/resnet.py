@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .init import initialise
+from .convnets import initialise
 from .norm import batch_norm
 
 

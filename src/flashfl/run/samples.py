@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from ..data.examples import Arrays, below
+from ..data.sources import Arrays, below
 from ..data.task import Task
 
 

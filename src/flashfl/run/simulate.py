@@ -175,7 +175,7 @@ def simulate(
     if rounds is not None:
         settings["rounds"] = rounds
     config = _train_config(train, task, settings)
-    if not task.judges:
+    if not task.evaluation:
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
     place = Path(folder) if folder else None

@@ -1,15 +1,16 @@
-"""Made-up data of a known data set's shapes, for smoke runs without its files."""
+"""Made-up data with the shapes of a known data set, for trial runs without its files."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ..core.rng import fold
-from .augment import CropFlip, Normalise
-from .dataset import DataSet, Info, Options, images
-from .examples import Arrays
-from .text import tokens
+from ...core.rng import fold
+from ..augment import CropFlip, Normalise
+from ..dataset import DataSet, Info, Options, images
+from ..sources import Arrays
+from ..text import tokens
 
 _VOCAB = 1000
 _TEST = 64
@@ -24,22 +25,18 @@ def make(info: Info, samples: int, writers: int, options: Options) -> DataSet:
     if len(info.shape) == 1:
         length = min(options.length, 16)
         train, test = (_texts(y, length, rng) for y in labels)
-        return DataSet(info.name, train, test, info.classes, (length,), ids, _VOCAB)
+        return DataSet(train, test, info.classes, (length,), ids, _VOCAB)
     prototypes = rng.integers(40, 216, (info.classes, *info.shape))
-    pairs = []
-    for y in labels:
-        noise = rng.integers(-40, 40, (len(y), *info.shape), dtype=np.int16)
-        pairs.append(((prototypes[y] + noise).astype(np.uint8), y))
+    noise = [rng.integers(-40, 40, (len(y), *info.shape), dtype=np.int16) for y in labels]
+    pairs = [((prototypes[y] + n).astype(np.uint8), y) for y, n in zip(labels, noise, strict=True)]
     channels = info.shape[0]
-    norm = Normalise((0.5,) * channels, (0.25,) * channels)
     augment = CropFlip() if options.augment and channels == 3 else None
-    return images(info.name, pairs[0], pairs[1], info.classes, norm, augment, ids)
+    return images(pairs[0], pairs[1], info.classes, Normalise((0.5,) * channels, (0.25,) * channels), augment, ids)
 
 
-def _texts(labels: np.ndarray[tuple[int], np.dtype[np.int64]], length: int, rng: np.random.Generator) -> Arrays:
-    """Random words, every third of them told by the class; 0 pads the end."""
+def _texts(labels: NDArray[np.int64], length: int, rng: np.random.Generator) -> Arrays:
+    """Random words, of which every third names the class; 0 pads the end."""
     ids = rng.integers(200, _VOCAB, (len(labels), length))
-    told = rng.random(ids.shape) < 1 / 3
-    ids = np.where(told, 100 + labels[:, None], ids)
+    ids = np.where(rng.random(ids.shape) < 1 / 3, 100 + labels[:, None], ids)
     ids[np.arange(length) >= rng.integers(length // 2, length + 1, len(labels))[:, None]] = 0
     return Arrays((torch.from_numpy(ids.astype(np.int32)),), torch.from_numpy(labels.astype(np.int64)), tokens)

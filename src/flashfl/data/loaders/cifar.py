@@ -1,0 +1,105 @@
+"""CIFAR-10 and CIFAR-100, in the python and in the binary version."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ..augment import CropFlip, Normalise
+from ..dataset import DataSet, Info, Options, Pair, check_labels, images
+from ..files import damaged, read
+from ..pickles import loads
+
+_PIXELS = 3 * 32 * 32
+_NORMS = {
+    10: Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    100: Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
+
+
+def _python(path: Path, classes: int) -> Pair:
+    """A file of the python version: a pickled dict with an N by 3072 array and a list of labels."""
+    held = loads(read(path), path)
+    held = held if isinstance(held, dict) else {}
+    named = {str(k, "latin1") if isinstance(k, bytes) else k: v for k, v in held.items()}
+    key = "labels" if classes == 10 else "fine_labels"
+    x, y = named.get("data"), named.get(key)
+    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != _PIXELS:
+        raise damaged(path, f"'data' is not an array of uint8, N by {_PIXELS}")
+    if isinstance(y, list) and all(isinstance(n, int) for n in y):
+        y = np.array(y)  # an array of objects, if a number is too large
+    if not isinstance(y, np.ndarray) or y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
+        raise damaged(path, f"{key!r} is not a list of {len(x)} labels")
+    return x, y.astype(np.int64)
+
+
+def _binary(path: Path, classes: int) -> Pair:
+    """A file of the binary version. An image is its label (CIFAR-100: a coarse one, then the fine), then 3072 bytes."""
+    head = 1 if classes == 10 else 2
+    data = np.frombuffer(read(path), dtype=np.uint8)
+    if len(data) == 0 or len(data) % (head + _PIXELS):
+        raise damaged(path, f"its {len(data)} bytes are no whole number of records of {head + _PIXELS}")
+    rows = data.reshape(-1, head + _PIXELS)
+    return rows[:, head:], rows[:, head - 1].astype(np.int64)
+
+
+def _load(classes: int, paths: list[Path], options: Options) -> DataSet:
+    pairs: list[Pair] = []
+    for path in paths:
+        x, y = _binary(path, classes) if ".bin" in path.suffixes else _python(path, classes)
+        check_labels(path, y, classes)
+        pairs.append((x.reshape(-1, 3, 32, 32), y))
+    augment = CropFlip() if options.augment else None
+    return images(_join(pairs[:-1]), _join(pairs[-1:]), classes, _NORMS[classes], augment)
+
+
+def _join(pairs: list[Pair]) -> Pair:
+    """The samples of several files as arrays that may be written to."""
+    return np.concatenate([x for x, _ in pairs]), np.concatenate([y for _, y in pairs])
+
+
+_URL = "https://www.cs.toronto.edu/~kriz"
+_FILES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+CIFAR10 = Info(
+    name="cifar10",
+    about="small colour photographs, 10 classes",
+    read=partial(_load, 10),
+    forms=(
+        tuple(f"cifar-10-batches-py/{file}" for file in _FILES),
+        tuple(f"cifar-10-batches-bin/{file}.bin" for file in _FILES),
+    ),
+    md5={
+        "data_batch_1": "c99cafc152244af753f735de768cd75f",
+        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+        "data_batch_4": "634d18415352ddfa80567beed471001a",
+        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+        "test_batch": "40351d587109b95175f43aff81a1287e",
+    },
+    train=50_000,
+    test=10_000,
+    classes=10,
+    shape=(3, 32, 32),
+    model="resnet18",
+    get=f"Unpack {_URL}/cifar-10-python.tar.gz (or cifar-10-binary.tar.gz) there",
+    megabytes=177,
+)
+CIFAR100 = Info(
+    name="cifar100",
+    about="small colour photographs, 100 classes",
+    read=partial(_load, 100),
+    forms=(
+        ("cifar-100-python/train", "cifar-100-python/test"),
+        ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
+    ),
+    md5={"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+    train=50_000,
+    test=10_000,
+    classes=100,
+    shape=(3, 32, 32),
+    model="resnet18",
+    get=f"Unpack {_URL}/cifar-100-python.tar.gz (or cifar-100-binary.tar.gz) there",
+    megabytes=178,
+)

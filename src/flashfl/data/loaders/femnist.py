@@ -1,0 +1,80 @@
+"""FEMNIST as LEAF makes it: JSON files of users, each with images and labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..augment import Normalise
+from ..dataset import DataSet, Info, Options, check_labels, images
+from ..files import Arrays, cached, damaged, read
+
+_CLASSES = 62
+_PIXELS = 28 * 28
+
+
+def _load(paths: list[Path], options: Options) -> DataSet:
+    """Every user's images; a user is a writer."""
+    train, test = (_split(folder) for folder in paths)
+    pairs = [(held["images"], held["labels"]) for held in (train, test)]
+    norm = Normalise((0.0,), (1.0,))  # LEAF trains on pixels between 0 (ink) and 1 (paper) as they are
+    return images(pairs[0], pairs[1], _CLASSES, norm, writers=np.asarray(train["writers"]))
+
+
+def _split(folder: Path) -> Arrays:
+    """One of LEAF's folders. Its JSON takes minutes to read, so the arrays are kept."""
+    files = sorted(folder.glob("all_data_*.json"))
+    if not files:
+        raise damaged(folder, "it holds no all_data_*.json file")
+
+    def make() -> Arrays:
+        users = [user for file in files for user in _users(file)]
+        if not users:
+            raise damaged(folder, f"there are no users in {', '.join(file.name for file in files)}")
+        names = [name for name, _, y in users for _ in range(len(y))]
+        return {
+            "images": np.concatenate([x for _, x, _ in users]).reshape(-1, 1, 28, 28),
+            "labels": np.concatenate([y for _, _, y in users]),
+            "writers": np.unique(names, return_inverse=True)[1].astype(np.int64),
+        }
+
+    return cached(folder, "", files, ["images", "labels", "writers"], make)
+
+
+def _users(file: Path) -> list[tuple[str, NDArray[Any], NDArray[Any]]]:
+    """The users of a file: name, uint8 images, labels."""
+    out = []
+    try:
+        held = json.loads(read(file))
+        for user in held["users"]:
+            data = held["user_data"][user]
+            x, y = np.asarray(data["x"], dtype=np.float32), np.asarray(data["y"], dtype=np.int64)
+            if x.shape != (len(y), _PIXELS):
+                raise damaged(file, f"user {user} has images of shape {x.shape} for {len(y)} labels")
+            check_labels(file, y, _CLASSES)
+            out.append((str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8), y))
+    except UnicodeDecodeError as error:
+        raise damaged(file, f"not text ({error})") from None
+    except json.JSONDecodeError as error:
+        raise damaged(file, f"not JSON, or cut short ({error})") from None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise damaged(file, f"not LEAF's form of users and user_data ({type(error).__name__}: {error})") from None
+    return out
+
+
+FEMNIST = Info(
+    name="femnist",
+    about="handwritten letters and digits by writer, from LEAF",
+    read=_load,
+    forms=tuple((f"{f}/train", f"{f}/test") for f in ("femnist", "femnist/data", "leaf/data/femnist/data")),
+    classes=_CLASSES,
+    shape=(1, 28, 28),
+    model="leafcnn",
+    get="Make it with LEAF (https://github.com/TalwalkarLab/leaf): in data/femnist run ./preprocess.sh -s niid "
+    "--sf 1.0 -k 0 -t sample, then put data/train and data/test into the folder femnist/",
+    megabytes=5000,
+)

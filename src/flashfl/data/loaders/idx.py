@@ -1,0 +1,119 @@
+"""MNIST and its relatives, in IDX files: a magic number, the sizes of the dimensions, then plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..augment import Normalise
+from ..dataset import DataSet, Info, Options, Pair, check_labels, images
+from ..files import damaged, read, read_start
+
+_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_MD5 = {
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+    "qmnist-train-labels-idx2-int": "1d43300e7f41ddcbf7fd006cbe865af9",
+}
+_FILES = tuple(_MD5)[:4]
+_WRITER = 2  # the column of QMNIST's labels that says who wrote; column 0 is the digit
+
+
+def read_idx(path: Path, dims: int) -> NDArray[Any]:
+    """The array in an IDX file. No more is read than the file's header announces."""
+    start = 4 + 4 * dims
+    head = read_start(path)[:start]
+    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _TYPES:
+        raise damaged(path, f"bad magic number {head[:4].hex() or '(empty file)'}, this is not an IDX file")
+    if head[3] != dims:
+        raise damaged(path, f"bad magic number {head[:4].hex()}: {head[3]} dimensions where {dims} belong")
+    shape = [int.from_bytes(head[at : at + 4], "big") for at in range(4, start, 4)]
+    dtype = np.dtype(_TYPES[head[2]])
+    wanted = start + prod(shape) * dtype.itemsize
+    data = read(path, most=wanted)
+    if len(data) != wanted:
+        raise damaged(path, f"it has {len(data)} bytes, but sizes {shape} need {wanted}")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _pair(pixels: Path, labels: Path) -> Pair:
+    """The images of one file and the labels of another."""
+    x, y = read_idx(pixels, 3), read_idx(labels, 1)
+    for path, array in ((pixels, x), (labels, y)):
+        if array.dtype != np.uint8:
+            raise damaged(path, f"it holds numbers of type {array.dtype} where uint8 belongs")
+    if 0 in x.shape[1:]:
+        raise damaged(pixels, f"its images have {x.shape[1]}x{x.shape[2]} pixels")
+    if len(x) != len(y):
+        raise damaged(labels, f"{len(y)} labels for the {len(x)} images of {pixels.name}")
+    check_labels(labels, y, 10)
+    return x[:, None], y
+
+
+def _load(norm: Normalise, paths: list[Path], options: Options) -> DataSet:
+    train, test = _pair(*paths[:2]), _pair(*paths[2:4])
+    if train[0].shape[1:] != test[0].shape[1:]:
+        size = "x".join(map(str, test[0].shape[2:]))
+        raise damaged(paths[2], f"its images have {size} pixels, other than those of {paths[0].name}")
+    return images(train, test, 10, norm)
+
+
+def _with_writers(paths: list[Path], options: Options) -> DataSet:
+    """MNIST, with who wrote each training digit from QMNIST's labels of the same images."""
+    mnist = MNIST.read(paths[:4], options)
+    rows = read_idx(paths[4], 2)
+    if rows.shape[1] <= _WRITER or len(rows) != len(mnist.train):
+        raise damaged(paths[4], f"a table of {rows.shape} where {len(mnist.train)} rows of 8 columns belong")
+    if not np.array_equal(rows[:, 0], mnist.labels):
+        raise damaged(paths[4], "its digits are not those of MNIST's training labels")
+    return replace(mnist, writers=rows[:, _WRITER])
+
+
+def _forms(*folders: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(f"{folder}/{file}" for file in _FILES) for folder in folders)
+
+
+MNIST = Info(
+    name="mnist",
+    about="handwritten digits",
+    read=partial(_load, Normalise((0.1307,), (0.3081,))),
+    forms=_forms("mnist", "MNIST/raw"),
+    md5=_MD5,
+    train=60_000,
+    test=10_000,
+    classes=10,
+    shape=(1, 28, 28),
+    model="mnistnet",
+    get="Get the four IDX files, gzipped or not, from https://ossci-datasets.s3.amazonaws.com/mnist/ and put them "
+    "into the folder mnist/",
+    megabytes=12,
+)
+MNIST_WRITERS = replace(
+    MNIST,
+    name="mnist-writers",
+    about="MNIST with who wrote each training digit, from QMNIST's extended labels",
+    read=_with_writers,
+    forms=tuple((*form, "qmnist/qmnist-train-labels-idx2-int") for form in MNIST.forms),
+    get="Get MNIST (see there), and qmnist-train-labels-idx2-int.gz from "
+    "https://github.com/facebookresearch/qmnist into the folder qmnist/",
+    megabytes=13,
+)
+FASHION_MNIST = replace(
+    MNIST,
+    name="fashion-mnist",
+    about="small pictures of clothes",
+    read=partial(_load, Normalise((0.2860,), (0.3530,))),
+    forms=_forms("fashion-mnist", "FashionMNIST/raw"),
+    md5={},
+    get="Get the four IDX files from https://github.com/zalandoresearch/fashion-mnist and put them into the folder "
+    "fashion-mnist/",
+    megabytes=31,
+)

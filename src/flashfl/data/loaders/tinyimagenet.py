@@ -1,0 +1,79 @@
+"""TinyImageNet-200: the folder as published. Its images are kept as one array after they are first read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ..augment import Chain, CropFlip, Normalise, Rotate
+from ..dataset import DataSet, Info, Options, Pair, images
+from ..files import Arrays, cached, damaged, read_text
+from ..pictures import pixels, read_picture
+
+_NORM = Normalise((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
+_SIDE = 64
+Files = list[tuple[Path, int]]  # image, class
+
+
+def _load(paths: list[Path], options: Options) -> DataSet:
+    """The test images are those of the validation folder: the test folder has no labels."""
+    wnids, train, annotations = paths
+    names = read_text(wnids).split()
+    if not names or len(set(names)) != len(names):
+        raise damaged(wnids, "it is not a list of different class names")
+    classes = {name: i for i, name in enumerate(names)}
+    found = {"train": _train(train, classes), "val": _validation(annotations, classes)}
+    pairs = [_decoded(f"{split}-", files, wnids.parent) for split, files in found.items()]
+    augment = Chain((Rotate(), CropFlip())) if options.augment else None
+    return images(pairs[0], pairs[1], len(classes), _NORM, augment)
+
+
+def _train(folder: Path, classes: dict[str, int]) -> Files:
+    files: Files = []
+    for name, label in classes.items():
+        mine = sorted((folder / name / "images").glob("*.JPEG"))
+        if not mine:
+            raise damaged(folder / name / "images", "it holds no .JPEG images")
+        files += [(path, label) for path in mine]
+    return files
+
+
+def _validation(annotations: Path, classes: dict[str, int]) -> Files:
+    files: Files = []
+    for number, line in enumerate(read_text(annotations).splitlines(), 1):
+        columns = line.split("\t")
+        if len(columns) < 2 or columns[1] not in classes or "/" in columns[0]:
+            raise damaged(annotations, f"line {number} is not an image and a class of wnids.txt")
+        files.append((annotations.parent / "images" / columns[0], classes[columns[1]]))
+    if not files:
+        raise damaged(annotations, "it lists no images")
+    return files
+
+
+def _decoded(label: str, files: Files, folder: Path) -> Pair:
+    paths = [path for path, _ in files]
+
+    def make() -> Arrays:
+        held = np.empty((len(files), 3, _SIDE, _SIDE), dtype=np.uint8)
+        for out, path in zip(held, paths, strict=True):
+            out[:] = pixels(read_picture(path), (_SIDE, _SIDE), path)
+        return {"images": held}
+
+    return cached(folder, label, paths, ["images"], make)["images"], np.array([label for _, label in files])
+
+
+TINYIMAGENET = Info(
+    name="tinyimagenet",
+    about="colour photographs of 64x64 pixels, 200 classes",
+    read=_load,
+    forms=(tuple(f"tiny-imagenet-200/{file}" for file in ("wnids.txt", "train", "val/val_annotations.txt")),),
+    train=100_000,
+    test=10_000,
+    classes=200,
+    shape=(3, 64, 64),
+    model="resnet18",
+    get="Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip there; it needs the pillow package, and 1.4 GB "
+    "more for the array it is kept as",
+    megabytes=480,
+)

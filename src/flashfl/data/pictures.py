@@ -1,0 +1,85 @@
+"""Pictures as arrays, through the optional `pillow` package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..core.errors import ConfigError, DataError
+from .files import damaged
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def read_picture(path: Path) -> Image:
+    """The RGB picture in a file."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ConfigError("reading image files needs the pillow package: pip install 'flashfl[images]'") from None
+    try:
+        with Image.open(path) as file:
+            return rgb(file)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken chunk
+        raise damaged(path, f"not readable as an image ({error})") from None
+
+
+def rgb(picture: Image) -> Image:
+    """A picture in RGB. Grey of 16 bits is scaled to 8; pillow itself would cut it off at 255."""
+    if picture.mode.startswith("I") and (grey := np.asarray(picture)).max(initial=0) > 255:
+        from PIL import Image
+
+        picture = Image.fromarray((grey.clip(0, 65535) // 257).astype(np.uint8))
+    return picture.convert("RGB")
+
+
+def is_picture(value: object) -> TypeGuard[Image]:
+    """Whether a value is one of pillow's pictures; pillow is not imported for the question."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def as_tensor(picture: Image) -> Tensor:
+    """A picture as float32 (C, H, W) between 0 and 1, with one channel if it is grey, else three."""
+    array = np.asarray(picture if picture.mode in ("L", "RGB") else rgb(picture), dtype=np.float32)
+    return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1) / 255
+
+
+def pixels(picture: Image, size: tuple[int, ...] | None, where: object) -> NDArray[Any]:
+    """An RGB picture as uint8 (3, H, W); an error naming `where` unless it has `size` (H, W), if that is given."""
+    array = np.asarray(picture, dtype=np.uint8).transpose(2, 0, 1)
+    if size and array.shape[1:] != size:
+        (height, width), wanted = array.shape[1:], f"{size[0]}x{size[1]}"
+        raise DataError(
+            f"{where} has {height}x{width} pixels where {wanted} belong; --size N (task.size) scales the images of a "
+            "folder or the hub to one size"
+        )
+    return array
+
+
+def stack(
+    pictures: Iterable[tuple[object, Image]],
+    side: int,
+    resample: Literal["BILINEAR", "BICUBIC"],
+    size: tuple[int, ...] | None = None,
+) -> NDArray[Any]:
+    """RGB pictures, each with where it is from, as one array (N, 3, H, W).
+
+    They are scaled to `side` by `side` pixels. If that is 0, all must have `size`, or else that of the first.
+    """
+    from PIL.Image import Resampling
+
+    held: list[NDArray[Any]] = []
+    for where, picture in pictures:
+        scaled = picture.resize((side, side), Resampling[resample]) if side else picture
+        held.append(pixels(scaled, size, where))
+        size = size or held[0].shape[1:]
+    return np.stack(held)
