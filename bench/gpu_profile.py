@@ -104,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     norm.fused = not args.plain
     task, config, method = task_of(args.case)
-    engine = cuda.LaneEngine(task, "cuda", compiled=args.compile)
+    engine = cuda.GPUEngine(task, "cuda", compiled=args.compile)
     one = round_of(engine, task, config, method)
     for _ in range(2):
         one()

@@ -18,7 +18,7 @@ from flashfl.core.parts import check_fields, part
 from flashfl.core.exchange import Local
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.cuda import LaneEngine
+from flashfl.engine.gpu import GPUEngine
 from flashfl.run.config import TrainConfig
 from flashfl.run.runner import drive
 from flashfl.sparsity import PruneRegrow, allocate, top_mask
@@ -188,7 +188,7 @@ def test_containers_do_not_matter(small_task: Task) -> None:
     fl.simulate(Mistaken(what="counts in a list"), small_task, 1, **QUICK)
     task, config, runs = make_task("norm"), TrainConfig(device="cpu", rounds=2, **QUICK), []
     for method in (fl.JMWST(0.3, warmup_clients=0), fl.JMWST(0.3, warmup_clients=0, adapt=Loose())):
-        for made in (LaneEngine(task, "cpu", "fp32"), CPUEngine(task, workers=1)):
+        for made in (GPUEngine(task, "cpu", "fp32"), CPUEngine(task, workers=1)):
             with closing(made):  # type: ignore[type-var]
                 runs.append(drive(method, task, config, made, task.clients))
     assert all(run.weights.mask.equal(runs[0].weights.mask) for run in runs)
@@ -210,7 +210,7 @@ class Grows(PruneRegrow):
 def test_a_rule_keeps_the_number_of_active_weights(lies: bool, said: str, engine: str) -> None:
     task, method = make_task("norm"), fl.JMWST(0.3, warmup_clients=0, adapt=Grows(lies=lies))
     config = TrainConfig(device="cpu", rounds=1, **QUICK)
-    made: Any = LaneEngine(task, "cpu", "fp32") if engine == "lanes" else CPUEngine(task, workers=1)
+    made: Any = GPUEngine(task, "cpu", "fp32") if engine == "lanes" else CPUEngine(task, workers=1)
     with closing(made), pytest.raises(FlashError, match=said):
         drive(method, task, config, made, task.clients)
 

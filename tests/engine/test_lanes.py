@@ -13,13 +13,14 @@ import flashfl as fl
 from flashfl.aggregate import average
 from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import ConfigError
+from flashfl.core.exchange import Local, Order
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.core.parts import part
-from flashfl.engine import wide
-from flashfl.engine.crew import faster
-from flashfl.engine.cuda import LaneEngine
-from flashfl.engine.lanes import Options, Stack
+from flashfl.engine.gpu import GPUEngine, batched
+from flashfl.engine.gpu.crew import faster
+from flashfl.engine.gpu.stack import Stack
+from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig
 from flashfl.run.simulate import drive
 from flashfl.sparsity import PruneRegrow, recipe_mask, top_mask
@@ -32,7 +33,7 @@ CONFIG = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1,
 
 
 def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG, lanes: int = 3, **more: Any) -> fl.Run:
-    engine = LaneEngine(task, device, "fp32", lanes, **more)
+    engine = GPUEngine(task, device, "fp32", lanes, **more)
     try:
         return drive(method, task, config, engine, FixedPopulation(task.clients))
     finally:
@@ -74,9 +75,9 @@ def test_a_round_leaves_the_state_it_starts_from_as_it_was(
     name: str, lanes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With three lanes the last of four clients is alone in its chunk; that must not make its weights the server's."""
-    real, task = LaneEngine.train, make_task("norm")
+    real, task = GPUEngine.train, make_task("norm")
 
-    def train(engine: LaneEngine, s: Any, orders: Any) -> Any:
+    def train(engine: GPUEngine, s: Any, orders: Any) -> Any:
         given = list(orders)
         models = [s.weights, *(order.weights for _, order in given)]
         before = [(model.vector.clone(), model.mask.bits.clone()) for model in models]
@@ -86,7 +87,7 @@ def test_a_round_leaves_the_state_it_starts_from_as_it_was(
             assert torch.equal(model.mask.bits, bits)
         return outcome
 
-    monkeypatch.setattr(LaneEngine, "train", train)
+    monkeypatch.setattr(GPUEngine, "train", train)
     ours, theirs = run_lanes(small(name), task, device, lanes=lanes), fl.simulate(small(name), task, train=CONFIG)
     a, b = ours.weights.to("cpu"), theirs.weights
     assert int((a.mask.bits != b.mask.bits).sum()) <= 0.005 * len(b.mask.bits)
@@ -121,7 +122,7 @@ class Plain(torch.nn.Module):
 def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any], device: str) -> None:
     task = fl.Task(Plain, [blobs(11 + i, (1, 5, 5), 100 + i) for i in range(8)], blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1, workers=1, **extra)
-    ours = run_lanes(small(name), task, device, config, lanes=3, crew="wide")
+    ours = run_lanes(small(name), task, device, config, lanes=3, crew="batched")
     theirs = fl.simulate(small(name), task, train=config)
     a, b = ours.weights.to("cpu"), theirs.weights
     assert int((a.mask.bits != b.mask.bits).sum()) <= 0.005 * len(b.mask.bits)
@@ -137,22 +138,22 @@ def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any]
 def test_a_convolution_as_a_product_is_the_same(kernel: Any, stride: Any, padding: Any, device: str) -> None:
     conv = torch.nn.Conv2d(3, 4, kernel, stride, padding).to(device)
     x = torch.rand(2, 3, 8, 9, device=device)
-    torch.testing.assert_close(wide._as_product(conv, x), conv(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(batched._as_product(conv, x), conv(x), rtol=1e-4, atol=1e-4)
 
 
 @devices
 def test_mapped_products_step_like_mapped_convolutions(device: str) -> None:
     task = fl.Task(Plain, [blobs(8, (1, 5, 5), 100 + i) for i in range(3)], blobs(30, (1, 5, 5), 7))
-    found = []
+    clients, found = list(zip(task.clients, (8, 8, 5), strict=True)), []
     for products in (False, True):
         stack = Stack(task.layout, 3, torch.device(device), False)
         stack.values.fill_(0.1)
         stack.masks.fill_(True)
-        model = wide.Wide(task, stack, None, torch.tensor(0.1, device=device), products)
-        model.stage([data.to(device).fetch(torch.arange(8, device=device)) for data in task.train], 8)
-        model.begin(Options(fl.Local()))
-        model.span([0] * 3, [8, 8, 5])
-        model.step(4, Options(fl.Local()))
+        model = batched.Batched(task, stack, [data.to(device) for data in task.train], 8, products)
+        order = Order(Weights.dense(task.layout, torch.zeros(task.layout.size)), Local(batch=4), 1, (2, 0, 0))
+        works = [Work(order.local, i, n, 2, c, order, order.weights.mask, ()) for i, (c, n) in enumerate(clients)]
+        model.begin(works)
+        model.advance(works, [0] * 3, [1] * 3)
         found.append(stack.values.clone())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found[0], torch.full_like(found[0], 0.1))
@@ -280,7 +281,7 @@ def differing(ours: fl.Run, theirs: fl.Run) -> int:
 
 @devices
 @pytest.mark.parametrize("growth", ["random", "gradient", "momentum"])
-@pytest.mark.parametrize("crew", ["wide", "lanes"])
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
 def test_clients_of_unequal_length_grow_by_their_own_last_gradient(growth: Any, crew: str, device: str) -> None:
     task, method = plain_task(), fl.JMWST(0.3, warmup_clients=0, adapt=PruneRegrow(0.5, growth))
     config = TrainConfig(device="cpu", rounds=2, per_round=6, batch=4, workers=1)
@@ -297,14 +298,14 @@ def test_a_loss_that_is_no_mean_of_samples_needs_lanes(device: str) -> None:
 
     task, config = plain_task(loss=loss), TrainConfig(device="cpu", rounds=2, per_round=6, batch=4, workers=1)
     with pytest.raises(ConfigError, match="the loss of a batch is not the mean of its samples' losses"):
-        run_lanes(small("pdst"), task, device, config, crew="wide")
+        run_lanes(small("pdst"), task, device, config, crew="batched")
     a = run_lanes(small("pdst"), task, device, config, crew="auto").weights.to("cpu").vector
     b = fl.simulate(small("pdst"), task, train=config).weights.vector
     assert float((a - b).norm() / b.norm()) < 1e-4
 
 
 @devices
-@pytest.mark.parametrize("crew", ["wide", "lanes"])
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
 def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, device: str) -> None:
     data = [blobs(9, (1, 5, 5), 100 + i) for i in range(4)]
     data[0] = (torch.full_like(data[0][0], float("nan")), data[0][1])
@@ -364,7 +365,7 @@ def test_a_client_far_from_the_others_counts_in_a_simulation(lanes: int, device:
 
 def test_a_mask_that_is_kept_does_not_keep_its_neighbours_alive() -> None:
     task = make_task("norm")
-    engine = LaneEngine(task, "cpu", "fp32", 4)
+    engine = GPUEngine(task, "cpu", "fp32", 4)
     drive(small("nst"), task, CONFIG, engine, FixedPopulation(task.clients))
     for _, _, own in engine.books.own.values():
         assert own.bits.untyped_storage().nbytes() == task.layout.prunable_size
@@ -383,17 +384,17 @@ def test_a_crew_that_fails_is_passed_over() -> None:
 
     works = Working()
     with pytest.warns(RuntimeWarning, match="Failing cannot run this model"):
-        assert faster([Failing(), works], fl.Local(), []) is works
+        assert faster([Failing(), works], []) is works
     with pytest.raises(RuntimeError):
-        faster([Failing()], fl.Local(), [])
+        faster([Failing()], [])
 
 
 def test_a_subclass_of_a_convolution_is_left_to_itself() -> None:
     class Standardised(torch.nn.Conv2d):
         pass
 
-    assert wide.has_convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
-    assert not wide.has_convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))
+    assert batched.has_convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
+    assert not batched.has_convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))
 
 
 @devices
@@ -457,8 +458,8 @@ class Rarely(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:evaluation cannot be captured")
 def test_a_model_that_looks_beyond_a_sample_needs_lanes(model: Any, device: str) -> None:
     task = fl.Task(model, [blobs(5 + 3 * i, (1, 5, 5), 100 + i) for i in range(6)], blobs(30, (1, 5, 5), 7))
-    with pytest.raises(ConfigError, match="or depends on its batch, on chance or earlier ones"):
-        run_lanes(small("pdst"), task, device, crew="wide")
+    with pytest.raises(ConfigError, match="must be a tensor and depend only on its own sample"):
+        run_lanes(small("pdst"), task, device, crew="batched")
     agree(small("jmwst", warmup_clients=0), task, device)
 
 
@@ -470,7 +471,7 @@ def test_a_rare_label_that_makes_a_loss_no_mean_is_found(device: str) -> None:
         assert len(x) == len(y)
     task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
     with pytest.raises(ConfigError, match="not the mean of its samples' losses"):
-        run_lanes(small("pdst"), task, device, crew="wide")
+        run_lanes(small("pdst"), task, device, crew="batched")
     agree(small("pdst"), task, device)
 
 
@@ -531,7 +532,7 @@ class EveryOther(PruneRegrow):
 
 
 @devices
-@pytest.mark.parametrize("crew", ["wide", "lanes"])
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
 @pytest.mark.parametrize("first", [5, 26])
 def test_masks_move_when_each_clients_own_steps_say(first: int, crew: str, device: str) -> None:
     sizes = [first, 5, 26, 9, 14, 23]
