@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from flashfl.engine.lanes import Stack
 from gpu_round import round_of, task_of, timed
 
 from flashfl import aggregate
 from flashfl.engine import books, crew, cuda
-from flashfl.engine.lanes import Stack
 from flashfl.methods import jmwst
 from flashfl.models import norm
 from flashfl.sparsity import rules
@@ -104,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     norm.fused = not args.plain
     task, config, method = task_of(args.case)
-    engine = cuda.LaneEngine(task, "cuda", compiled=args.compile)
+    engine = cuda.GPUEngine(task, "cuda", compiled=args.compile)
     one = round_of(engine, task, config, method)
     for _ in range(2):
         one()

@@ -27,7 +27,7 @@ from flashfl.core.rng import fold, permutation
 from flashfl.core.state import State
 from flashfl.data.augment import CropFlip, Normalise
 from flashfl.data.sources import Arrays, Subset
-from flashfl.engine.cuda import LaneEngine
+from flashfl.engine.gpu import GPUEngine
 from flashfl.models import build_model, norm
 from flashfl.run.config import TrainConfig, plan_of
 
@@ -164,7 +164,7 @@ def timed(work: Callable[[], None], rounds: int) -> float:
     return (time.perf_counter() - began) / rounds
 
 
-def round_of(engine: LaneEngine, task: fl.Task, config: TrainConfig, method: fl.Method) -> Callable[[], None]:
+def round_of(engine: GPUEngine, task: fl.Task, config: TrainConfig, method: fl.Method) -> Callable[[], None]:
     """A function that carries out one more round of everybody, from the method's initial state on."""
     plan = plan_of(config, task, task.clients, engine.device)
     everyone = method.admit(task.clients, plan.key)
@@ -179,7 +179,7 @@ def round_of(engine: LaneEngine, task: fl.Task, config: TrainConfig, method: fl.
 
 def measure(case: str, rounds: int, naive_rounds: int, **options: Any) -> dict[str, Any]:
     task, config, method = task_of(case)
-    engine = LaneEngine(task, "cuda", **options)
+    engine = GPUEngine(task, "cuda", **options)
     ours = round_of(engine, task, config, method)
     for _ in range(2):
         ours()

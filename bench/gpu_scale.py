@@ -19,7 +19,7 @@ from gpu_round import images, round_of, task_of, timed
 
 import flashfl as fl
 from flashfl.data.sources import Subset
-from flashfl.engine.cuda import LaneEngine
+from flashfl.engine.gpu import GPUEngine
 from flashfl.run.config import TrainConfig
 
 LANES = {"a": 10, "b": 10, "c": 50}
@@ -34,7 +34,7 @@ def measure(case: str, times: int, rounds: int) -> dict[str, Any]:
     # Images are shared round robin: memory for them is not what is measured.
     shares = [Subset(data, (torch.arange(each) + i * each) % 1000) for i in range(clients)]
     task = fl.Task(like.build, shares, Subset(data, torch.arange(100)), name=f"{case}x{times}")
-    engine = LaneEngine(task, "cuda", lanes=LANES[case])
+    engine = GPUEngine(task, "cuda", lanes=LANES[case])
     settings = TrainConfig(rounds=1000, per_round=clients, batch=config.batch)
     one = round_of(engine, task, settings, method)
     one()

@@ -34,12 +34,12 @@ METHODS: dict[str, dict[str, Any]] = {
 def child(method: str, per_round: int, rounds: int, workers: int, folder: Path) -> None:
     """One setting: says when it is ready, waits for the word to begin, says when it is done."""
     import torch
+    from flashfl.run.runner import drive
     from torch import nn
 
     import flashfl as fl
     from flashfl.engine.cpu import CPUEngine
     from flashfl.run.config import TrainConfig
-    from flashfl.run.runner import drive
 
     def model() -> nn.Module:
         widths = (16, 1000, 3000, 2000, 500)

@@ -21,15 +21,15 @@ from statistics import median
 from typing import Any
 
 import torch
+from flashfl.run.record import Recorder, snapshot_every
 
 import flashfl as fl
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Client, Local, Outcome, Sums, Traffic
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.core.state import Plan, State
 from flashfl.models import build_model
 from flashfl.run import runner
-from flashfl.run.record import Recorder, snapshot_every
 from flashfl.sparsity import allocate, random_mask
 
 LIMIT = 0.05

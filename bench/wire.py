@@ -22,10 +22,10 @@ import scipy
 import scipy.sparse
 import torch
 
-from flashfl.core.layout import Layout
-from flashfl.core.rng import choose, fold
 from flashfl.core.exchange import Local
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
+from flashfl.core.rng import choose, fold
 from flashfl.sparsity.masks import random_mask
 from flashfl.wire import Message, decode, encode, size
 from flashfl.wire.masks import plan

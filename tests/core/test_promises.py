@@ -19,7 +19,7 @@ from flashfl.core.exchange import Local
 from flashfl.core.parts import check_fields, part
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.cuda import LaneEngine
+from flashfl.engine.gpu import GPUEngine
 from flashfl.run.config import TrainConfig
 from flashfl.run.simulate import drive
 from flashfl.sparsity import PruneRegrow, allocate, top_mask
@@ -190,7 +190,7 @@ class Grows(PruneRegrow):
 def test_a_rule_keeps_the_number_of_active_weights(lies: bool, said: str, engine: str) -> None:
     task, method = make_task("norm"), fl.JMWST(0.3, warmup_clients=0, adapt=Grows(lies=lies))
     config = TrainConfig(device="cpu", rounds=1, **QUICK)
-    made: Any = LaneEngine(task, "cpu", "fp32") if engine == "lanes" else CPUEngine(task, workers=1)
+    made: Any = GPUEngine(task, "cpu", "fp32") if engine == "lanes" else CPUEngine(task, workers=1)
     with closing(made), pytest.raises(FlashError, match=said):
         drive(method, task, config, made, FixedPopulation(task.clients))
 

@@ -12,16 +12,19 @@ from flashfl.run.runner import drive
 
 import flashfl as fl
 from flashfl.aggregate import average
+from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import ConfigError
+from flashfl.core.exchange import Local, Order
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.core.parts import part
-from flashfl.engine import wide
-from flashfl.engine.crew import faster
-from flashfl.engine.cuda import LaneEngine
-from flashfl.engine.lanes import Options, Stack
+from flashfl.engine.gpu import GPUEngine, batched
+from flashfl.engine.gpu.crew import faster
+from flashfl.engine.gpu.stack import Stack
+from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig
-from flashfl.sparsity import PruneRegrow, random_mask, top_mask
+from flashfl.run.simulate import drive
+from flashfl.sparsity import PruneRegrow, recipe_mask, top_mask
 from tests.conftest import blobs, make_task
 from tests.test_every_method import VARIANTS, small
 
@@ -31,9 +34,9 @@ CONFIG = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1,
 
 
 def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG, lanes: int = 3, **more: Any) -> fl.Run:
-    engine = LaneEngine(task, device, "fp32", lanes, **more)
+    engine = GPUEngine(task, device, "fp32", lanes, **more)
     try:
-        return drive(method, task, config, engine, task.clients)
+        return drive(method, task, config, engine, FixedPopulation(task.clients))
     finally:
         engine.close()
 
@@ -59,11 +62,11 @@ def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], dev
     both[: task.layout.prunable_size] = a.mask.bits & b.mask.bits
     x, y = a.vector[both], b.vector[both]
     assert float((x - y).norm() / y.norm()) < 1e-4
-    assert [line["cohort"] for line in ours.history] == [line["cohort"] for line in theirs.history]
+    assert [line.cohort for line in ours.history] == [line.cohort for line in theirs.history]
     if different == 0:
         assert ours.traffic == theirs.traffic, "counted bytes are the encoded ones"
-        for view, judged in theirs.history[-1]["metrics"].items():
-            assert abs(ours.history[-1]["metrics"][view]["loss"] - judged["loss"]) < 1e-3
+        for view, judged in theirs.history[-1].metrics.items():
+            assert abs(ours.history[-1].metrics[view].loss - judged.loss) < 1e-3
 
 
 @devices
@@ -73,9 +76,9 @@ def test_a_round_leaves_the_state_it_starts_from_as_it_was(
     name: str, lanes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With three lanes the last of four clients is alone in its chunk; that must not make its weights the server's."""
-    real, task = LaneEngine.train, make_task("norm")
+    real, task = GPUEngine.train, make_task("norm")
 
-    def train(engine: LaneEngine, s: Any, orders: Any) -> Any:
+    def train(engine: GPUEngine, s: Any, orders: Any) -> Any:
         given = list(orders)
         models = [s.weights, *(order.weights for _, order in given)]
         before = [(model.vector.clone(), model.mask.bits.clone()) for model in models]
@@ -85,7 +88,7 @@ def test_a_round_leaves_the_state_it_starts_from_as_it_was(
             assert torch.equal(model.mask.bits, bits)
         return outcome
 
-    monkeypatch.setattr(LaneEngine, "train", train)
+    monkeypatch.setattr(GPUEngine, "train", train)
     ours, theirs = run_lanes(small(name), task, device, lanes=lanes), fl.simulate(small(name), task, train=CONFIG)
     a, b = ours.weights.to("cpu"), theirs.weights
     assert int((a.mask.bits != b.mask.bits).sum()) <= 0.005 * len(b.mask.bits)
@@ -120,7 +123,7 @@ class Plain(torch.nn.Module):
 def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any], device: str) -> None:
     task = fl.Task(Plain, [blobs(11 + i, (1, 5, 5), 100 + i) for i in range(8)], blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1, workers=1, **extra)
-    ours = run_lanes(small(name), task, device, config, lanes=3, crew="wide")
+    ours = run_lanes(small(name), task, device, config, lanes=3, crew="batched")
     theirs = fl.simulate(small(name), task, train=config)
     a, b = ours.weights.to("cpu"), theirs.weights
     assert int((a.mask.bits != b.mask.bits).sum()) <= 0.005 * len(b.mask.bits)
@@ -136,22 +139,22 @@ def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any]
 def test_a_convolution_as_a_product_is_the_same(kernel: Any, stride: Any, padding: Any, device: str) -> None:
     conv = torch.nn.Conv2d(3, 4, kernel, stride, padding).to(device)
     x = torch.rand(2, 3, 8, 9, device=device)
-    torch.testing.assert_close(wide._as_product(conv, x), conv(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(batched._as_product(conv, x), conv(x), rtol=1e-4, atol=1e-4)
 
 
 @devices
 def test_mapped_products_step_like_mapped_convolutions(device: str) -> None:
     task = fl.Task(Plain, [blobs(8, (1, 5, 5), 100 + i) for i in range(3)], blobs(30, (1, 5, 5), 7))
-    found = []
+    clients, found = list(zip(task.clients, (8, 8, 5), strict=True)), []
     for products in (False, True):
         stack = Stack(task.layout, 3, torch.device(device), False)
         stack.values.fill_(0.1)
         stack.masks.fill_(True)
-        model = wide.Wide(task, stack, None, torch.tensor(0.1, device=device), products)
-        model.stage([data.to(device).fetch(torch.arange(8, device=device)) for data in task.train], 8)
-        model.begin(Options(fl.Local()))
-        model.span([0] * 3, [8, 8, 5])
-        model.step(4, Options(fl.Local()))
+        model = batched.Batched(task, stack, [data.to(device) for data in task.train], 8, products)
+        order = Order(Weights.dense(task.layout, torch.zeros(task.layout.size)), Local(batch=4), 1, (2, 0, 0))
+        works = [Work(order.local, i, n, 2, c, order, order.weights.mask, ()) for i, (c, n) in enumerate(clients)]
+        model.begin(works)
+        model.advance(works, [0] * 3, [1] * 3)
         found.append(stack.values.clone())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(found[0], torch.full_like(found[0], 0.1))
@@ -181,7 +184,7 @@ def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> N
     task = with_nan(make_task("norm"), 2)
     config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1)
     done = run_lanes(small("spdst", warmup_clients=8), task, device, config, lanes=8)
-    assert all("2" in line["failures"] for line in done.history)
+    assert all(2 in line.failures for line in done.history)
     assert torch.isfinite(done.weights.vector).all()
 
 
@@ -221,7 +224,8 @@ def test_operations_give_identical_masks_on_both_devices() -> None:
         budgets = [int(torch.randint(0, k + 1, (1,), generator=generator)) for k in layout.sizes]
         vector = torch.randn(layout.size, generator=generator)
         vector[torch.rand(layout.size, generator=generator) < 0.3] = 0.0  # ties
-        here, there = random_mask(layout, budgets, trial), random_mask(layout, budgets, trial, "cuda")
+        recipe = Recipe(trial, tuple(budgets))
+        here, there = recipe_mask(layout, recipe), recipe_mask(layout, recipe, "cuda")
         assert torch.equal(here.bits, there.bits.cpu())
         top = top_mask(layout, vector.cuda(), budgets)
         assert torch.equal(top_mask(layout, vector, budgets).bits, top.bits.cpu())
@@ -233,7 +237,7 @@ def test_operations_give_identical_masks_on_both_devices() -> None:
             for device in ("cpu", "cuda"):
                 v, m = stack.to(device).clone(), bits.to(device).clone()
                 counts = PruneRegrow(growth=growth).move(  # type: ignore[arg-type]
-                    layout, v, m, scores.to(device), 0.25, [trial, trial + 1], [here.counts] * 2
+                    layout, v, m, scores.to(device), Fraction(1, 4), [trial, trial + 1], [here.counts] * 2
                 )
                 results.append((counts, v.cpu(), m.cpu()))
                 assert [Mask(layout, row).counts for row in m.cpu()] == counts
@@ -278,7 +282,7 @@ def differing(ours: fl.Run, theirs: fl.Run) -> int:
 
 @devices
 @pytest.mark.parametrize("growth", ["random", "gradient", "momentum"])
-@pytest.mark.parametrize("crew", ["wide", "lanes"])
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
 def test_clients_of_unequal_length_grow_by_their_own_last_gradient(growth: Any, crew: str, device: str) -> None:
     task, method = plain_task(), fl.JMWST(0.3, warmup_clients=0, adapt=PruneRegrow(0.5, growth))
     config = TrainConfig(device="cpu", rounds=2, per_round=6, batch=4, workers=1)
@@ -295,14 +299,14 @@ def test_a_loss_that_is_no_mean_of_samples_needs_lanes(device: str) -> None:
 
     task, config = plain_task(loss=loss), TrainConfig(device="cpu", rounds=2, per_round=6, batch=4, workers=1)
     with pytest.raises(ConfigError, match="the loss of a batch is not the mean of its samples' losses"):
-        run_lanes(small("pdst"), task, device, config, crew="wide")
+        run_lanes(small("pdst"), task, device, config, crew="batched")
     a = run_lanes(small("pdst"), task, device, config, crew="auto").weights.to("cpu").vector
     b = fl.simulate(small("pdst"), task, train=config).weights.vector
     assert float((a - b).norm() / b.norm()) < 1e-4
 
 
 @devices
-@pytest.mark.parametrize("crew", ["wide", "lanes"])
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
 def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, device: str) -> None:
     data = [blobs(9, (1, 5, 5), 100 + i) for i in range(4)]
     data[0] = (torch.full_like(data[0][0], float("nan")), data[0][1])
@@ -310,7 +314,7 @@ def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, devic
     task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
     done = run_lanes(small("pdst"), task, device, config, lanes=1, crew=crew)
-    assert [list(line["failures"]) for line in done.history] == [["0"], ["0"]]
+    assert [list(line.failures) for line in done.history] == [[0], [0]]
 
 
 @pytest.mark.filterwarnings("ignore:only 42%")
@@ -322,7 +326,7 @@ def test_a_client_with_one_sample_is_left_out_where_batch_norm_cannot_take_it(de
     task = fl.Task(net, [blobs(n, (6,), i) for i, n in enumerate((9, 1, 8, 7))], blobs(20, (6,), 9))
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
     ours, theirs = run_lanes(small("pdst"), task, device, config), fl.simulate(small("pdst"), task, train=config)
-    assert [line["failures"] for line in ours.history] == [line["failures"] for line in theirs.history]
+    assert [line.failures for line in ours.history] == [line.failures for line in theirs.history]
     assert ours.traffic == theirs.traffic
 
 
@@ -341,9 +345,9 @@ def test_static_batch_norm_of_moving_masks_agrees(name: str, device: str) -> Non
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
     ours, theirs = run_lanes(small(name), task, device, config), fl.simulate(small(name), task, train=config)
-    mine, other = ours.history[-1]["metrics"], theirs.history[-1]["metrics"]
+    mine, other = ours.history[-1].metrics, theirs.history[-1].metrics
     assert other.keys() == mine.keys() == {"after", *(["density 0.2", "density 0.3"] if "hetero" in name else [])}
-    assert all(abs(mine[view]["loss"] - other[view]["loss"]) < 1e-3 for view in other)
+    assert all(abs(mine[view].loss - other[view].loss) < 1e-3 for view in other)
 
 
 @devices
@@ -355,15 +359,15 @@ def test_a_client_far_from_the_others_counts_in_a_simulation(lanes: int, device:
     config = TrainConfig(device="cpu", rounds=1, per_round=8, batch=12, workers=1, lr=0.01)
     ours = run_lanes(fl.PDST(0.5), task, device, config, lanes=lanes)
     theirs = fl.simulate(fl.PDST(0.5), task, train=config)
-    assert ours.history[0]["failures"] == theirs.history[0]["failures"] == {}
+    assert ours.history[0].failures == theirs.history[0].failures == {}
     assert ours.traffic == theirs.traffic
     torch.testing.assert_close(ours.weights.vector.cpu(), theirs.weights.vector, rtol=1e-4, atol=1e-5)
 
 
 def test_a_mask_that_is_kept_does_not_keep_its_neighbours_alive() -> None:
     task = make_task("norm")
-    engine = LaneEngine(task, "cpu", "fp32", 4)
-    drive(small("nst"), task, CONFIG, engine, task.clients)
+    engine = GPUEngine(task, "cpu", "fp32", 4)
+    drive(small("nst"), task, CONFIG, engine, FixedPopulation(task.clients))
     for _, _, own in engine.books.own.values():
         assert own.bits.untyped_storage().nbytes() == task.layout.prunable_size
 
@@ -381,17 +385,17 @@ def test_a_crew_that_fails_is_passed_over() -> None:
 
     works = Working()
     with pytest.warns(RuntimeWarning, match="Failing cannot run this model"):
-        assert faster([Failing(), works], fl.Local(), []) is works
+        assert faster([Failing(), works], []) is works
     with pytest.raises(RuntimeError):
-        faster([Failing()], fl.Local(), [])
+        faster([Failing()], [])
 
 
 def test_a_subclass_of_a_convolution_is_left_to_itself() -> None:
     class Standardised(torch.nn.Conv2d):
         pass
 
-    assert wide.has_convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
-    assert not wide.has_convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))
+    assert batched.has_convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
+    assert not batched.has_convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))
 
 
 @devices
@@ -416,7 +420,7 @@ def agree(method: Any, task: fl.Task, device: str, crew: str = "auto", **setting
     a, b = ours.weights.to("cpu").vector, theirs.weights.vector
     assert float((a - b).norm() / b.norm()) < 1e-4
     assert ours.traffic == theirs.traffic
-    assert [line["failures"] for line in ours.history] == [line["failures"] for line in theirs.history]
+    assert [line.failures for line in ours.history] == [line.failures for line in theirs.history]
     return ours, theirs
 
 
@@ -455,8 +459,8 @@ class Rarely(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:evaluation cannot be captured")
 def test_a_model_that_looks_beyond_a_sample_needs_lanes(model: Any, device: str) -> None:
     task = fl.Task(model, [blobs(5 + 3 * i, (1, 5, 5), 100 + i) for i in range(6)], blobs(30, (1, 5, 5), 7))
-    with pytest.raises(ConfigError, match="or depends on its batch, on chance or earlier ones"):
-        run_lanes(small("pdst"), task, device, crew="wide")
+    with pytest.raises(ConfigError, match="must be a tensor and depend only on its own sample"):
+        run_lanes(small("pdst"), task, device, crew="batched")
     agree(small("jmwst", warmup_clients=0), task, device)
 
 
@@ -468,7 +472,7 @@ def test_a_rare_label_that_makes_a_loss_no_mean_is_found(device: str) -> None:
         assert len(x) == len(y)
     task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
     with pytest.raises(ConfigError, match="not the mean of its samples' losses"):
-        run_lanes(small("pdst"), task, device, crew="wide")
+        run_lanes(small("pdst"), task, device, crew="batched")
     agree(small("pdst"), task, device)
 
 
@@ -495,10 +499,10 @@ def test_a_running_variance_below_zero_leaves_a_client_out(device: str) -> None:
     task = fl.Task(Eager, data, blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=1, per_round=6, batch=16, workers=1)
     ours, theirs = run_lanes(small("pdst"), task, device, config), fl.simulate(small("pdst"), task, train=config)
-    left_out = [list(line["failures"]) for line in ours.history]
-    assert left_out == [list(line["failures"]) for line in theirs.history]
-    assert left_out == [["0", "2", "4"]]
-    assert all("variance is below zero" in why for why in ours.history[0]["failures"].values())
+    left_out = [list(line.failures) for line in ours.history]
+    assert left_out == [list(line.failures) for line in theirs.history]
+    assert left_out == [[0, 2, 4]]
+    assert all("variance is below zero" in why for why in ours.history[0].failures.values())
 
 
 @devices
@@ -515,8 +519,8 @@ def test_samples_are_judged_in_the_same_batches(static: bool, device: str) -> No
     task = fl.Task(task._model, [blobs(12, (1, 5, 5), 100 + i) for i in range(6)], (x[order], y[order]), loss=loss)
     ours, theirs = agree(small("pdst"), task, device, static_bn=static)
     for a, b in zip(ours.history, theirs.history, strict=True):
-        for view in b["metrics"]:
-            assert a["metrics"][view]["loss"] == pytest.approx(b["metrics"][view]["loss"], rel=1e-3)
+        for view in b.metrics:
+            assert a.metrics[view].loss == pytest.approx(b.metrics[view].loss, rel=1e-3)
 
 
 @part
@@ -529,7 +533,7 @@ class EveryOther(PruneRegrow):
 
 
 @devices
-@pytest.mark.parametrize("crew", ["wide", "lanes"])
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
 @pytest.mark.parametrize("first", [5, 26])
 def test_masks_move_when_each_clients_own_steps_say(first: int, crew: str, device: str) -> None:
     sizes = [first, 5, 26, 9, 14, 23]

@@ -22,7 +22,7 @@ from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide, Reply, update_message
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.cuda import LaneEngine
+from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.server import OWN, Inbox, ServerSide
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
@@ -333,7 +333,7 @@ def test_errors_are_of_one_family() -> None:
 # -- rounds that do not count -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda task: CPUEngine(task, 1), lambda task: LaneEngine(task, "cpu", "fp32", 3)])
+@pytest.mark.parametrize("make", [lambda task: CPUEngine(task, 1), lambda task: GPUEngine(task, "cpu", "fp32", 3)])
 def test_a_round_that_is_repeated_leaves_no_trace_in_anybodys_memory(make: Any) -> None:
     task = make_task("norm")
     engine, method = make(task), fl.NST(density=0.3)

@@ -44,11 +44,11 @@ Watch = Callable[[Any, Any], None]
 def simulate_lanes(method: fl.Method, task: fl.Task, train: fl.TrainConfig, batched: bool, watch: Watch) -> None:
     """Run on the GPU engine, on the CPU: a replica for each client, or all clients batched into one computation."""
     from flashfl.core.engine import FixedPopulation
-    from flashfl.engine.cuda import LaneEngine
+    from flashfl.engine.gpu import GPUEngine
     from flashfl.run.simulate import drive
 
-    crew = "wide" if batched else "lanes"
-    engine = LaneEngine(task, "cpu", "fp32", LANES, train.values, train.dropout, crew=crew)
+    crew = "batched" if batched else "lanes"
+    engine = GPUEngine(task, "cpu", "fp32", LANES, train.values, train.dropout, crew=crew)
     try:
         drive(method, task, train, engine, FixedPopulation(task.clients), watch=watch)
     finally:

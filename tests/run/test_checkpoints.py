@@ -417,20 +417,20 @@ def test_ctrl_c_in_the_middle_of_a_round_loses_that_round_alone(
 
 
 def test_the_lane_engine_forgets_an_unfinished_round_too(tmp_path: Path, monkeypatch: Any) -> None:
-    from flashfl.engine.cuda import LaneEngine
+    from flashfl.engine.gpu import GPUEngine
     from flashfl.run.simulate import drive
 
     task, train = make_task("dropout"), TrainConfig(rounds=4, **{**SETTINGS, "checkpoint_every": 0}, device="cpu")
 
     def lanes(folder: Path | None, resume: bool = False) -> fl.Run:
-        engine = LaneEngine(task, "cpu", folder=folder / "masks" if folder else None)
+        engine = GPUEngine(task, "cpu", folder=folder / "masks" if folder else None)
         return drive(NST, task, train, engine, FixedPopulation(task.clients), folder, resume)
 
     def interrupted(*given: Any, **named: Any) -> Any:
         raise KeyboardInterrupt
 
     whole = lanes(None)
-    monkeypatch.setattr(LaneEngine, "evaluate", interrupted)
+    monkeypatch.setattr(GPUEngine, "evaluate", interrupted)
     with pytest.warns(RuntimeWarning, match="interrupted after"):
         lanes(tmp_path)
     monkeypatch.undo()

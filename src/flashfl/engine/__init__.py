@@ -30,9 +30,9 @@ def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
         raise ConfigError(
             f"device = {device!r}: this machine has no CUDA device that torch {torch.__version__} can use"
         )
-    from .cuda import LaneEngine
+    from .gpu import GPUEngine
 
-    return LaneEngine(
+    return GPUEngine(
         task,
         device,
         config.precision,

@@ -28,7 +28,7 @@ from .memories import Memories
 from .pool import Died, InProcess, Pool
 from .server import Inbox, ServerSide
 from .store import MaskStore
-from .train import ClientFailed, Trainer, judged_batches
+from .train import ClientFailed, Trainer, evaluation_batches
 
 
 class CPUEngine:
@@ -144,7 +144,7 @@ class CPUEngine:
         jobs = [
             (which, start, stop, statistics)
             for which, data in enumerate(self.task.evaluation)
-            for start, stop in judged_batches(len(data))
+            for start, stop in evaluation_batches(len(data))
         ]
         results = list(self.pool.run(jobs))
         for i, result in enumerate(results):

@@ -109,7 +109,7 @@ class FlowerEngine:
         if self.task.test is None:
             return self._ask_clients(weights, statistics)
         self._trainer = self._trainer or Trainer(self.task)
-        loss, metric = self._trainer.judge(weights, self.task.test, statistics)
+        loss, metric = self._trainer.evaluate_all(weights, self.task.test, statistics)
         return Evaluation(loss / len(self.task.test), metric / len(self.task.test))
 
     def _ask_clients(self, weights: Weights, statistics: bool) -> Evaluation:

@@ -18,7 +18,8 @@ from ..core.mask import Mask, Weights
 from ..data.sources import Source
 from ..data.task import Task
 from ..engine.client import ClientSide
-from ..engine.train import Trainer, warn_of_buffers
+from ..engine.replica import warn_of_buffers
+from ..engine.train import Trainer
 from ..wire import Message, UnknownMask, decode, encode
 from ..wire.frame import VERSION
 from .exchange import Answer, Held, Seat
@@ -73,7 +74,7 @@ class Host:
             return Answer("lack", encode(Message("lack", layout, (0, 0, 0), seat.client, lacks=error.hash)).data)
         statistics = order.local is None or order.local.statistics
         weights = Weights(Mask.full(layout), order.weights().vector)
-        loss, metric = self.trainer.judge(weights, samples, statistics)
+        loss, metric = self.trainer.evaluate_all(weights, samples, statistics)
         return Answer("judged", fields={"n": len(samples), "loss": loss, "metric": metric})
 
     def _at(self, seat: Seat) -> int:

@@ -61,7 +61,7 @@ class TrainConfig:
     device: str = "auto"
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU computes in fp32
     lanes: int = 0  # clients side by side on a GPU; 0: as many as a round has and memory allows, up to 16
-    crew: Literal["auto", "lanes", "wide"] = "auto"  # on a GPU: replicas side by side, or one wide computation
+    crew: Literal["auto", "lanes", "batched"] = "auto"  # on a GPU: a replica per client, or all in one computation
     compile: bool = False  # on a GPU: lanes run code torch.compile made, which takes a minute to make
     deterministic: bool = False  # on a GPU: the same bits every time, at some cost
     workers: int = 0  # processes that train clients; 0: one per core

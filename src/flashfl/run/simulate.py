@@ -28,8 +28,8 @@ from ..core.record import RoundRecord
 from ..core.state import Plan, State
 from ..data.task import Task
 from ..engine import make_engine
+from ..engine.replica import warn_of_buffers
 from ..engine.store import MaskStore
-from ..engine.train import warn_of_buffers
 from . import checkpoint as checkpoints
 from .checkpoint import Keeper
 from .code import code_of, joined

@@ -1,0 +1,115 @@
+"""A crew carries out the steps of several clients side by side: `lanes.Lanes` or `batched.Batched`."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...core.errors import FlashError
+from ...sparsity import move
+from ..work import Work
+from .stack import Stack
+
+
+class Crew(Protocol):
+    """Steps the clients whose weights lie in the first rows of a stack. All of them have the same local settings."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def prepare(self, works: Sequence[Work]) -> None:
+        """Capture what is needed, before any client's weights are in place."""
+        ...
+
+    def begin(self, works: Sequence[Work]) -> None:
+        """Take on new clients: their weights and masks are in the stack."""
+        ...
+
+    def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:
+        """Steps first[i]..last[i]-1 of each client's work, counted from 0."""
+        ...
+
+    def moved(self, rows: int) -> None:
+        """Masks and weights in the stack have moved."""
+        ...
+
+    def scores(self, rows: int) -> Tensor:
+        """What the rule that moves masks has collected, [rows, columns of the stack's prunable weights]."""
+        ...
+
+    def losses(self, rows: int) -> Tensor:
+        """Each client's loss so far, added up over samples."""
+        ...
+
+
+def run_steps(crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
+    """All steps of all clients, with a stop wherever masks move."""
+    moves = [list(work.moves.items()) for work in works]
+    done = [0] * len(works)
+    for j in range(max(map(len, moves))):
+        steps = [own[j][0] if j < len(own) else at for own, at in zip(moves, done, strict=True)]
+        crew.advance(works, done, steps)
+        by_rate: dict[Fraction, list[int]] = {}
+        for row, own in enumerate(moves):
+            if j < len(own):
+                by_rate.setdefault(own[j][1], []).append(row)
+        for rate, rows in by_rate.items():
+            _move(crew, stack, works, rows, rate, steps)
+        done = steps
+    crew.advance(works, done, [work.steps for work in works])
+
+
+def _move(
+    crew: Crew, stack: Stack, works: Sequence[Work], rows: Sequence[int], rate: Fraction, steps: Sequence[int]
+) -> None:
+    """Move the masks of some rows at once."""
+    rule, every = works[0].local.adapt, len(works)
+    if rule is None:
+        raise FlashError("masks cannot move without a rule")
+    values, masks = stack.read(every), stack.logical(stack.masks[:every])
+    scores = stack.logical(crew.scores(every)) if rule.dense_gradient else None
+    keys, counts = [works[row].move_key(steps[row]) for row in rows], [works[row].counts for row in rows]
+    if len(rows) == every:
+        found = move(rule, stack.layout, values, masks, scores, rate, keys, counts)
+    else:
+        some = torch.tensor(rows).to(stack.device, non_blocking=True)
+        vectors, bits = values[some], masks[some]
+        ranks = None if scores is None else scores[some]
+        found = move(rule, stack.layout, vectors, bits, ranks, rate, keys, counts)
+        values[some], masks[some] = vectors, bits
+    stack.load(values, masks, every)
+    crew.moved(every)
+    for row, new in zip(rows, found, strict=True):
+        works[row].counts = new
+
+
+def faster(crews: Sequence[Crew], works: Sequence[Work]) -> Crew:
+    """The crew that takes the least time for an epoch of these clients. The stack holds garbage afterwards."""
+    times: dict[float, Crew] = {}
+    for crew in crews:
+        try:
+            crew.prepare(works)
+            for _ in range(2):
+                _wait(crew.device)
+                began = time.perf_counter()
+                crew.begin(works)
+                crew.advance(works, [0] * len(works), [work.batches for work in works])
+                _wait(crew.device)
+        except Exception as error:  # a model that cannot be batched (an `if` on a tensor, say) can still run in lanes
+            if crew is crews[-1] and not times:
+                raise
+            warnings.warn(f"{type(crew).__name__} cannot run this model ({str(error).splitlines()[0]})", RuntimeWarning)
+            continue
+        times[time.perf_counter() - began] = crew
+    return times[min(times)]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

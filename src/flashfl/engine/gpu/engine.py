@@ -1,0 +1,220 @@
+"""The GPU engine: clients train side by side on one device; bytes are counted exactly instead of being made."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ...core.errors import ConfigError
+from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome, Sums
+from ...core.kernel import kernel
+from ...core.mask import Mask, Weights
+from ...core.state import State
+from ...data.sources import on_device
+from ...data.task import Task
+from ...wire import round_values, segments, value_key
+from ...wire.values import Form
+from ..books import Books, Round, chunks, stacked
+from ..cpu import drops
+from ..train import ClientFailed, starting_mask
+from ..work import Work
+from .batchable import no_mixing_layers, why_not_batched
+from .batched import Batched, has_convolutions
+from .crew import Crew, faster, run_steps
+from .evaluate import Evaluator
+from .lanes import Lanes
+from .stack import Stack
+
+_SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
+
+
+class GPUEngine:
+    """Trains any task with any method on one device. On a CPU it does the same without CUDA graphs."""
+
+    def __init__(
+        self,
+        task: Task,
+        device: torch.device | str = "cuda",
+        precision: str = "auto",
+        lanes: int = 0,
+        values: Form = "fp32",
+        dropout: float = 0.0,
+        deterministic: bool = False,
+        folder: Path | None = None,
+        crew: str = "auto",
+        compiled: bool = False,
+    ) -> None:
+        self.task, self.layout, self.device, self.dropout = task, task.layout, torch.device(device), dropout
+        self.cuda = self.device.type == "cuda"
+        if self.cuda and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.precision = ("bf16" if self.cuda else "fp32") if precision == "auto" else precision
+        self.half = self.precision == "bf16"
+        self.deterministic = deterministic
+        self.lanes_wanted, self.crew_wanted, self.compiled = lanes, crew, compiled
+        self.train_data = on_device(task.train, self.device)
+        self.capacity = min(max(len(d) for d in task.train), 1 << 16)
+        self.values = values
+        self.books = self.memory = Books(self.layout, values, folder, self.device)
+        self.crew: Crew | None = None
+        self.stack: Stack | None = None
+        self.evaluator = Evaluator(task, self.device, self.half)
+        self.trainer = self.evaluator.trainer
+        self._before = ExitStack()  # puts torch's global settings back
+        if self.cuda:
+            if kernel("step", "masked_step") is None:
+                warnings.warn("Triton is not installed: training steps are not fused, which is slower", RuntimeWarning)
+            self._set_up_torch(deterministic)
+
+    def _set_up_torch(self, deterministic: bool) -> None:
+        """Change torch's global settings until `close`."""
+        self._before.callback(torch.cuda.set_device, torch.cuda.current_device())
+        torch.cuda.set_device(self.device)  # kernels are launched on the current one
+        cudnn, tf32 = torch.backends.cudnn, self.precision != "fp32"
+        for owner, name, value in (
+            (torch.backends.cuda.matmul, "allow_tf32", tf32),
+            (cudnn, "allow_tf32", tf32),
+            (cudnn, "benchmark", not deterministic),
+            (cudnn, "deterministic", deterministic),
+        ):
+            self._before.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+    def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
+        sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
+        round_ = self.books.open(s)
+        present = self._present(s, orders, round_)
+        for local, group in itertools.groupby(present, key=lambda pair: pair[1].local):
+            if local.report == "statistics":
+                self._gather(group, sums, round_)
+                continue
+            for chunk in chunks(group, self._rows(s)):
+                self._chunk(local, chunk, sums, round_)
+        return round_.close(sums)
+
+    def _present(
+        self, s: State, orders: Iterable[tuple[Client, Order]], round_: Round
+    ) -> Iterator[tuple[Client, Order]]:
+        for client, order in orders:
+            round_.sent(client, order)
+            if self.dropout and drops(s, client.id, self.dropout):
+                round_.failed(client.id, DROPPED)
+                continue
+            try:
+                self.trainer.batches(self.train_data[client.id], order.local)
+            except ClientFailed as error:
+                round_.failed(client.id, str(error))
+            else:
+                yield client, order
+
+    def _rows(self, s: State) -> int:
+        """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
+        if self.stack is not None:
+            return len(self.stack)
+        small = self.layout.size < _SMALL and no_mixing_layers(self.trainer.module)
+        wanted = self.lanes_wanted or min(64 if small and self.crew_wanted != "lanes" else 16, s.plan.per_round)
+        if self.cuda and not self.lanes_wanted and not self.deterministic:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            sample = sum(x[0].nbytes for x in self.train_data[0].fetch(torch.zeros(1, dtype=torch.int64))[0])
+            each = 40 * self.layout.size + self.capacity * sample + (1 << 28)
+            wanted = max(1, min(wanted, int(free * 0.5 / each)))
+        self.stack = Stack(self.layout, wanted, self.device, channels_last=self.cuda, half=self.half)
+        return wanted
+
+    def _chosen_crew(self, stack: Stack, works: Sequence[Work]) -> Crew:
+        """Lanes or batched: as the setting says, else whichever is faster for these clients."""
+        if self.crew is not None:
+            return self.crew
+        shared = (self.task, stack, self.train_data, self.capacity)
+        asked, module = self.crew_wanted, self.trainer.module
+        why_not = ""
+        if asked != "lanes":
+            why_not = why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
+        if asked == "batched" and why_not:
+            raise ConfigError(f"crew = 'batched': {why_not}. Use crew = 'lanes' or 'auto'.")
+        crews: list[Crew] = []
+        # The faster crew is found by the clock, which is not deterministic.
+        worth = self.cuda and self.layout.size < _SMALL and not self.deterministic
+        if asked == "batched" or (asked == "auto" and worth and not why_not):
+            crews.append(Batched(*shared))
+            if self.cuda and has_convolutions(module):
+                crews.append(Batched(*shared, products=True))
+        if asked != "batched":
+            crews.append(Lanes(*shared, self.compiled))
+        self.crew = crews[0] if len(crews) == 1 else faster(crews, works)
+        return self.crew
+
+    def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Round) -> None:
+        """Train a few clients side by side and add up their updates."""
+        works = [self._work(client, self._received_order(client, order)) for client, order in chunk]
+        assert self.stack is not None
+        stack, rows, crew = self.stack, len(works), self._chosen_crew(self.stack, works)
+        crew.prepare(works)
+        starts = stacked([work.order.weights.vector for work in works])
+        stack.load(starts, stacked([work.mask.bits for work in works]), rows)
+        crew.begin(works)
+        run_steps(crew, stack, works)
+        values = stack.read(rows)
+        if not local.statistics:
+            values[:, self.layout.trained_size :] = starts[:, self.layout.trained_size :]
+        if local.adapt is not None:
+            bits = stack.logical(stack.masks[:rows])
+            for row, work in enumerate(works):
+                mine = bits[row].clone() if "mask" in local.keep else bits[row]  # a view would keep them all alive
+                work.mask = Mask(self.layout, mine, work.counts)
+        if self.values != "fp32" and local.report == "weights":
+            for row, work in enumerate(works):
+                key = value_key(work.key, "update", work.order.tag, work.client.id)
+                values[row] = self._rounded(Weights(work.mask, values[row]), key, local.statistics).vector
+        round_.received(works, values, crew.losses(rows), sums)
+
+    def _received_order(self, client: Client, order: Order) -> Order:
+        """The order as it arrives: with its values rounded, where they travel in fewer bits."""
+        if self.values == "fp32":
+            return order
+        key = value_key(order.key, "order", order.tag, client.id)
+        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics))
+
+    def _rounded(self, weights: Weights, key: int, statistics: bool) -> Weights:
+        """A model as the other side will decode it."""
+        packed, counts = weights.packed(), weights.mask.counts
+        tail = 0 if statistics else self.layout.size - self.layout.trained_size
+        travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
+        parts = segments(self.layout, counts, "all" if statistics else "weights", self.values)
+        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
+
+    def _work(self, client: Client, order: Order) -> Work:
+        data = self.train_data[client.id]
+        mask = self.books.remembered(client.id, order) or starting_mask(order, self.device)
+        batches = self.trainer.batches(data, order.local)
+        return Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts)
+
+    def _gather(self, group: Iterable[tuple[Client, Order]], sums: Sums, round_: Round) -> None:
+        """BatchNorm statistics of every client, one after another."""
+        for client, sent in group:
+            order = self._received_order(client, sent)
+            try:
+                update = self.trainer.train(order, client.id, self.train_data[client.id])
+            except ClientFailed as error:
+                round_.failed(client.id, str(error))
+                continue
+            mask = order.weights.mask
+            work = Work(order.local, order.key, update.n, 1, client, order, mask, mask.counts)
+            assert update.weights is not None
+            loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
+            round_.received([work], update.weights.vector[None], loss, sums)
+
+    def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
+        """Mean loss and metric over all evaluation samples."""
+        return self.evaluator.evaluate(weights, statistics)
+
+    def close(self) -> None:
+        """Free the device's memory and put torch's global settings back."""
+        self.crew = self.stack = None
+        self._before.close()

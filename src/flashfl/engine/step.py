@@ -1,0 +1,122 @@
+"""The masked SGD step, the same in every engine: it changes a stack of models by one gradient each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.exchange import Adapt, Local
+from ..core.kernel import kernel
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step depends on, beside the learning rate. A captured step serves one of these."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    prox: float = 0.0
+    rule: Adapt | None = None  # the rule that moves masks, if it needs the gradient of every step
+
+    @staticmethod
+    def of(local: Local) -> StepSettings:
+        rule = local.adapt if local.adapt is not None and local.adapt.dense_gradient else None
+        return StepSettings(local.momentum, local.weight_decay, local.prox, rule)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a step is the learning rate times the gradient and nothing else."""
+        return not (self.momentum or self.weight_decay or self.prox)
+
+
+class MaskedStep:
+    """SGD with momentum, weight decay and a proximal term on weights [rows, trained], in place.
+
+    The first `prunable` columns train only where `masks` [rows, prunable] say so; with None all train. `half` is a copy
+    of these columns in half precision that follows every step. Buffers keep their addresses, so that steps can be
+    captured in CUDA graphs.
+    """
+
+    def __init__(self, weights: Tensor, prunable: int, masks: Tensor | None = None, half: Tensor | None = None) -> None:
+        self.weights, self.prunable, self.masks, self.half = weights, prunable, masks, half
+        self.settings = StepSettings()
+        self.lr = torch.zeros((), device=weights.device)
+        self.scores: Tensor | None = None  # what the rule has collected
+        self._start: Tensor | None = None
+        self._velocity: Tensor | None = None
+        self._inactive = None if masks is None else torch.empty_like(masks)
+        # One pass over memory instead of four; it takes one model.
+        self._fused = kernel("step", "masked_step") if weights.is_cuda and len(weights) == 1 and prunable else None
+
+    def begin(self, settings: StepSettings, lr: float) -> None:
+        """Take on new models: their weights and masks are in place."""
+        self.settings = settings
+        self.lr.fill_(lr)
+        if settings.prox:
+            self._start = self.weights.clone() if self._start is None else self._start.copy_(self.weights)
+        if settings.momentum:
+            self._velocity = torch.zeros_like(self.weights) if self._velocity is None else self._velocity.zero_()
+        if settings.rule is not None:
+            if self.scores is None:
+                self.scores = torch.zeros(len(self.weights), self.prunable, device=self.weights.device)
+            self.scores.zero_()
+        self.moved()
+
+    def moved(self) -> None:
+        """The masks or weights were changed: inactive weights become zero, and neither they nor new ones have a
+        velocity."""
+        if self.masks is not None and self._inactive is not None:
+            torch.logical_not(self.masks, out=self._inactive)
+            self.weights[:, : self.prunable].masked_fill_(self._inactive, 0.0)
+            if self.settings.momentum and self._velocity is not None:
+                self._velocity[:, : self.prunable].masked_fill_(self._inactive, 0.0)
+        self._follow()
+
+    def _follow(self) -> None:
+        if self.half is not None:
+            self.half.copy_(self.weights[:, : self.prunable])
+
+    @torch.no_grad()
+    def __call__(self, head: Tensor, rest: Tensor, busy: Tensor | None = None) -> None:
+        """One step down the gradients of the prunable weights and of the others, which are overwritten.
+
+        busy [rows, 1]: rows in which it is False stay as they are.
+        """
+        rule, scores = self.settings.rule, self.scores
+        if rule is not None and scores is not None:
+            _change(scores, busy, lambda rows: rule.collect(rows, head.float()))
+        if self._fused is not None and self.masks is not None and self.settings.plain:
+            half = None if self.half is None else self.half[0]
+            self._fused(self.weights[0, : self.prunable], half, head[0], self.masks[0], self.lr)
+        else:
+            self._descend(slice(0, self.prunable), head.float(), self._inactive, busy)
+            self._follow()
+        self._descend(slice(self.prunable, None), rest, None, busy)
+
+    def _descend(self, columns: slice, gradient: Tensor, inactive: Tensor | None, busy: Tensor | None) -> None:
+        """Change some columns. Nothing as large as the model is allocated, but with a proximal term."""
+        s, weights = self.settings, self.weights[:, columns]
+        if s.weight_decay:
+            gradient.add_(weights, alpha=s.weight_decay)
+        if s.prox and self._start is not None:
+            gradient.add_(weights - self._start[:, columns], alpha=s.prox)
+        if inactive is not None:
+            gradient.masked_fill_(inactive, 0.0)
+        if s.momentum and self._velocity is not None:
+            velocity, change = self._velocity[:, columns], gradient
+            _change(velocity, busy, lambda rows: rows.mul_(s.momentum).add_(change))
+            gradient = velocity
+        weights.addcmul_(gradient, self.lr if busy is None else self.lr * busy, value=-1)
+
+
+def _change(state: Tensor, busy: Tensor | None, change: Callable[[Tensor], object]) -> None:
+    """Apply a change that works in place, to the busy rows only."""
+    if busy is None:
+        change(state)
+    else:
+        new = state.clone()
+        change(new)
+        state.copy_(torch.where(busy, new, state))
