@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flashfl.run.runner import drive
 from torch import Tensor, nn
 
 import flashfl as fl

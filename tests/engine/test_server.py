@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from flashfl.run.runner import drive
 
 import flashfl as fl
 from flashfl.aggregate import add, average
