@@ -15,11 +15,11 @@ from torch import nn
 from wire_support import changed, mask_of, small_layout, update
 
 import flashfl as fl
-from flashfl.core.layout import Layer, Layout
-from flashfl.core.rng import fold
 from flashfl.core.exchange import Local
+from flashfl.core.layout import Layer, Layout
 from flashfl.core.mask import Mask, Recipe
-from flashfl.sparsity import PruneRegrow, pattern_budgets, random_mask
+from flashfl.core.rng import fold
+from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
 from flashfl.wire import encode
 from flashfl.wire.values import round_values, segments
 
@@ -110,7 +110,7 @@ def read_mask(body: Bytes, base: Mask) -> list[bool]:
 
 def read(data: bytes, base: Mask) -> tuple[dict[str, object], list[bool], Bytes]:
     """Header fields, the mask, and the values section still to be read."""
-    names = ("magic", "version", "kind", "layout", "check", "length", "stage", "round", "attempt", "client", "n", "key")
+    names = ("magic", "version", "kind", "layout", "check", "length", "phase", "round", "attempt", "client", "n", "key")
     header = dict(zip(names, struct.unpack("<4sBB8sIIBIHQQQ", data[:53]), strict=True))
     assert header["check"] == zlib.crc32(data[:14] + data[18:])
     assert header["length"] == len(data)
@@ -140,7 +140,7 @@ def test_a_stranger_reads_the_same(form: str, densities: list[float]) -> None:
     message = update(mask)
     header, found, values = read(encode(message, (base,), form=form).data, base)
     assert (header["magic"], header["version"], header["kind"]) == (b"FLSH", 1, 1)
-    assert (header["stage"], header["round"], header["attempt"]) == message.tag
+    assert (header["phase"], header["round"], header["attempt"]) == message.tag
     assert (header["client"], header["n"], header["key"]) == (message.client, message.n, message.key)
     assert header["layout"] == bytes.fromhex(LAYOUT.hash)
     assert found == mask.bits.tolist()
@@ -218,7 +218,7 @@ def test_the_mask_of_a_recipe_as_described(m: int) -> None:
     kept = set().union(
         *(layer_of_recipe(x, budget, key, m) for x, budget in zip(layout.prunable, budgets, strict=True))
     )
-    assert kept == set(random_mask(layout, budgets, key, nm=m).bits.nonzero().flatten().tolist())
+    assert kept == set(recipe_mask(layout, Recipe(key, budgets, m)).bits.nonzero().flatten().tolist())
 
 
 def test_settings_as_described() -> None:

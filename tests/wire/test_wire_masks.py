@@ -13,10 +13,9 @@ from flashfl.sparsity.masks import recipe_mask
 from flashfl.wire import mask_from_bytes, mask_to_bytes
 from flashfl.wire.errors import BadField, WireError
 from flashfl.wire.geometry import geometry
-from flashfl.wire.masks import FORMS, plan
+from flashfl.wire.masks import FORMS, plan, read_mask
 from flashfl.wire.reader import Reader
 from flashfl.wire.sizes import mask_sizes
-from flashfl.wire.unmask import read_mask, rebuild
 
 
 def sent(mask: Mask, bases: tuple[Mask, ...], form: str | None) -> tuple[Mask, str, int]:
@@ -24,7 +23,7 @@ def sent(mask: Mask, bases: tuple[Mask, ...], form: str | None) -> tuple[Mask, s
     data = b"".join(choice.piece.write())
     assert len(data) == choice.piece.size
     known = {base.hash: base for base in bases}
-    found, name, base = read_mask(Reader(memoryview(data), "mask"), mask.layout, known, rebuild)
+    found, name, base = read_mask(Reader(memoryview(data), "mask"), mask.layout, known)
     assert (name, base) == (choice.form, choice.base)
     assert torch.equal(found.bits, mask.bits)
     assert found.counts == Mask(mask.layout, mask.bits).counts

@@ -26,7 +26,6 @@ class Coding:
     mask: str | None = None  # the mask's form
     base: str | None = None  # the hash of the mask it leans on
     values: Form = "fp32"
-    held: tuple[str, ...] = ()  # hashes of the fixed tensors that were only named
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,6 @@ class Message:
     counts: tuple[int, ...] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Extra] = field(default_factory=dict)
-    fixed: Mapping[str, Tensor] = field(default_factory=dict)
     lacks: str | None = None  # the hash a client asks the full mask of
     coding: Coding | None = None  # set by the decoder
     parts: Parts | None = None  # set by the decoder: what the bytes were for

@@ -72,12 +72,12 @@ class Lists:
     quotients: Array  # for each list the sum of gap >> k
 
     @property
-    def low_bytes(self) -> int:
-        return byte_length(int((self.coded * self.k).sum()))
+    def low_bits(self) -> int:
+        return int((self.coded * self.k).sum())
 
     @property
-    def unary_bytes(self) -> int:
-        return byte_length(int((self.coded + self.quotients).sum()))
+    def unary_bits(self) -> int:
+        return int((self.coded + self.quotients).sum())
 
     @staticmethod
     def of(ranks: Array, counts: Array, universe: Array) -> Lists:
@@ -99,13 +99,13 @@ class Lists:
         return Lists(coded, gaps, *best_k(gaps, coded))
 
     def streams(self) -> Streams:
-        low = np.empty(int((self.coded * self.k).sum()), np.uint8)
+        low = np.empty(self.low_bits, np.uint8)
         at = 0
         for plane, start, stop in _planes(self.coded, self.k):
             low[at : at + stop - start] = (self.gaps[start:stop] >> plane) & 1
             at += stop - start
         ends = np.cumsum((self.gaps >> np.repeat(self.k.astype(np.int32), self.coded)) + 1, dtype=np.int64) - 1
-        unary = np.zeros(int((self.coded + self.quotients).sum()), np.uint8)
+        unary = np.zeros(self.unary_bits, np.uint8)
         unary[ends] = 1
         return Streams(_pack(low), _pack(unary))
 
@@ -124,8 +124,8 @@ def complement(ranks: Array, counts: Array, universe: Array, which: Array) -> Ar
     return np.concatenate(parts) if parts else ranks
 
 
-def read(counts: Array, universe: Array, k: Array, low: memoryview, unary: memoryview) -> Array:
-    """The coded ranks of all lists (those of the complement where that was coded), every rule of the format checked."""
+def read(counts: Array, universe: Array, k: Array, low: Array, unary: memoryview) -> Array:
+    """The coded ranks of all lists (of the complement where that was coded). `low`: the bits of the low stream."""
     coded = coded_counts(counts, universe)
     if bool((k > MAX_K).any()) or bool((k[coded == 0] != 0).any()):
         raise BadField("a Rice parameter is out of range, or given for an empty list")
@@ -136,10 +136,9 @@ def read(counts: Array, universe: Array, k: Array, low: memoryview, unary: memor
         raise OutOfRange("a Rice-coded position lies outside its layer")
     half = sums(gaps >> 1, coded)
     gaps <<= np.repeat(k.astype(np.int32), coded)
-    bits = _unpack(low, int((coded * k).sum()))
     at = 0
     for plane, start, stop in _planes(coded, k):
-        gaps[start:stop] |= bits[at : at + stop - start].astype(np.int32) << plane
+        gaps[start:stop] |= low[at : at + stop - start].astype(np.int32) << plane
         at += stop - start
     if bool((sums(gaps, coded) > slack).any()):
         raise OutOfRange("a Rice-coded position lies outside its layer")
@@ -179,11 +178,3 @@ def _quotients(coded: Array, most: Array, unary: memoryview) -> Array:
 
 def _pack(bits: Array) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
-
-
-def _unpack(data: memoryview, count: int) -> Array:
-    """Exactly `count` bits; the padding must be zero."""
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-    if bits[count:].any():
-        raise BadField("padding bits are not zero")
-    return bits[:count]

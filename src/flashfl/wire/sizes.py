@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.kernel import kernel
 from ..core.layout import Layout
-from .geometry import HASH, geometry
+from .geometry import geometry
 
 
 class RiceBits(NamedTuple):
@@ -25,10 +25,6 @@ class RiceBits(NamedTuple):
     unary: Tensor
     counts: Tensor
     k: Tensor
-
-    @property
-    def bytes(self) -> Tensor:
-        return _bytes(self.low) + _bytes(self.unary)
 
 
 class MaskSizes(NamedTuple):
@@ -126,10 +122,6 @@ def _settle(quotients: Tensor, coded: Tensor, counts: Tensor) -> RiceBits:
     return RiceBits((coded * best).sum(1), (coded + chosen).sum(1), counts, best)
 
 
-def _bytes(bits: Tensor) -> Tensor:
-    return (bits + 7) // 8
-
-
 def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> MaskSizes:
     """The mask section of each row of `bits`, given the masks its receiver holds.
 
@@ -141,18 +133,17 @@ def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> Ma
     rows = max(len(x) for x in (bits, *others)) if len(bits) else 0
     if not rows or not total:
         counts = torch.zeros((rows, geo.layers), dtype=torch.int64, device=bits.device)
-        only = 1 + HASH if others else geo.bitmap_size  # masks of no weights are all the same
+        only = geo.known_size if others else geo.bitmap_size  # masks of no weights are all the same
         return MaskSizes(counts, torch.full((rows,), only, device=bits.device))
     found = _all_lists(layout, bits, others)
-    best = (geo.rice_fixed + found[0].bytes).clamp(max=geo.bitmap_size).expand(rows)
+    best = geo.rice_size(found[0].low, found[0].unary).clamp(max=geo.bitmap_size).expand(rows)
     held: Tensor | None = None
     for dropped, grown in zip(found[1::2], found[2::2], strict=True):
-        moved = _bytes(dropped.low + grown.low) + _bytes(dropped.unary + grown.unary)
-        best = torch.minimum(best, geo.difference_fixed + moved)
+        best = torch.minimum(best, geo.difference_size(dropped.low + grown.low, dropped.unary + grown.unary))
         equal = (dropped.counts + grown.counts).sum(1) == 0
         held = equal if held is None else held | equal
     if held is not None:
-        best = torch.where(held, 1 + HASH, best)
+        best = torch.where(held, geo.known_size, best)
     return MaskSizes(found[0].counts.expand(rows, -1), best)
 
 
