@@ -94,7 +94,7 @@ def test_weights() -> None:
     sent = encode(Message("update", LAYOUT, (2, 0, 0), 1, 10, mask=mask, values=bare, carries="weights"))
     found = decode(sent.data, LAYOUT).weights(statistics=weights.vector[LAYOUT.trained_size :])
     assert torch.equal(found.vector, weights.vector)
-    with pytest.raises(ValueError, match="no weights"):
+    with pytest.raises(ValueError, match="carries no weights"):
         Message("update", LAYOUT, (2, 0, 0), 1).weights()
 
 

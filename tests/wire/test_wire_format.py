@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import zlib
 from dataclasses import MISSING, fields
@@ -16,11 +17,14 @@ from wire_support import changed, mask_of, small_layout, update
 
 import flashfl as fl
 from flashfl.core.exchange import Local
+from flashfl.core.layout import KINDS as LAYOUT_KINDS
 from flashfl.core.layout import Layer, Layout
 from flashfl.core.mask import Mask, Recipe
 from flashfl.core.rng import fold
 from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
-from flashfl.wire import encode
+from flashfl.wire import Limits, encode
+from flashfl.wire.frame import CODES
+from flashfl.wire.message import KINDS as MESSAGE_KINDS
 from flashfl.wire.values import round_values, segments
 
 LAYOUT = small_layout((40, 300, 0, 17))
@@ -134,7 +138,7 @@ def read_int8(body: Bytes, counts: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("form", ["difference", "rice", "bitmap"])
 @pytest.mark.parametrize("densities", [[0.2, 0.1, 0.0, 1.0], [0.9, 0.5, 0.0, 0.1], [0.0, 0.01, 0.0, 0.0]])
-def test_a_stranger_reads_the_same(form: str, densities: list[float]) -> None:
+def test_second_reader_sees_the_same_message(form: str, densities: list[float]) -> None:
     base = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
     mask = changed(mask_of(LAYOUT, densities, 2), 0.1, 3)
     message = update(mask)
@@ -149,7 +153,7 @@ def test_a_stranger_reads_the_same(form: str, densities: list[float]) -> None:
     assert list(struct.unpack(f"<{message.values.numel()}f", values.data[2:])) == message.values.tolist()
 
 
-def test_a_stranger_reads_int8() -> None:
+def test_second_reader_sees_the_same_int8_values() -> None:
     mask = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
     message = update(mask)
     _, _, values = read(encode(message, values="int8", form="rice").data, mask)
@@ -221,11 +225,32 @@ def test_the_mask_of_a_recipe_as_described(m: int) -> None:
     assert kept == set(recipe_mask(layout, Recipe(key, budgets, m)).bits.nonzero().flatten().tolist())
 
 
+PAGE = (Path(fl.wire.__file__).parent / "FORMAT.md").read_text()
+
+
+def test_limits_as_described() -> None:
+    for f in fields(Limits):
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{f.name}`"))
+        assert row.endswith(f"| {json.dumps(f.default)} |"), row
+
+
+def test_sections_and_kinds_as_described() -> None:
+    rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| \d+ \| [a-z]+ \|", line)]
+    assert {row[1]: int(row[0][2:]) for row in rows} == CODES
+    assert all(f"{code} `{kind}`" in PAGE for code, kind in enumerate(MESSAGE_KINDS))
+    assert ", ".join(f"`{kind}`" for kind in LAYOUT_KINDS[:3]) + f" and `{LAYOUT_KINDS[3]}`" in PAGE.replace("\n", " ")
+
+
+def test_layout_hash_escapes_names_as_described() -> None:
+    layout = Layout.build({"prunable": [('a"\\\n\x7fé\U0001f600', (2,))], "fixed": [("f", ())]})
+    text = r"""[["a\"\\\n\u007f\u00e9\ud83d\ude00", [2], "prunable"], ["f", [], "fixed"]]"""
+    assert hashlib.blake2b(text.encode("ascii"), digest_size=8).hexdigest() == layout.hash
+
+
 def test_settings_as_described() -> None:
     """The page's table of fields and defaults is the classes'."""
-    page = (Path(fl.wire.__file__).parent / "FORMAT.md").read_text()
     for cls in (Local, Recipe, PruneRegrow):
-        row = next(line for line in page.splitlines() if line.startswith(f"| `{cls.__name__}` |"))
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{cls.__name__}` |"))
         for f in fields(cls):
             default = [] if f.default == () else f.default
             said = f"`{f.name}`" if default is MISSING else f"`{f.name}` {json.dumps(default)}"

@@ -1,14 +1,13 @@
-"""Sizes of mask forms on any device, many clients at once, without writing a byte.
+"""Sizes of mask forms on any device, for many clients at once, without writing a byte.
 
-The same closed forms as `rice` and `masks`, as tensor reductions: what an engine that keeps masks on a GPU counts is to
-the byte what an encoder would write. A GPU without Triton is waited for where set bits are found and complements
-decided; with it, never.
+The sizes are those of `rice` and `geometry`, as tensor reductions. They equal what the encoder writes, to the byte.
+With Triton nothing here waits for the GPU; without it, finding set bits does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +15,9 @@ from torch import Tensor
 from ..core.kernel import kernel
 from ..core.layout import Layout
 from .geometry import geometry
+
+if TYPE_CHECKING:
+    from ..kernels.rice import Gaps
 
 
 class RiceBits(NamedTuple):
@@ -167,7 +169,7 @@ def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[Ri
     return [RiceBits(*each) for each in zip(*parts, strict=True)]
 
 
-def _of_lists(gaps: Any) -> list[RiceBits]:
+def _of_lists(gaps: Gaps) -> list[RiceBits]:
     """What a kernel found, list by list."""
     return [
         _settle(sums, torch.minimum(counts, room - counts), counts)
