@@ -42,7 +42,7 @@ def again(message: Message, known: dict[str, Mask]) -> bytes:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("index", range(8))
-def test_round_trip(index: int, form: Form) -> None:
+def test_message_round_trips(index: int, form: Form) -> None:
     message, bases = samples(LAYOUT)[index]
     known = {mask.hash: mask for mask in bases}
     sent = encode(message, bases, form)
@@ -57,7 +57,7 @@ def test_round_trip(index: int, form: Form) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_any_message(data: st.DataObject) -> None:
+def test_random_message_round_trips(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     mask, base = data.draw(masks(layout)), data.draw(masks(layout))
     metrics = data.draw(st.dictionaries(st.text("abc. -_", min_size=1), st.floats(-1e9, 1e9), max_size=3))
@@ -75,7 +75,7 @@ def test_any_message(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_size_without_mask_or_values(form: Form) -> None:
+def test_size_counted_on_a_device_is_the_encoded_size(form: Form) -> None:
     """What a device counts is what an encoder writes."""
     for message, bases in samples(LAYOUT)[:3]:
         assert message.mask is not None
@@ -85,7 +85,7 @@ def test_size_without_mask_or_values(form: Form) -> None:
         assert parts == encode(message, bases, form).parts
 
 
-def test_weights() -> None:
+def test_weights_of_a_message() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
     weights = Weights.masked(mask, torch.randn(LAYOUT.size))
     sent = encode(Message("update", LAYOUT, (2, 0, 0), 1, 10, mask=mask, values=weights.packed()))
@@ -98,7 +98,7 @@ def test_weights() -> None:
         Message("update", LAYOUT, (2, 0, 0), 1).weights()
 
 
-def test_settings_travel_whole() -> None:
+def test_settings_round_trip() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
     local = Local(epochs=3, lr=1, adapt=WireTestRule(0.5, names=("a", "b")), keep=("mask",))
     found = decode(encode(order(mask, local)).data, LAYOUT).local
@@ -106,7 +106,7 @@ def test_settings_travel_whole() -> None:
     assert isinstance(found.adapt, WireTestRule)
 
 
-def test_small_overhead() -> None:
+def test_overhead_is_small() -> None:
     """A message under a known mask is within 200 bytes of its values; settings take at most 300 more."""
     layout = small_layout([50_000] * 20)
     mask = mask_of(layout, [0.1] * 20, 1)
@@ -116,14 +116,14 @@ def test_small_overhead() -> None:
     assert len(down.data) - 4 * update(mask).values.numel() <= 500
 
 
-def test_lost_mask_is_named() -> None:
+def test_unknown_mask_is_named() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
     with pytest.raises(UnknownMask) as lost:
         decode(encode(order(mask), (mask,)).data, LAYOUT)
     assert lost.value.hash == mask.hash
 
 
-def test_limits_come_before_work() -> None:
+def test_limits_are_checked() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
     extra = {"x": Extra("dense", torch.zeros(40))}
     data = encode(update(mask, extra=extra, metrics={"a": 1.0, "b": 2.0})).data

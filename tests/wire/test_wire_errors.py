@@ -121,7 +121,7 @@ def test_bad_field() -> None:
         "",
     ],
 )
-def test_settings_only_in_canonical_form(text: str) -> None:
+def test_settings_not_in_canonical_form_are_refused(text: str) -> None:
     refused(errors.BadField, replace(ORDER, "local", text.encode("latin1")), "settings")
 
 
@@ -188,7 +188,7 @@ def test_unknown_mask() -> None:
     assert found.value.hash == BASE.hash
 
 
-def test_int8_scales_no_sender_would_choose() -> None:
+def test_invalid_int8_scales_are_refused() -> None:
     data = encode(update(BASE), (BASE,), "int8").data
     body = payload(data, "values")
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", -1.0))))
@@ -197,7 +197,7 @@ def test_int8_scales_no_sender_would_choose() -> None:
     refused(errors.NonFinite, replace(data, "values", put(body, 2, struct.pack("<f", float("inf")))))
 
 
-def test_errors_are_one_family() -> None:
+def test_every_error_is_a_wire_error() -> None:
     named = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, FlashError)]
     assert len(named) > 15
     assert all(issubclass(x, errors.WireError) or x is FlashError for x in named)

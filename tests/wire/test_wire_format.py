@@ -174,7 +174,7 @@ def test_hashes_as_described() -> None:
     assert hashlib.blake2b(packed, digest_size=8, key=LAYOUT.hash.encode()).hexdigest() == mask.hash
 
 
-def test_another_layout_is_another_hash() -> None:
+def test_other_layout_has_another_hash() -> None:
     assert Layout.build({"prunable": [("w", (2, 3))]}).hash != Layout.build({"prunable": [("w", (3, 2))]}).hash
 
 
@@ -213,7 +213,7 @@ def layer_of_recipe(layer: Layer, budget: int, key: int, m: int) -> set[int]:
 
 
 @pytest.mark.parametrize("m", [0, 2, 4])
-def test_the_mask_of_a_recipe_as_described(m: int) -> None:
+def test_recipe_mask_as_described(m: int) -> None:
     net = nn.Sequential(nn.Conv2d(5, 6, 3), nn.ConvTranspose2d(6, 9, 2), nn.Conv2d(9, 3, 1), nn.Linear(27, 5))
     layout, key = Layout.of(net), fold(3, "mask", 7)
     text = b"3\0str:mask\0int:7"

@@ -1,4 +1,4 @@
-"""Whatever the bytes, the decoder answers with a message that keeps every promise, or with a named error.
+"""Fuzzing: for any bytes the decoder gives a message that keeps every promise, or raises a named error.
 
 More than half of the mutations are made field by field and sealed with a valid checksum, so that they reach the
 checks behind it. A million of them is a slow test; the fast suite makes twenty thousand.
@@ -81,7 +81,7 @@ def fuzz(layout: Layout, pool: list[Seed], count: int, seed: int, seconds: float
     return ends
 
 
-def test_twenty_thousand() -> None:
+def test_fuzz_20_000_mutations() -> None:
     layout = small_layout()
     ends = fuzz(layout, seeds(layout), 20_000, 1)
     assert ends.total() == 20_000
@@ -90,7 +90,7 @@ def test_twenty_thousand() -> None:
 
 
 @pytest.mark.slow
-def test_a_million() -> None:
+def test_fuzz_1_000_000_mutations() -> None:
     """Time-boxed: over layouts of up to 2,000 weights, a new one every ten thousand."""
     until = time.monotonic() + float(os.environ.get("FLASHFL_FUZZ_SECONDS", "1500"))
     ends: Counter[str] = Counter()
@@ -123,7 +123,7 @@ def large(count: int = 500, room: int = 768 << 20) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
-def test_five_hundred_at_resnet18_size_under_a_memory_limit() -> None:
+def test_fuzz_resnet18_under_a_memory_limit() -> None:
     path = os.pathsep.join([str(HERE), *sys.path])
     code = "import torch; torch.set_num_threads(1); import test_wire_fuzz as t; t.large()"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

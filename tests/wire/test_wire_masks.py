@@ -43,7 +43,7 @@ def test_every_form_round_trips(data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_counted_is_encoded(data: st.DataObject) -> None:
+def test_counted_size_is_the_encoded_size(data: st.DataObject) -> None:
     """Bytes counted by tensor reductions, with shared and with own bases, are those the encoder writes."""
     layout = data.draw(layouts())
     rows = [data.draw(masks(layout)) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_counted_is_encoded(data: st.DataObject) -> None:
     assert turned.bytes.tolist() == [plan(shared, (mask,)).piece.size for mask in rows]
 
 
-def test_recipe() -> None:
+def test_recipe_round_trips() -> None:
     layout = small_layout((4000, 30_000))
     mask = recipe_mask(layout, Recipe(2**64 - 1, (400, 600)))
     found, form, size = sent(mask, (), None)
@@ -76,7 +76,7 @@ def test_full_and_empty_layers_are_almost_free() -> None:
     assert sent(mask_of(layout, [1.0, 0.0, 1.0], 1), (), None)[2] == 1 + 3 * (3 + 1) - 1 + 4
 
 
-def test_choice() -> None:
+def test_smallest_form_is_chosen() -> None:
     layout = small_layout((5000, 20_000))
     base = mask_of(layout, [0.1, 0.05], 1)
     assert sent(base, (base,), None)[1:] == ("known", 9)

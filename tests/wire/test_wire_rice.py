@@ -1,4 +1,4 @@
-"""Rice-coded lists: what goes in comes out, at the size that was promised, with the best parameter."""
+"""Rice-coded lists round-trip, have the size that was counted, and use the best parameter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_back(ranks: np.ndarray, counts: np.ndarray, universe: np.ndarray) -> np
 
 
 @given(lists())
-def test_round_trip(given: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_rice_lists_round_trip(given: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     assert np.array_equal(read_back(*given), given[0])
 
 
@@ -55,7 +55,7 @@ def test_parameter_is_the_smallest_of_the_best(gaps: list[int]) -> None:
     assert len(gaps) * (1 + int(k[0])) + int(total[0]) == min(sizes)
 
 
-def test_hand_computed() -> None:
+def test_rice_streams_by_hand() -> None:
     """Ranks 1, 4, 5, 12 of 20: gaps 1, 2, 0, 6; k = 1 takes 4 * 2 + (0 + 1 + 0 + 3) = 12 bits."""
     coded = rice.Lists.of(np.array([1, 4, 5, 12]), np.array([4]), np.array([20]))
     assert coded.gaps.tolist() == [1, 2, 0, 6]
@@ -76,7 +76,7 @@ def read(counts: int, universe: int, k: int, low: bytes, unary: bytes) -> np.nda
     return rice.read(np.array([counts]), np.array([universe]), np.array([k]), bits, memoryview(unary))
 
 
-def test_refusals() -> None:
+def test_invalid_rice_streams_are_refused() -> None:
     assert read(2, 8, 0, b"", bytes([0b101])).tolist() == [0, 2]
     with pytest.raises(BadCount):
         read(3, 8, 0, b"", bytes([0b101]))

@@ -84,13 +84,13 @@ class Reader:
         found = np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype)
         return found.astype(found.dtype.newbyteorder("="))
 
-    def count(self, most: int) -> int:
+    def count(self, most: int, items: str) -> int:
         """A number of items, from 1 to `most`."""
         found = self.u8()
         if found == 0:
-            raise BadCount(f"the section {self.what!r} is empty; it must be left out instead")
+            raise BadCount(f"the section {self.what!r} has no {items}; it must be left out then")
         if found > most:
-            raise TooLarge(f"{found} {self.what}, at most {most} are accepted here")
+            raise TooLarge(f"{found} {items}, at most {most} are accepted here")
         return found
 
     def name(self, seen: Collection[str]) -> str:

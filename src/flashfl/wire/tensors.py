@@ -41,7 +41,7 @@ def metrics_bytes(metrics: Mapping[str, float]) -> bytes:
 
 def read_metrics(reader: Reader, limits: Limits) -> dict[str, float]:
     out: dict[str, float] = {}
-    for _ in range(reader.count(limits.metrics)):
+    for _ in range(reader.count(limits.metrics, "metrics")):
         name = reader.name(out)
         (value,) = reader.unpack(_F64)
         out[name] = _finite(name, value)
@@ -101,7 +101,7 @@ def _check_finite(name: str, value: Tensor) -> None:
 
 def read_extras(reader: Reader, limits: Limits, active: int | None) -> dict[str, Extra]:
     out: dict[str, Extra] = {}
-    for _ in range(reader.count(limits.extras)):
+    for _ in range(reader.count(limits.extras, "extras")):
         name, code = reader.name(out), reader.u8()
         if code >= len(FORMS):
             raise BadField(f"the extra {name!r} has form {code}; the forms are 0 to {len(FORMS) - 1}")
