@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_support import changed, layouts, mask_of, masks, small_layout
 
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
-from flashfl.sparsity.masks import recipe_mask
+from flashfl.sparsity import pattern_budgets, recipe_mask
 from flashfl.wire import mask_from_bytes, mask_to_bytes
 from flashfl.wire.errors import BadField, WireError
 from flashfl.wire.geometry import geometry
@@ -127,3 +128,15 @@ def test_damaged_stored_mask_is_a_wire_error() -> None:
     for bad in (b"", stored[:-1], stored + b"\0", b"\x07" + stored[1:], leaning):
         with pytest.raises(WireError):
             mask_from_bytes(bad, layout)
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+def test_recipe_mask_with_a_pattern_round_trips(m: int) -> None:
+    """Every recipe that fits is followed: empty layers, vectors and layers narrower than a group included."""
+    shapes = [("a", (4, 6, 3)), ("b", (5,)), ("c", (3, 1)), ("up", (7, 2, 3))]
+    part = Layout.build({"prunable": shapes}, turned=["up"])
+    layout = Layout.build({"prunable": [*shapes, ("empty", (1, 0))]}, turned=["up"])
+    for density in (0.0, 0.3, 0.5, 1.0):
+        budgets = (*pattern_budgets(part, [round(size * density) for size in part.sizes], m), 0)
+        found, _, _ = sent(recipe_mask(layout, Recipe(7, budgets, m)), (), "recipe")
+        assert found.counts == budgets

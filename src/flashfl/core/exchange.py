@@ -90,7 +90,8 @@ class Local:
                 raise ConfigError(f"{name} = {value}: must be a number of at least 0 and at most {_MOST_REAL:g}")
             object.__setattr__(self, name, real)
         if self.adapt is not None and not isinstance(self.adapt, Adapt):
-            raise ConfigError(f"adapt = {self.adapt!r}: must be a rule with the methods of Adapt, or None")
+            lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
+            raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
         if self.start is not None and not isinstance(self.start, Recipe):
             raise ConfigError(f"start = {self.start!r}: must be a Recipe or None")
         if tuple(self.keep) not in ((), ("mask",)):
