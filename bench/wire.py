@@ -1,9 +1,9 @@
-"""The wire against its bounds and its rivals: sizes, times and savings at ResNet18's size.
+"""The wire format against the entropy bound and other formats: sizes, times and savings for a ResNet18.
 
     OMP_NUM_THREADS=1 python bench/wire.py
 
-Prints each figure beside what it is asked to be and says pass or FAIL; the exit status is the number of failures.
-Needs scipy, for the comparison only. Takes about a minute on one core.
+Prints each figure with its target and pass or FAIL. The exit status is the number of failures. Needs scipy, for the
+comparison only. Takes about a minute on one core.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 
 from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask
+from flashfl.core.mask import Mask, Recipe
 from flashfl.core.rng import choose, fold
-from flashfl.sparsity.masks import random_mask
+from flashfl.sparsity import recipe_mask
 from flashfl.wire import Message, decode, encode, size
 from flashfl.wire.masks import plan
 
@@ -65,7 +65,7 @@ K, DENSE, STATISTICS = (
 
 
 def verdict(what: str, found: float, limit: float, at_least: bool = False, form: str = ".3f") -> None:
-    """One line: the figure, what it is asked to be, pass or FAIL."""
+    """One line: the figure, its target, pass or FAIL."""
     global failures
     good = found >= limit if at_least else found <= limit
     failures += not good
@@ -74,7 +74,7 @@ def verdict(what: str, found: float, limit: float, at_least: bool = False, form:
 
 
 def budgets(density: float, skewed: bool) -> list[int]:
-    """Uniform, or shaped as stage 1 leaves them: the smallest layers full, the largest at half the mean density."""
+    """Uniform, or shaped as a warm-up leaves them: the smallest layers full, the largest at half the mean density."""
     if not skewed:
         return [round(size * density) for size in LAYOUT.sizes]
     sizes = np.array(LAYOUT.sizes, float)
@@ -88,6 +88,10 @@ def budgets(density: float, skewed: bool) -> list[int]:
             a, b = (scale, b) if np.minimum(1, scale * shape) @ sizes < density * K else (a, scale)
         low, high = (slope, high) if scale > density / 2 else (low, slope)
     return [round(n) for n in np.minimum(1, scale * shape) * sizes]
+
+
+def random_mask(budgets: Sequence[int], key: int) -> Mask:
+    return recipe_mask(LAYOUT, Recipe(key, tuple(budgets)))
 
 
 def plain(mask: Mask) -> Mask:
@@ -123,7 +127,7 @@ def change_bound(mask: Mask, base: Mask) -> float:
 
 
 def rivals(mask: Mask, values: np.ndarray) -> dict[str, int]:
-    """Bytes of the same weights in other people's formats, the dense layers added to each as plain fp32."""
+    """Bytes of the same weights in other formats, each with the dense layers as plain fp32."""
     bits, rest = mask.bits.numpy(), 4 * (DENSE + STATISTICS)
     weights = np.zeros(K, np.float32)
     weights[bits] = values[: mask.active]
@@ -163,13 +167,13 @@ def sizes() -> None:
     found: list[tuple[str, float, float]] = []
     for skewed in (False, True):
         for density in (0.1, 0.05, 0.01):
-            mask = plain(random_mask(LAYOUT, budgets(density, skewed), 7))
+            mask = plain(random_mask(budgets(density, skewed), 7))
             sent = message(mask)
             parts = size(sent)
             assert sent.values is not None
             bound = choices(LAYOUT.sizes, mask.counts)
             others = rivals(mask, sent.values.numpy())
-            name = f"{'stage 1' if skewed else 'uniform'} d = {density}"
+            name = f"{'warm-up' if skewed else 'uniform'} d = {density}"
             row = "".join(f"{n / 1e3:>15.0f}" for n in others.values())
             print(f"  {name:<22}{parts.total / 1e3:>8.0f}{parts.mask / 1e3:>8.1f}{bound / 1e3:>8.1f}  {row}")
             near = changed(mask, 0.125, 3)
@@ -184,7 +188,7 @@ def sizes() -> None:
 
 def overhead() -> None:
     print("\nA message under a mask both sides know, beyond 4 bytes a value")
-    mask = random_mask(LAYOUT, budgets(0.05, True), 7)
+    mask = random_mask(budgets(0.05, True), 7)
     up = size(message(mask), (mask,))
     verdict("update", up.total - 4 * (mask.active + DENSE + STATISTICS), 200, form=".0f")
     keep = Local(lr=0.0123456789, keep=("mask",), start=mask.recipe)
@@ -207,7 +211,7 @@ def timings() -> None:
     print(
         "\nMilliseconds to encode and decode an update at d = 0.05, beside zlib level 1 of the masked dense fp32 bytes"
     )
-    mask = random_mask(LAYOUT, budgets(0.05, True), 7)
+    mask = random_mask(budgets(0.05, True), 7)
     near = changed(plain(mask), 0.125, 3)
     sent = message(mask)
     assert sent.values is not None
@@ -249,18 +253,18 @@ def dense_run(statistics: bool) -> int:
     return CLIENTS * (first - later) + ROUNDS * COHORT * (later + up)
 
 
-def stage1(mask: Mask, statistics: bool) -> int:
+def warm_up(mask: Mask, statistics: bool) -> int:
     """Ten clients are sent a sparse model and report layer counts."""
     counts = Message("update", LAYOUT, (1, 0, 0), 7, 500, counts=mask.counts, metrics={"loss": 0.5})
     return 10 * (size(message(mask, "order", statistics)).total + size(counts).total)
 
 
 def spdst(statistics: bool) -> float:
-    mask = random_mask(LAYOUT, budgets(0.05, True), 7)
+    mask = random_mask(budgets(0.05, True), 7)
     seen: set[int] = set()
     order = [size(message(mask, "order", statistics), held).total for held in ((), (mask,))]
     up = size(message(mask, "update", statistics), (mask,)).total
-    total = stage1(random_mask(LAYOUT, budgets(0.05, False), 8), statistics)
+    total = warm_up(random_mask(budgets(0.05, False), 8), statistics)
     for cohort in cohorts():
         for client in cohort:
             total += order[client in seen] + up
@@ -274,7 +278,7 @@ def jmwst(churn: float) -> float:
     What an order costs depends on how many times the mask changed since the client's last round; one pair of masks
     is encoded for each such distance.
     """
-    versions = [random_mask(LAYOUT, budgets(0.05, True), 7)]
+    versions = [random_mask(budgets(0.05, True), 7)]
     apart: dict[int, int] = {0: 9}
     full = plan(plain(versions[0])).piece.size
     while len(versions) < 2 or apart[len(versions) - 1] < full:
@@ -285,7 +289,7 @@ def jmwst(churn: float) -> float:
     moved = plan(changed(plain(versions[0]), 0.125, 99), (versions[0],)).piece.size
     frame = {kind: size(message(versions[0], kind), (versions[0],)).total - 9 for kind in ("order", "update")}
     recipe = plan(versions[0]).piece.size
-    total = stage1(random_mask(LAYOUT, budgets(0.05, False), 8), True)
+    total = warm_up(random_mask(budgets(0.05, False), 8), True)
     held: dict[int, int] = {}
     for t, cohort in enumerate(cohorts()):
         version = -(-t // EVERY)  # the mask changes after rounds 0, 5, 10, ...
@@ -301,7 +305,7 @@ def jmwst(churn: float) -> float:
 
 
 def savings() -> None:
-    print(f"\nSavings over dense, both ways, {CLIENTS} clients, {COHORT} a round, {ROUNDS} rounds, stage 1 included")
+    print(f"\nSavings over dense, both ways, {CLIENTS} clients, {COHORT} a round, {ROUNDS} rounds, warm-up included")
     verdict("SPDST d = 0.05, with BatchNorm statistics", spdst(True), 19.1, True)
     verdict("SPDST d = 0.05, static BatchNorm", spdst(False), 19.4, True)
     verdict("JMWST d = 0.05, r_int 5, server mask moves 12.5 %", jmwst(0.125), 18.0, True)

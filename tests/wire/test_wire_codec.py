@@ -12,9 +12,9 @@ from wire_support import WireTestRule, layouts, mask_of, masks, order, samples, 
 
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask, Weights
-from flashfl.wire import Coding, Limits, Message, decode, encode, fixed_hash, mask_sizes, seal, size, size_with
-from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge, UnknownFixed, UnknownMask
+from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.wire import Coding, Limits, Message, decode, encode, mask_sizes, size, size_with
+from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge, UnknownMask
 from flashfl.wire.values import FORMS, Form
 
 LAYOUT = small_layout()
@@ -32,19 +32,17 @@ def check_same(a: Message, b: Message) -> None:
     for name, extra in a.extra.items():
         assert extra.form == b.extra[name].form
         assert torch.equal(extra.value, b.extra[name].value)
-    for name, tensor in a.fixed.items():
-        assert torch.equal(tensor, b.fixed[name])
 
 
-def again(message: Message, known: dict[str, Mask], fixed: dict[str, torch.Tensor] | None = None) -> bytes:
+def again(message: Message, known: dict[str, Mask]) -> bytes:
     coding = message.coding or Coding()
     bases = (known[coding.base],) if coding.base else ()
-    return encode(message, bases, coding.values, coding.held, coding.mask).data
+    return encode(message, bases, coding.values, coding.mask).data
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("index", range(8))
-def test_round_trip(index: int, form: Form) -> None:
+def test_message_round_trips(index: int, form: Form) -> None:
     message, bases = samples(LAYOUT)[index]
     known = {mask.hash: mask for mask in bases}
     sent = encode(message, bases, form)
@@ -59,7 +57,7 @@ def test_round_trip(index: int, form: Form) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_any_message(data: st.DataObject) -> None:
+def test_random_message_round_trips(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     mask, base = data.draw(masks(layout)), data.draw(masks(layout))
     metrics = data.draw(st.dictionaries(st.text("abc. -_", min_size=1), st.floats(-1e9, 1e9), max_size=3))
@@ -77,7 +75,7 @@ def test_any_message(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_size_without_mask_or_values(form: Form) -> None:
+def test_size_counted_on_a_device_is_the_encoded_size(form: Form) -> None:
     """What a device counts is what an encoder writes."""
     for message, bases in samples(LAYOUT)[:3]:
         assert message.mask is not None
@@ -87,7 +85,7 @@ def test_size_without_mask_or_values(form: Form) -> None:
         assert parts == encode(message, bases, form).parts
 
 
-def test_weights() -> None:
+def test_weights_of_a_message() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
     weights = Weights.masked(mask, torch.randn(LAYOUT.size))
     sent = encode(Message("update", LAYOUT, (2, 0, 0), 1, 10, mask=mask, values=weights.packed()))
@@ -96,46 +94,19 @@ def test_weights() -> None:
     sent = encode(Message("update", LAYOUT, (2, 0, 0), 1, 10, mask=mask, values=bare, carries="weights"))
     found = decode(sent.data, LAYOUT).weights(statistics=weights.vector[LAYOUT.trained_size :])
     assert torch.equal(found.vector, weights.vector)
-    with pytest.raises(ValueError, match="no weights"):
+    with pytest.raises(ValueError, match="carries no weights"):
         Message("update", LAYOUT, (2, 0, 0), 1).weights()
 
 
-def test_a_fixed_tensor_is_not_both_sent_and_named() -> None:
-    layout = Layout.build({"prunable": [("w", (4,))], "fixed": [("f", (2,)), ("g", (2,))]})
-    mask, table = Mask.full(layout), torch.tensor([5.0, 7.0])
-    message = order(mask, fixed={"f": table, "g": table + 1})
-    data = encode(message, (mask,), held=(fixed_hash(table),)).data
-    twice = seal(data.replace((table + 1).numpy().tobytes(), table.numpy().tobytes()))
-    with pytest.raises(BadField, match="sent, and named elsewhere"):
-        decode(twice, layout, {mask.hash: mask}, fixed={fixed_hash(table): table})
-
-
-def test_fixed_tensors_once_then_by_hash() -> None:
-    layout = small_layout(fixed=True)
-    mask = mask_of(layout, [0.5, 0.1, 0.0, 1.0], 1)
-    table = torch.arange(8.0).view(4, 2)
-    message = order(mask, fixed={"table": table})
-    first = encode(message, (mask,))
-    assert torch.equal(decode(first.data, layout, {mask.hash: mask}).fixed["table"], table)
-    then = encode(message, (mask,), held=(fixed_hash(table),))
-    assert len(first.data) - len(then.data) == 4 * 8 - 8 + 1
-    with pytest.raises(UnknownFixed) as lost:
-        decode(then.data, layout, {mask.hash: mask})
-    assert lost.value.hash == fixed_hash(table)
-    found = decode(then.data, layout, {mask.hash: mask}, fixed={fixed_hash(table): table})
-    assert found.fixed["table"] is table
-    assert again(found, {mask.hash: mask}) == then.data
-
-
-def test_settings_travel_whole() -> None:
+def test_settings_round_trip() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
-    local = Local(epochs=3, lr=1, adapt=WireTestRule(0.5, ("a", "b")), keep=("mask",))
+    local = Local(epochs=3, lr=1, adapt=WireTestRule(0.5, names=("a", "b")), keep=("mask",))
     found = decode(encode(order(mask, local)).data, LAYOUT).local
     assert found == local
     assert isinstance(found.adapt, WireTestRule)
 
 
-def test_small_overhead() -> None:
+def test_overhead_is_small() -> None:
     """A message under a known mask is within 200 bytes of its values; settings take at most 300 more."""
     layout = small_layout([50_000] * 20)
     mask = mask_of(layout, [0.1] * 20, 1)
@@ -145,14 +116,14 @@ def test_small_overhead() -> None:
     assert len(down.data) - 4 * update(mask).values.numel() <= 500
 
 
-def test_lost_mask_is_named() -> None:
+def test_unknown_mask_is_named() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
     with pytest.raises(UnknownMask) as lost:
         decode(encode(order(mask), (mask,)).data, LAYOUT)
     assert lost.value.hash == mask.hash
 
 
-def test_limits_come_before_work() -> None:
+def test_limits_are_checked() -> None:
     mask = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 1)
     extra = {"x": Extra("dense", torch.zeros(40))}
     data = encode(update(mask, extra=extra, metrics={"a": 1.0, "b": 2.0})).data
@@ -178,7 +149,11 @@ def bad_messages(layout: Layout) -> list[tuple[Message, type[Exception]]]:
         (dataclasses.replace(plain, start=(1, 0, 0)), BadSection),
         (dataclasses.replace(order(mask), local=None), BadSection),
         (dataclasses.replace(order(mask), start=(1, -1, 0)), BadField),
-        (dataclasses.replace(order(mask), fixed={"table": torch.zeros(2)}), BadField),
+        (dataclasses.replace(order(mask), start=(2, 1, 0), own="beef"), BadField),
+        (dataclasses.replace(order(mask), local=Local(start=Recipe(-1, mask.counts))), BadField),
+        (dataclasses.replace(order(mask), local=Local(start=Recipe(1, (1,)))), BadCount),
+        (dataclasses.replace(plain, mask=None, values=None, counts=(-1, 0, 0, 0)), BadCount),
+        (dataclasses.replace(plain, mask=None, values=None, counts=(1,)), BadCount),
         (dataclasses.replace(plain, extra={"x": Extra("masked", torch.zeros(3))}), BadCount),
         (dataclasses.replace(plain, extra={"x": Extra("scalar", torch.zeros(3))}), BadField),
         (dataclasses.replace(plain, extra={"x": Extra("dense", torch.zeros(3, dtype=torch.float16))}), BadField),
@@ -186,8 +161,8 @@ def bad_messages(layout: Layout) -> list[tuple[Message, type[Exception]]]:
     ]
 
 
-@pytest.mark.parametrize("index", range(15))
-def test_what_cannot_be_sent(index: int) -> None:
+@pytest.mark.parametrize("index", range(19))
+def test_invalid_message_is_not_sent(index: int) -> None:
     message, error = bad_messages(LAYOUT)[index]
     with pytest.raises(error):
         encode(message)

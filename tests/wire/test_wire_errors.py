@@ -13,8 +13,8 @@ from wire_surgery import LENGTH, close_up, open_up, payload, remove, replace
 
 from flashfl.core.errors import FlashError
 from flashfl.core.exchange import Extra
-from flashfl.core.mask import Mask
-from flashfl.sparsity.masks import random_mask
+from flashfl.core.mask import Mask, Recipe
+from flashfl.sparsity import recipe_mask
 from flashfl.wire import Limits, Message, decode, encode, errors, seal
 
 LAYOUT = small_layout()
@@ -121,7 +121,7 @@ def test_bad_field() -> None:
         "",
     ],
 )
-def test_settings_only_in_canonical_form(text: str) -> None:
+def test_settings_not_in_canonical_form_are_refused(text: str) -> None:
     refused(errors.BadField, replace(ORDER, "local", text.encode("latin1")), "settings")
 
 
@@ -169,19 +169,17 @@ def test_non_finite() -> None:
 
 
 def test_bad_mask() -> None:
-    data = encode(order(random_mask(LAYOUT, BASE.counts, 5)), form="recipe").data
+    data = encode(order(recipe_mask(LAYOUT, Recipe(5, BASE.counts))), form="recipe").data
     decode(data, LAYOUT)
     body = payload(data, "mask")
     refused(errors.BadMask, replace(data, "mask", put(body, 9, b"\7")))
 
 
-def test_a_recipe_that_cannot_be_followed() -> None:
-    data = encode(order(random_mask(LAYOUT, BASE.counts, 5)), form="recipe").data
-
-    def broken(*_: object) -> Mask:
-        raise RuntimeError("no such pattern")
-
-    refused(errors.BadField, data, "recipe", build=broken)
+def test_recipe_with_an_invalid_pattern_is_refused() -> None:
+    data = encode(order(recipe_mask(LAYOUT, Recipe(5, BASE.counts))), form="recipe").data
+    body = payload(data, "mask")
+    refused(errors.BadField, replace(data, "mask", put(body, 17, b"\1\0")), "group size is 1")
+    refused(errors.BadCount, replace(data, "mask", put(body, 17, b"\2\0")), "it must be from 20 to 20")
 
 
 def test_unknown_mask() -> None:
@@ -190,7 +188,7 @@ def test_unknown_mask() -> None:
     assert found.value.hash == BASE.hash
 
 
-def test_int8_scales_no_sender_would_choose() -> None:
+def test_invalid_int8_scales_are_refused() -> None:
     data = encode(update(BASE), (BASE,), "int8").data
     body = payload(data, "values")
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", -1.0))))
@@ -199,21 +197,21 @@ def test_int8_scales_no_sender_would_choose() -> None:
     refused(errors.NonFinite, replace(data, "values", put(body, 2, struct.pack("<f", float("inf")))))
 
 
-def test_errors_are_one_family() -> None:
+def test_every_error_is_a_wire_error() -> None:
     named = [x for x in vars(errors).values() if isinstance(x, type) and issubclass(x, FlashError)]
     assert len(named) > 15
     assert all(issubclass(x, errors.WireError) or x is FlashError for x in named)
 
 
-def test_what_no_writer_of_the_page_would_write() -> None:
+def test_sections_and_fields_out_of_place_are_refused() -> None:
     kept = encode(order(BASE, start=(2, 1, 0), own=BASE.hash), (BASE,)).data
     decode(kept, LAYOUT, KNOWN)
-    refused(errors.BadSection, remove(kept, "start"), "a round that is not named")
+    refused(errors.BadSection, remove(kept, "start"), "not the round it was kept from")
     lack = encode(Message("lack", LAYOUT, (2, 1, 0), 5, lacks=BASE.hash)).data
     decode(lack, LAYOUT)
     for at in (37, 45):  # the number of samples, the key
-        refused(errors.BadField, seal(put(lack, at, b"\1")), "only a mask is lacking")
+        refused(errors.BadField, seal(put(lack, at, b"\1")), "both must be 0")
     counted = encode(Message("update", LAYOUT, (2, 1, 0), 5, n=3, counts=BASE.counts)).data
-    refused(errors.BadSection, remove(counted, "counts"), "without a mask, values or counts")
-    made = encode(order(random_mask(LAYOUT, BASE.counts, 5)), form="recipe").data
+    refused(errors.BadSection, remove(counted, "counts"), "no mask, values or counts")
+    made = encode(order(recipe_mask(LAYOUT, Recipe(5, BASE.counts))), form="recipe").data
     refused(errors.BadField, made, "a recipe where none was asked for", limits=Limits(recipes=False))

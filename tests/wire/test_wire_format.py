@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 import zlib
 from dataclasses import MISSING, fields
@@ -16,11 +17,14 @@ from wire_support import changed, mask_of, small_layout, update
 
 import flashfl as fl
 from flashfl.core.exchange import Local
+from flashfl.core.layout import KINDS as LAYOUT_KINDS
 from flashfl.core.layout import Layer, Layout
 from flashfl.core.mask import Mask, Recipe
 from flashfl.core.rng import fold
-from flashfl.sparsity import PruneRegrow, pattern_budgets, random_mask
-from flashfl.wire import encode
+from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
+from flashfl.wire import Limits, encode
+from flashfl.wire.frame import CODES
+from flashfl.wire.message import KINDS as MESSAGE_KINDS
 from flashfl.wire.values import round_values, segments
 
 LAYOUT = small_layout((40, 300, 0, 17))
@@ -110,7 +114,7 @@ def read_mask(body: Bytes, base: Mask) -> list[bool]:
 
 def read(data: bytes, base: Mask) -> tuple[dict[str, object], list[bool], Bytes]:
     """Header fields, the mask, and the values section still to be read."""
-    names = ("magic", "version", "kind", "layout", "check", "length", "stage", "round", "attempt", "client", "n", "key")
+    names = ("magic", "version", "kind", "layout", "check", "length", "phase", "round", "attempt", "client", "n", "key")
     header = dict(zip(names, struct.unpack("<4sBB8sIIBIHQQQ", data[:53]), strict=True))
     assert header["check"] == zlib.crc32(data[:14] + data[18:])
     assert header["length"] == len(data)
@@ -134,13 +138,13 @@ def read_int8(body: Bytes, counts: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("form", ["difference", "rice", "bitmap"])
 @pytest.mark.parametrize("densities", [[0.2, 0.1, 0.0, 1.0], [0.9, 0.5, 0.0, 0.1], [0.0, 0.01, 0.0, 0.0]])
-def test_a_stranger_reads_the_same(form: str, densities: list[float]) -> None:
+def test_second_reader_sees_the_same_message(form: str, densities: list[float]) -> None:
     base = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
     mask = changed(mask_of(LAYOUT, densities, 2), 0.1, 3)
     message = update(mask)
     header, found, values = read(encode(message, (base,), form=form).data, base)
     assert (header["magic"], header["version"], header["kind"]) == (b"FLSH", 1, 1)
-    assert (header["stage"], header["round"], header["attempt"]) == message.tag
+    assert (header["phase"], header["round"], header["attempt"]) == message.tag
     assert (header["client"], header["n"], header["key"]) == (message.client, message.n, message.key)
     assert header["layout"] == bytes.fromhex(LAYOUT.hash)
     assert found == mask.bits.tolist()
@@ -149,7 +153,7 @@ def test_a_stranger_reads_the_same(form: str, densities: list[float]) -> None:
     assert list(struct.unpack(f"<{message.values.numel()}f", values.data[2:])) == message.values.tolist()
 
 
-def test_a_stranger_reads_int8() -> None:
+def test_second_reader_sees_the_same_int8_values() -> None:
     mask = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
     message = update(mask)
     _, _, values = read(encode(message, values="int8", form="rice").data, mask)
@@ -170,7 +174,7 @@ def test_hashes_as_described() -> None:
     assert hashlib.blake2b(packed, digest_size=8, key=LAYOUT.hash.encode()).hexdigest() == mask.hash
 
 
-def test_another_layout_is_another_hash() -> None:
+def test_other_layout_has_another_hash() -> None:
     assert Layout.build({"prunable": [("w", (2, 3))]}).hash != Layout.build({"prunable": [("w", (3, 2))]}).hash
 
 
@@ -209,7 +213,7 @@ def layer_of_recipe(layer: Layer, budget: int, key: int, m: int) -> set[int]:
 
 
 @pytest.mark.parametrize("m", [0, 2, 4])
-def test_the_mask_of_a_recipe_as_described(m: int) -> None:
+def test_recipe_mask_as_described(m: int) -> None:
     net = nn.Sequential(nn.Conv2d(5, 6, 3), nn.ConvTranspose2d(6, 9, 2), nn.Conv2d(9, 3, 1), nn.Linear(27, 5))
     layout, key = Layout.of(net), fold(3, "mask", 7)
     text = b"3\0str:mask\0int:7"
@@ -218,14 +222,35 @@ def test_the_mask_of_a_recipe_as_described(m: int) -> None:
     kept = set().union(
         *(layer_of_recipe(x, budget, key, m) for x, budget in zip(layout.prunable, budgets, strict=True))
     )
-    assert kept == set(random_mask(layout, budgets, key, nm=m).bits.nonzero().flatten().tolist())
+    assert kept == set(recipe_mask(layout, Recipe(key, budgets, m)).bits.nonzero().flatten().tolist())
+
+
+PAGE = (Path(fl.wire.__file__).parent / "FORMAT.md").read_text()
+
+
+def test_limits_as_described() -> None:
+    for f in fields(Limits):
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{f.name}`"))
+        assert row.endswith(f"| {json.dumps(f.default)} |"), row
+
+
+def test_sections_and_kinds_as_described() -> None:
+    rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| \d+ \| [a-z]+ \|", line)]
+    assert {row[1]: int(row[0][2:]) for row in rows} == CODES
+    assert all(f"{code} `{kind}`" in PAGE for code, kind in enumerate(MESSAGE_KINDS))
+    assert ", ".join(f"`{kind}`" for kind in LAYOUT_KINDS[:3]) + f" and `{LAYOUT_KINDS[3]}`" in PAGE.replace("\n", " ")
+
+
+def test_layout_hash_escapes_names_as_described() -> None:
+    layout = Layout.build({"prunable": [('a"\\\n\x7fé\U0001f600', (2,))], "fixed": [("f", ())]})
+    text = r"""[["a\"\\\n\u007f\u00e9\ud83d\ude00", [2], "prunable"], ["f", [], "fixed"]]"""
+    assert hashlib.blake2b(text.encode("ascii"), digest_size=8).hexdigest() == layout.hash
 
 
 def test_settings_as_described() -> None:
     """The page's table of fields and defaults is the classes'."""
-    page = (Path(fl.wire.__file__).parent / "FORMAT.md").read_text()
     for cls in (Local, Recipe, PruneRegrow):
-        row = next(line for line in page.splitlines() if line.startswith(f"| `{cls.__name__}` |"))
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{cls.__name__}` |"))
         for f in fields(cls):
             default = [] if f.default == () else f.default
             said = f"`{f.name}`" if default is MISSING else f"`{f.name}` {json.dumps(default)}"

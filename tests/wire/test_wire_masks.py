@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_support import changed, layouts, mask_of, masks, small_layout
 
-from flashfl.core.mask import Mask
-from flashfl.sparsity.masks import random_mask
-from flashfl.wire.errors import BadField
+from flashfl.core.layout import Layout
+from flashfl.core.mask import Mask, Recipe
+from flashfl.sparsity import pattern_budgets, recipe_mask
+from flashfl.wire import mask_from_bytes, mask_to_bytes
+from flashfl.wire.errors import BadField, WireError
 from flashfl.wire.geometry import geometry
-from flashfl.wire.masks import FORMS, plan
+from flashfl.wire.masks import FORMS, plan, read_mask
 from flashfl.wire.reader import Reader
 from flashfl.wire.sizes import mask_sizes
-from flashfl.wire.unmask import read_mask, rebuild
 
 
 def sent(mask: Mask, bases: tuple[Mask, ...], form: str | None) -> tuple[Mask, str, int]:
@@ -23,7 +24,7 @@ def sent(mask: Mask, bases: tuple[Mask, ...], form: str | None) -> tuple[Mask, s
     data = b"".join(choice.piece.write())
     assert len(data) == choice.piece.size
     known = {base.hash: base for base in bases}
-    found, name, base = read_mask(Reader(memoryview(data), "mask"), mask.layout, known, rebuild)
+    found, name, base = read_mask(Reader(memoryview(data), "mask"), mask.layout, known)
     assert (name, base) == (choice.form, choice.base)
     assert torch.equal(found.bits, mask.bits)
     assert found.counts == Mask(mask.layout, mask.bits).counts
@@ -43,7 +44,7 @@ def test_every_form_round_trips(data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_counted_is_encoded(data: st.DataObject) -> None:
+def test_counted_size_is_the_encoded_size(data: st.DataObject) -> None:
     """Bytes counted by tensor reductions, with shared and with own bases, are those the encoder writes."""
     layout = data.draw(layouts())
     rows = [data.draw(masks(layout)) for _ in range(3)]
@@ -62,9 +63,9 @@ def test_counted_is_encoded(data: st.DataObject) -> None:
     assert turned.bytes.tolist() == [plan(shared, (mask,)).piece.size for mask in rows]
 
 
-def test_recipe() -> None:
+def test_recipe_round_trips() -> None:
     layout = small_layout((4000, 30_000))
-    mask = random_mask(layout, (400, 600), 2**64 - 1)
+    mask = recipe_mask(layout, Recipe(2**64 - 1, (400, 600)))
     found, form, size = sent(mask, (), None)
     assert form == "recipe"
     assert size == geometry(layout).recipe_size == 23
@@ -76,7 +77,7 @@ def test_full_and_empty_layers_are_almost_free() -> None:
     assert sent(mask_of(layout, [1.0, 0.0, 1.0], 1), (), None)[2] == 1 + 3 * (3 + 1) - 1 + 4
 
 
-def test_choice() -> None:
+def test_smallest_form_is_chosen() -> None:
     layout = small_layout((5000, 20_000))
     base = mask_of(layout, [0.1, 0.05], 1)
     assert sent(base, (base,), None)[1:] == ("known", 9)
@@ -94,3 +95,48 @@ def test_impossible_forms_are_refused(form: str) -> None:
     assert form in FORMS
     with pytest.raises(BadField, match="cannot be sent"):
         plan(mask_of(layout, [0.1] * 4, 1), (), form)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_stored_mask_round_trips(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    mask = data.draw(masks(layout))
+    stored = mask_to_bytes(mask)
+    found = mask_from_bytes(stored, layout)
+    assert torch.equal(found.bits, mask.bits)
+    assert found.counts == mask.counts
+    assert mask_to_bytes(found) == stored
+
+
+def test_stored_mask_takes_the_smallest_form() -> None:
+    layout = small_layout((4000, 30_000))
+    made = recipe_mask(layout, Recipe(5, (400, 600)))
+    assert [mask_to_bytes(mask)[0] for mask in (made, Mask(layout, made.bits), mask_of(layout, [0.5, 0.5], 1))] == [
+        FORMS.index("recipe"),
+        FORMS.index("rice"),
+        FORMS.index("bitmap"),
+    ]
+    assert mask_from_bytes(mask_to_bytes(made), layout).recipe == made.recipe
+
+
+def test_damaged_stored_mask_is_a_wire_error() -> None:
+    layout = small_layout((4000, 30_000))
+    mask = mask_of(layout, [0.1, 0.02], 1)
+    stored = mask_to_bytes(mask)
+    leaning = b"".join(plan(changed(mask, 0.1, 2), (mask,), "difference").piece.write())
+    for bad in (b"", stored[:-1], stored + b"\0", b"\x07" + stored[1:], leaning):
+        with pytest.raises(WireError):
+            mask_from_bytes(bad, layout)
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+def test_recipe_mask_with_a_pattern_round_trips(m: int) -> None:
+    """Every recipe that fits is followed: empty layers, vectors and layers narrower than a group included."""
+    shapes = [("a", (4, 6, 3)), ("b", (5,)), ("c", (3, 1)), ("up", (7, 2, 3))]
+    part = Layout.build({"prunable": shapes}, turned=["up"])
+    layout = Layout.build({"prunable": [*shapes, ("empty", (1, 0))]}, turned=["up"])
+    for density in (0.0, 0.3, 0.5, 1.0):
+        budgets = (*pattern_budgets(part, [round(size * density) for size in part.sizes], m), 0)
+        found, _, _ = sent(recipe_mask(layout, Recipe(7, budgets, m)), (), "recipe")
+        assert found.counts == budgets

@@ -1,4 +1,4 @@
-"""Rice-coded lists: what goes in comes out, at the size that was promised, with the best parameter."""
+"""Rice-coded lists round-trip, have the size that was counted, and use the best parameter."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from wire_support import layouts, masks, resnet_layout
 from flashfl.core.layout import Layout
 from flashfl.wire import rice
 from flashfl.wire.errors import BadCount, BadField, BadLength, OutOfRange
+from flashfl.wire.reader import Reader, byte_length
 from flashfl.wire.sizes import rice_bits
 
 
@@ -27,17 +28,21 @@ def lists(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(ranks, np.int64), np.array(counts, np.int64), np.array(universe, np.int64)
 
 
+def low_bits(low: bytes, count: int) -> np.ndarray:
+    return Reader(memoryview(low), "low stream").bits(count)
+
+
 def read_back(ranks: np.ndarray, counts: np.ndarray, universe: np.ndarray) -> np.ndarray:
     coded = rice.Lists.of(ranks, counts, universe)
     low, unary = coded.streams()
-    assert (len(low), len(unary)) == (coded.low_bytes, coded.unary_bytes)
-    found = rice.read(counts, universe, coded.k, memoryview(low), memoryview(unary))
+    assert (len(low), len(unary)) == (byte_length(coded.low_bits), byte_length(coded.unary_bits))
+    found = rice.read(counts, universe, coded.k, low_bits(low, coded.low_bits), memoryview(unary))
     flipped = rice.coded_counts(counts, universe)
     return rice.complement(found, flipped, universe, flipped != counts)
 
 
 @given(lists())
-def test_round_trip(given: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_rice_lists_round_trip(given: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     assert np.array_equal(read_back(*given), given[0])
 
 
@@ -50,7 +55,7 @@ def test_parameter_is_the_smallest_of_the_best(gaps: list[int]) -> None:
     assert len(gaps) * (1 + int(k[0])) + int(total[0]) == min(sizes)
 
 
-def test_hand_computed() -> None:
+def test_rice_streams_by_hand() -> None:
     """Ranks 1, 4, 5, 12 of 20: gaps 1, 2, 0, 6; k = 1 takes 4 * 2 + (0 + 1 + 0 + 3) = 12 bits."""
     coded = rice.Lists.of(np.array([1, 4, 5, 12]), np.array([4]), np.array([20]))
     assert coded.gaps.tolist() == [1, 2, 0, 6]
@@ -67,10 +72,11 @@ def test_empty_and_full_cost_nothing(count: int) -> None:
 
 
 def read(counts: int, universe: int, k: int, low: bytes, unary: bytes) -> np.ndarray:
-    return rice.read(np.array([counts]), np.array([universe]), np.array([k]), memoryview(low), memoryview(unary))
+    bits = low_bits(low, k * min(counts, universe - counts))
+    return rice.read(np.array([counts]), np.array([universe]), np.array([k]), bits, memoryview(unary))
 
 
-def test_refusals() -> None:
+def test_invalid_rice_streams_are_refused() -> None:
     assert read(2, 8, 0, b"", bytes([0b101])).tolist() == [0, 2]
     with pytest.raises(BadCount):
         read(3, 8, 0, b"", bytes([0b101]))
@@ -102,7 +108,7 @@ def test_device_size_is_the_encoded_size(data: st.DataObject) -> None:
     for row, mask in enumerate(rows):
         coded = _lists(layout, mask.bits.numpy())
         assert found.k[row].tolist() == coded.k.tolist()
-        assert int(found.bytes[row]) == coded.low_bytes + coded.unary_bytes
+        assert (int(found.low[row]), int(found.unary[row])) == (coded.low_bits, coded.unary_bits)
 
 
 def _lists(layout: Layout, bits: np.ndarray) -> rice.Lists:

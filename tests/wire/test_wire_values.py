@@ -1,4 +1,4 @@
-"""Values in all forms: unbiased, exact to the receiver, the same when done again."""
+"""Values in all forms: rounding is unbiased, decoding is exact, and rounding again changes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def there_and_back(values: torch.Tensor, carries: Carries, form: Form, key: int)
 
 @settings(deadline=None)
 @given(st.data(), st.sampled_from(FORMS), st.sampled_from(CARRIES), st.integers(0, 2**64 - 1))
-def test_rounded_is_decoded(data: st.DataObject, form: Form, carries: Carries, key: int) -> None:
+def test_rounded_values_are_the_decoded_values(data: st.DataObject, form: Form, carries: Carries, key: int) -> None:
     """`round_values` gives the receiver's values bit for bit, and rounding again under any key changes nothing."""
     count = count_values(LAYOUT, MASK.active, carries)
     few = data.draw(st.lists(numbers, min_size=1, max_size=12))
@@ -55,7 +55,7 @@ def test_rounded_is_decoded(data: st.DataObject, form: Form, carries: Carries, k
 
 @pytest.mark.parametrize("form", ["fp16", "bf16", "int8"])
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_unbiased(form: Form, scale: float) -> None:
+def test_rounding_is_unbiased(form: Form, scale: float) -> None:
     """Over many keys the mean of a rounded value is the value, within five standard errors."""
     count = count_values(LAYOUT, MASK.active, "all")
     values = torch.from_numpy((np.random.default_rng(1).standard_normal(count) * scale).astype(np.float32))
@@ -68,12 +68,12 @@ def test_unbiased(form: Form, scale: float) -> None:
     assert bool((spread[coarse] > 0).any())
 
 
-def test_what_is_never_rounded() -> None:
+def test_statistics_and_vectors_are_not_rounded() -> None:
     assert [p.coarse for p in segments(LAYOUT, MASK.counts, "all", "int8")] == [True] * 4 + [False, True, False, False]
     assert [p.coarse for p in segments(LAYOUT, MASK.counts, "all", "fp16")] == [True] * 6 + [False] * 2
 
 
-def test_beyond_the_range() -> None:
+def test_values_beyond_the_range_are_clamped() -> None:
     """fp16 and bf16 stop at their largest number instead of overflowing."""
     count = count_values(LAYOUT, MASK.active, "weights")
     huge = torch.full((count,), torch.finfo(torch.float32).max)
@@ -83,14 +83,14 @@ def test_beyond_the_range() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("form", FORMS)
-def test_non_finite_is_not_sent(bad: float, form: Form) -> None:
+def test_non_finite_values_are_not_sent(bad: float, form: Form) -> None:
     values = torch.zeros(count_values(LAYOUT, MASK.active, "all"))
     values[3] = bad
     with pytest.raises(NonFinite):
         values_piece(values, LAYOUT, MASK.counts, "all", form, 1).write()
 
 
-def test_wrong_number_of_values() -> None:
+def test_wrong_number_of_values_is_refused() -> None:
     with pytest.raises(BadField, match="expected"):
         values_piece(torch.zeros(3), LAYOUT, MASK.counts, "all", "fp32", 1)
 
@@ -98,7 +98,7 @@ def test_wrong_number_of_values() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("form", FORMS)
-def test_devices_round_alike(form: Form) -> None:
+def test_cpu_and_gpu_round_alike(form: Form) -> None:
     count = count_values(LAYOUT, MASK.active, "all")
     scales = torch.logspace(-44, 38, count, dtype=torch.float64)
     values = (torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scales).float()

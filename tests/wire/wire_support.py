@@ -13,7 +13,7 @@ from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
 from flashfl.core.parts import part
-from flashfl.sparsity.masks import random_mask
+from flashfl.sparsity import PruneRegrow, recipe_mask
 from flashfl.wire import Message
 from flashfl.wire.values import Carries, count_values
 
@@ -31,20 +31,18 @@ RESNET18 = (
 
 @part
 @dataclass(frozen=True)
-class WireTestRule:
-    """A part inside a part, as `adapt` is in a run."""
+class WireTestRule(PruneRegrow):
+    """A custom rule with a field of its own."""
 
-    rate: float = 0.25
     names: tuple[str, ...] = ()
 
 
-def small_layout(sizes: Sequence[int] = (40, 300, 0, 17), fixed: bool = False) -> Layout:
+def small_layout(sizes: Sequence[int] = (40, 300, 0, 17)) -> Layout:
     return Layout.build(
         {
             "prunable": [(f"layer{i}.weight", (1, size)) for i, size in enumerate(sizes)],
             "dense": [("norm.weight", (5,)), ("fc.weight", (3, 4))],
             "statistic": [("norm.running_mean", (5,)), ("norm.running_var", (5,))],
-            "fixed": [("table", (4, 2))] if fixed else [],
         }
     )
 
@@ -107,7 +105,7 @@ def samples(layout: Layout) -> list[tuple[Message, tuple[Mask, ...]]]:
     base = mask_of(layout, [0.2, 0.1, 0.0, 1.0][: len(layout.sizes)], 1)
     near = changed(base, 0.2, 2)
     dense = mask_of(layout, [0.9, 0.6, 1.0, 0.5][: len(layout.sizes)], 3)
-    recipe = random_mask(layout, base.counts, 123456789)
+    recipe = recipe_mask(layout, Recipe(123456789, base.counts))
     extra = {
         "grads": Extra("masked", torch.ones(near.active)),
         "scores": Extra("dense", torch.arange(6, dtype=torch.int64).view(2, 3)),

@@ -6,8 +6,7 @@ import struct
 
 import numpy as np
 
-from flashfl.wire.codec import seal
-from flashfl.wire.frame import CODES, HEADER, SECTION, SECTIONS
+from flashfl.wire.frame import CODES, HEADER, SECTION, seal
 
 LENGTH = slice(18, 22)
 
@@ -64,7 +63,7 @@ def mutate_field(data: bytes, rng: np.random.Generator) -> bytes:
     index = int(rng.integers(len(sections)))
     code, body = sections[index]
     if choice == 1:
-        sections[index] = (int(rng.integers(len(SECTIONS) + 2)), body)
+        sections[index] = (int(rng.integers(max(CODES.values()) + 2)), body)
     elif choice == 2:
         del sections[index]
     elif choice == 3:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -16,6 +17,7 @@ from .layout import Layout
 from .mask import Mask, Recipe, Weights
 from .parts import part
 
+_MOST_WHOLE, _MOST_REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
 Tag = tuple[int, int, int]  # (phase number, round, attempt): which round a message belongs to
 
@@ -70,15 +72,30 @@ class Local:
     statistics: bool = True  # False: static BatchNorm, running statistics neither kept nor sent
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("lr", "momentum", "weight_decay", "prox", "max_steps"):
+        # Each number gets its field's exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
+        for name, least in (("epochs", 1), ("batch", 1), ("max_steps", 0)):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} = {value}: must be a number of at least 0")
-        if other := set(self.keep) - {"mask"}:
-            raise ConfigError(f"keep = {', '.join(sorted(other))}: clients can remember only their mask")
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise ConfigError(f"{name} = {value!r}: must be a whole number, got {type(value).__name__}")
+            whole = int(value)
+            if not least <= whole <= _MOST_WHOLE:
+                raise ConfigError(f"{name} = {value}: must be at least {least} and at most {_MOST_WHOLE}")
+            object.__setattr__(self, name, whole)
+        for name in ("lr", "momentum", "weight_decay", "prox"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigError(f"{name} = {value!r}: must be a number, got {type(value).__name__}")
+            real = float(value) + 0.0
+            if not 0 <= real <= _MOST_REAL:
+                raise ConfigError(f"{name} = {value}: must be a number of at least 0 and at most {_MOST_REAL:g}")
+            object.__setattr__(self, name, real)
+        if self.adapt is not None and not isinstance(self.adapt, Adapt):
+            lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
+            raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
+        if self.start is not None and not isinstance(self.start, Recipe):
+            raise ConfigError(f"start = {self.start!r}: must be a Recipe or None")
+        if tuple(self.keep) not in ((), ("mask",)):
+            raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
 
     def batches(self, n: int) -> int:
         """How many batches an epoch of n samples has."""

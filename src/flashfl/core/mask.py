@@ -141,9 +141,14 @@ class Weights:
         """The model whose `packed()` is `values`. A dense model shares their memory."""
         if mask.active == mask.layout.prunable_size:
             return Weights(mask, values)
-        vector = torch.zeros(mask.layout.size, dtype=values.dtype, device=values.device)
-        head = vector[: mask.layout.prunable_size]
-        head[mask.bits] = values[: mask.active]
+        if values.is_cuda:
+            vector = torch.zeros(mask.layout.size, dtype=values.dtype, device=values.device)
+            vector[: mask.layout.prunable_size][mask.bits] = values[: mask.active]
+        else:  # numpy does this more than twice as fast as torch
+            packed = values.detach().numpy()
+            flat = np.zeros(mask.layout.size, packed.dtype)
+            flat[np.flatnonzero(mask.bits.numpy())] = packed[: mask.active]
+            vector = torch.from_numpy(flat)
         vector[mask.layout.prunable_size :] = values[mask.active :]
         return Weights(mask, vector)
 

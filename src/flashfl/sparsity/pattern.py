@@ -36,8 +36,8 @@ class Groups:
 
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """[..., size] -> the groups [..., rows, M] and the rest [..., rest]."""
-        out, width, _ = _dims(self.layer)
-        table = flat.reshape(*flat.shape[:-1], out, width, -1).movedim(-2, -1)  # input dimension last
+        out, width, inner = _dims(self.layer)
+        table = flat.reshape(*flat.shape[:-1], out, width, inner).movedim(-2, -1)  # input dimension last
         cut = width // self.m * self.m if self.rows else 0
         groups = table[..., :cut].reshape(*flat.shape[:-1], self.rows, self.m)
         return groups, table[..., cut:].reshape(*flat.shape[:-1], self.rest)

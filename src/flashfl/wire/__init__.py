@@ -1,12 +1,15 @@
-"""What travels between server and clients, as bytes: near the entropy bound, and believed only when it checks out."""
+"""Messages between server and clients as bytes: close to the entropy bound, and checked strictly when read."""
 
 from __future__ import annotations
 
-from .codec import Coding, Encoded, Limits, Message, Parts, decode, encode, seal, size, size_with, value_key
-from .errors import Distrusted, UnknownFixed, UnknownMask, WireError
+from .codec import decode, encode, size, size_with
+from .errors import Distrusted, UnknownMask, WireError
+from .frame import seal
 from .ledger import ClientLedger, ServerLedger
+from .masks import mask_from_bytes, mask_to_bytes
+from .message import Coding, Encoded, Message, Parts, value_key
+from .reader import Limits
 from .sizes import MaskSizes, mask_sizes, rice_bits
-from .tensors import fixed_hash
 from .values import round_values, segments
 
 __all__ = [
@@ -19,13 +22,13 @@ __all__ = [
     "Message",
     "Parts",
     "ServerLedger",
-    "UnknownFixed",
     "UnknownMask",
     "WireError",
     "decode",
     "encode",
-    "fixed_hash",
+    "mask_from_bytes",
     "mask_sizes",
+    "mask_to_bytes",
     "rice_bits",
     "round_values",
     "seal",

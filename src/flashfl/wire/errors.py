@@ -1,4 +1,4 @@
-"""One named error for each way in which bytes can be wrong, and for each reason not to believe a sound message."""
+"""One named error for each way in which a message can be wrong, and for each reason to reject a sound update."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ class WireError(FlashError):
 
 
 class BadMagic(WireError):
-    """The bytes do not begin as a message does."""
+    """The bytes do not begin like a message."""
 
 
 class BadVersion(WireError):
-    """A version of the format that this side does not speak."""
+    """The message is in a version of the format that this side cannot read."""
 
 
 class BadLength(WireError):
-    """A field or a section is shorter or longer than it has to be."""
+    """A message, a section or a field has the wrong length."""
 
 
 class TrailingBytes(WireError):
@@ -30,7 +30,7 @@ class BadChecksum(WireError):
 
 
 class WrongLayout(WireError):
-    """The sender's model is laid out differently."""
+    """The sender has another model."""
 
 
 class TooLarge(WireError):
@@ -42,11 +42,11 @@ class BadField(WireError):
 
 
 class BadSection(WireError):
-    """A section that is unknown, repeated, missing, or out of place in this kind of message."""
+    """A section is unknown, repeated, missing, or not allowed in this kind of message."""
 
 
 class BadCount(WireError):
-    """A number of items is impossible or is not the number that follows."""
+    """A number of items is impossible, or not the number that follows."""
 
 
 class BadOrder(WireError):
@@ -62,27 +62,19 @@ class NonFinite(WireError):
 
 
 class BadMask(WireError):
-    """A mask that was described is not the mask whose hash was given."""
+    """A recipe does not give the mask whose hash was sent with it."""
 
 
 class UnknownMask(WireError):
-    """A mask the sender takes for granted is not known here; `hash` names it, so that the full one can be asked for."""
+    """The message refers to a mask that this side does not hold. `hash` names it: ask the sender for the full mask."""
 
     def __init__(self, hash: str) -> None:
-        super().__init__(f"the mask {hash} is not known here: ask for the full one")
+        super().__init__(f"the message refers to the mask {hash}, which is not held here; ask for the full mask")
         self.hash = hash
 
 
-class UnknownFixed(WireError):
-    """A fixed tensor that the sender takes for granted is not known here; `hash` names it."""
-
-    def __init__(self, name: str, hash: str) -> None:
-        super().__init__(f"the fixed tensor {name!r} ({hash}) is not known here: ask for it")
-        self.name, self.hash = name, hash
-
-
 class Distrusted(WireError):
-    """A well-formed update that does not fit the order that caused it."""
+    """A well-formed update does not fit the order it answers."""
 
 
 class WrongTag(Distrusted):
@@ -94,7 +86,7 @@ class WrongContent(Distrusted):
 
 
 class WrongDensity(Distrusted):
-    """The number of active weights is not the one expected."""
+    """The update has another number of active weights than expected."""
 
 
 class NegativeVariance(Distrusted):
@@ -102,4 +94,4 @@ class NegativeVariance(Distrusted):
 
 
 class ChangeTooLarge(Distrusted):
-    """The weights moved much further than those of the rest of the cohort."""
+    """The weights or statistics are far from those of the other clients."""

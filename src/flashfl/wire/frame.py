@@ -28,15 +28,17 @@ HEADER = struct.Struct("<4sBB8sIIBIHQQQ")  # magic version kind layout checksum 
 CHECKSUM = slice(14, 18)
 TAG = struct.Struct("<BIH")
 SECTION = struct.Struct("<BI")  # code, length of what follows
-SECTIONS = ("start", "own", "local", "mask", "values", "counts", "metrics", "extra", "fixed", "lacks")
-CODES = {name: code for code, name in enumerate(SECTIONS, 1)}
+CODES = {  # 9 is reserved
+    "start": 1, "own": 2, "local": 3, "mask": 4, "values": 5, "counts": 6, "metrics": 7, "extra": 8, "lacks": 10,
+}  # fmt: skip
+NAMES = {code: name for name, code in CODES.items()}
 ALLOWED: dict[Kind, tuple[str, ...]] = {
-    "order": ("start", "own", "local", "mask", "values", "extra", "fixed"),
+    "order": ("start", "own", "local", "mask", "values", "extra"),
     "update": ("mask", "values", "counts", "metrics", "extra"),
     "lack": ("lacks",),
 }
 REQUIRED: dict[Kind, tuple[str, ...]] = {"order": ("local",), "update": (), "lack": ("lacks",)}
-SPLIT = {"mask": "mask", "values": "values", "extra": "values", "fixed": "values"}  # the rest is overhead
+SPLIT = {"mask": "mask", "values": "values", "extra": "values"}  # the rest is overhead
 
 
 def split_parts(sections: Mapping[str, int]) -> Parts:
@@ -74,14 +76,16 @@ def _header(message: Message, total: int) -> bytes:
     try:
         return HEADER.pack(MAGIC, VERSION, kind, layout, 0, total, *message.tag, message.client, message.n, message.key)
     except struct.error as error:
-        raise BadField(f"tag {message.tag}, client {message.client}, n {message.n} or the key: {error}") from None
+        raise BadField(
+            f"tag {message.tag}, client {message.client}, n {message.n} or key {message.key} cannot be sent: {error}"
+        ) from None
 
 
 def tag_bytes(tag: Tag) -> bytes:
     try:
         return TAG.pack(*tag)
     except struct.error as error:
-        raise BadField(f"the tag {tag}: {error}") from None
+        raise BadField(f"the tag {tag} cannot be sent: {error}") from None
 
 
 def checksum(data: memoryview) -> int:
@@ -90,7 +94,7 @@ def checksum(data: memoryview) -> int:
 
 
 def seal(data: bytes | bytearray) -> bytes:
-    """`data` with its checksum made right: for whoever edits a message on purpose."""
+    """`data` with a correct checksum, for code that edits messages on purpose."""
     out = bytearray(data)
     out[CHECKSUM] = checksum(memoryview(out)).to_bytes(4, "little")
     return bytes(out)
@@ -99,44 +103,46 @@ def seal(data: bytes | bytearray) -> bytes:
 def check_sections(kind: Kind, names: Sequence[str]) -> None:
     for name in names:
         if name not in ALLOWED[kind]:
-            raise BadSection(f"the section {name!r} has no place in {kind!r}")
+            raise BadSection(f"the message is of kind {kind!r}, which has no section {name!r}")
     for name in REQUIRED[kind]:
         if name not in names:
-            raise BadSection(f"the section {name!r} is missing in {kind!r}")
+            raise BadSection(f"the message is of kind {kind!r} and lacks its section {name!r}")
     if "mask" in names and "counts" in names:
-        raise BadSection("counts beside a mask that gives them")
+        raise BadSection("the message has layer counts beside a mask, which already gives them")
     if "own" in names and "start" not in names:
-        raise BadSection("a mask kept from a round that is not named")
+        raise BadSection("the order names a mask the client kept, but not the round it was kept from")
     if kind == "update" and not {"mask", "values", "counts"} & set(names):
-        raise BadSection("an update without a mask, values or counts")
+        raise BadSection("the update is empty: it has no mask, values or counts")
 
 
 def read_frame(data: memoryview, layout: Layout, most: int) -> Frame:
-    """Whatever can be refused before a section is opened is refused here."""
+    """Checks everything that can be checked before a section is opened."""
     if len(data) > most:
-        raise TooLarge(f"a message of {len(data)} bytes, at most {most} allowed")
+        raise TooLarge(f"the message has {len(data)} bytes, at most {most} are accepted here")
     if bytes(data[:4]) != MAGIC[: len(data)] or not data:
-        raise BadMagic("this is no message of ours")
+        raise BadMagic(f"a message begins with {MAGIC!r}, this begins with {bytes(data[:4])!r}: not a message")
     if len(data) < HEADER.size:
-        raise BadLength(f"{len(data)} bytes are less than a header")
-    _, version, kind, theirs, check, total, stage, round, attempt, client, n, key = HEADER.unpack(data[: HEADER.size])
+        raise BadLength(f"the message has {len(data)} bytes, its header alone has {HEADER.size}: it was cut off")
+    _, version, kind, theirs, check, total, phase, round, attempt, client, n, key = HEADER.unpack(data[: HEADER.size])
     if version != VERSION:
-        raise BadVersion(f"version {version} of the format: this side speaks {VERSION}")
+        raise BadVersion(f"the message is in version {version} of the format, this side reads version {VERSION} only")
     if len(data) < total:
-        raise BadLength(f"{len(data)} of {total} bytes arrived")
+        raise BadLength(f"{len(data)} of the message's {total} bytes arrived: it was cut off")
     if len(data) > total:
-        raise TrailingBytes(f"{len(data) - total} bytes after the end of the message")
+        raise TrailingBytes(f"{len(data) - total} bytes follow the end of the message")
     if checksum(data) != check:
-        raise BadChecksum("the message was damaged on its way")
+        raise BadChecksum("the checksum is wrong: the message was damaged on its way. Send it again")
     if theirs.hex() != layout.hash:
-        raise WrongLayout(f"the sender's layout is {theirs.hex()}, this side's {layout.hash}: not the same model")
+        raise WrongLayout(
+            f"the sender's model has layout {theirs.hex()}, this side's {layout.hash}; give both sides the same model"
+        )
     if kind >= len(KINDS):
-        raise BadField(f"message kind {kind} does not exist")
+        raise BadField(f"message kind {kind} does not exist; the kinds are 0 to {len(KINDS) - 1}")
     sections = _split(Reader(data[HEADER.size :], "message"))
     check_sections(KINDS[kind], tuple(sections))
     if KINDS[kind] == "lack" and (n or key):
-        raise BadField("samples or a key where only a mask is lacking")
-    return Frame(KINDS[kind], (stage, round, attempt), client, n, key, sections)
+        raise BadField(f"a lack has n {n} and key {key}; both must be 0")
+    return Frame(KINDS[kind], (phase, round, attempt), client, n, key, sections)
 
 
 def _split(reader: Reader) -> dict[str, Reader]:
@@ -144,8 +150,10 @@ def _split(reader: Reader) -> dict[str, Reader]:
     last = 0
     while reader.left:
         code, length = reader.unpack(SECTION)
-        if not last < code <= len(SECTIONS):
-            raise BadSection(f"section {code} after section {last}")
-        out[SECTIONS[code - 1]] = Reader(reader.take(length), SECTIONS[code - 1])
+        if code not in NAMES:
+            raise BadSection(f"section {code} does not exist in version {VERSION} of the format")
+        if code <= last:
+            raise BadSection(f"section {code} comes after section {last}; sections must ascend and not repeat")
+        out[NAMES[code]] = Reader(reader.take(length), NAMES[code])
         last = code
     return out

@@ -1,4 +1,4 @@
-"""What a message holds, before it is bytes and after."""
+"""What a message holds, before it is written and after it is read."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ KINDS: tuple[Kind, ...] = ("order", "update", "lack")
 
 @dataclass(frozen=True)
 class Coding:
-    """The choices a sender made: with them a decoded message is written again to the same bytes."""
+    """The choices a sender made. With them a decoded message is written again to the same bytes."""
 
     mask: str | None = None  # the mask's form
     base: str | None = None  # the hash of the mask it leans on
     values: Form = "fp32"
-    held: tuple[str, ...] = ()  # hashes of the fixed tensors that were only named
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An order, an update, or a client's word that it lacks a mask.
+    """An order, an update, or a lack: a client's reply that it does not hold a mask its order refers to.
 
-    `values` is packed as `Weights.packed` packs: the active prunable weights in order, then the dense layers, then the
-    statistics; `carries` says whether all of that travels, the weights without statistics, or statistics alone. An
+    `values` is packed as by `Weights.packed`: the active prunable weights in order, then the dense layers, then the
+    statistics. `carries` says whether all of that travels, the weights without statistics, or the statistics alone. An
     update without a mask reports layer `counts`; with one, its counts are the mask's.
     """
 
@@ -53,8 +52,7 @@ class Message:
     counts: tuple[int, ...] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Extra] = field(default_factory=dict)
-    fixed: Mapping[str, Tensor] = field(default_factory=dict)
-    lacks: str | None = None  # the hash a client asks the full mask of
+    lacks: str | None = None  # lacks only: the hash of the mask the client does not hold
     coding: Coding | None = None  # set by the decoder
     parts: Parts | None = None  # set by the decoder: what the bytes were for
 
@@ -64,9 +62,9 @@ class Message:
         return value_key(self.key, self.kind, self.tag, self.client)
 
     def weights(self, statistics: Tensor | None = None) -> Weights:
-        """The model that travelled; statistics that did not are those given, else zero. Builds the dense vector."""
+        """The model in this message, as a dense vector. Statistics that were not sent are those given, else zero."""
         if self.mask is None or self.values is None or self.carries == "statistics":
-            raise ValueError("this message carries no weights")
+            raise ValueError(f"this {self.kind} carries no weights")
         values = self.values
         if self.carries == "weights":
             size = self.layout.size - self.layout.trained_size

@@ -1,17 +1,33 @@
-"""A strict cursor over received bytes, and pieces of a message that know their size before they are written."""
+"""A strict cursor over received bytes with the receiver's limits, and pieces of a message that know their size."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from torch import Tensor
 
-from .errors import BadField, BadLength, TrailingBytes
+from .errors import BadCount, BadField, BadLength, BadOrder, TooLarge, TrailingBytes
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]  # numpy's arithmetic gives up exact types, so we name none
 Chunk = bytes | bytearray | memoryview
+Bits = TypeVar("Bits", int, Tensor)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a receiver is willing to handle. Each limit is checked before anything of that size is made."""
+
+    message: int = 1 << 31  # bytes of a whole message
+    json: int = 1 << 16  # bytes of the client's settings
+    depth: int = 8  # nesting of the client's settings
+    metrics: int = 64
+    extras: int = 64
+    elements: int = 1 << 28  # of one extra tensor
+    recipes: bool = True  # whether a mask may be a recipe: a few bytes that cost a model's size to follow
 
 
 class Piece(NamedTuple):
@@ -26,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Reader:
-    """Reads forward only; asking for more than there is, or leaving something over, is an error."""
+    """Reads forward only. Asking for more bytes than are left is an error, and so are bytes left at the end."""
 
     __slots__ = ("at", "data", "what")
 
@@ -39,7 +55,7 @@ class Reader:
 
     def take(self, count: int) -> memoryview:
         if count > self.left:
-            raise BadLength(f"{self.what}: {count} bytes expected, {self.left} left")
+            raise BadLength(f"{self.what}: {count} more bytes expected, {self.left} left")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -56,17 +72,36 @@ class Reader:
         """Eight bytes as 16 hex digits."""
         return self.take(8).hex()
 
-    def name(self) -> str:
-        """A length byte and that many printable ASCII characters, at least one."""
-        raw = bytes(self.take(self.u8()))
-        if not raw or not all(32 <= byte < 127 for byte in raw):
-            raise BadField(f"{self.what}: the name {raw[:40]!r} is not printable ASCII")
-        return raw.decode("ascii")
+    def bits(self, count: int) -> Array:
+        """`count` packed bits as 0 and 1 (uint8). The padding of the last byte must be zero."""
+        found = np.unpackbits(np.frombuffer(self.take(byte_length(count)), np.uint8), bitorder="little")
+        if found[count:].any():
+            raise BadField(f"{self.what}: padding bits are set; they must be zero")
+        return found[:count]
 
     def array(self, dtype: str, count: int) -> Array:
         """`count` little-endian numbers, copied, in the machine's byte order."""
         found = np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype)
         return found.astype(found.dtype.newbyteorder("="))
+
+    def count(self, most: int, items: str) -> int:
+        """A number of items, from 1 to `most`."""
+        found = self.u8()
+        if found == 0:
+            raise BadCount(f"the section {self.what!r} has no {items}; it must be left out then")
+        if found > most:
+            raise TooLarge(f"{found} {items}, at most {most} are accepted here")
+        return found
+
+    def name(self, seen: Collection[str]) -> str:
+        """A length byte and that many printable ASCII characters; above all names before it."""
+        raw = bytes(self.take(self.u8()))
+        if not raw or not all(32 <= byte < 127 for byte in raw):
+            raise BadField(f"{self.what}: the name {raw[:40]!r} must be 1 to 255 printable ASCII characters")
+        name = raw.decode("ascii")
+        if seen and name <= max(seen):
+            raise BadOrder(f"{self.what}: the name {name!r} is repeated or out of order; names must ascend")
+        return name
 
     def end(self) -> None:
         if self.left:
@@ -75,11 +110,18 @@ class Reader:
 
 def name_bytes(name: str) -> bytes:
     """What `Reader.name` reads."""
-    raw = name.encode("ascii", "replace")
-    if not 0 < len(raw) < 256 or not name.isascii() or not name.isprintable():
-        raise BadField(f"the name {name[:40]!r} cannot travel: 1 to 255 printable ASCII characters")
-    return bytes([len(raw)]) + raw
+    if not 0 < len(name) < 256 or not name.isascii() or not name.isprintable():
+        raise BadField(f"the name {name[:40]!r} cannot be sent; use 1 to 255 printable ASCII characters")
+    return bytes([len(name)]) + name.encode("ascii")
 
 
-def byte_length(bits: int) -> int:
+def hash_bytes(hash: str) -> bytes:
+    """What `Reader.hash` reads."""
+    if len(hash) != 16 or not set(hash) <= set("0123456789abcdef"):
+        raise BadField(f"{hash[:40]!r} is not a hash; it must have 16 lower-case hex digits")
+    return bytes.fromhex(hash)
+
+
+def byte_length(bits: Bits) -> Bits:
+    """How many bytes hold this many bits."""
     return (bits + 7) // 8

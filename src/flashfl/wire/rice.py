@@ -1,8 +1,8 @@
 """Sorted sets as Rice-coded gaps: unary quotients and low bits in two streams, whole lists at a time.
 
-A list is a set of `count` ranks within a universe of `universe` places. What is coded is the set or, if it holds more
-than half of its universe, its complement; so a full or empty list costs nothing. A gap is the number of places skipped
-before a rank. With parameter k a gap takes 1 + k + (gap >> k) bits; k is the smallest of the best, list by list.
+A list is a set of `count` ranks out of a universe of `universe` places. If it holds more than half of them, its
+complement is coded instead, so a full or empty list costs nothing. A gap is the number of places skipped before a rank.
+With parameter k a gap takes 1 + k + (gap >> k) bits. Each list uses the smallest k that gives it the least size.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Lists:
     quotients: Array  # for each list the sum of gap >> k
 
     @property
-    def low_bytes(self) -> int:
-        return byte_length(int((self.coded * self.k).sum()))
+    def low_bits(self) -> int:
+        return int((self.coded * self.k).sum())
 
     @property
-    def unary_bytes(self) -> int:
-        return byte_length(int((self.coded + self.quotients).sum()))
+    def unary_bits(self) -> int:
+        return int((self.coded + self.quotients).sum())
 
     @staticmethod
     def of(ranks: Array, counts: Array, universe: Array) -> Lists:
@@ -99,13 +99,13 @@ class Lists:
         return Lists(coded, gaps, *best_k(gaps, coded))
 
     def streams(self) -> Streams:
-        low = np.empty(int((self.coded * self.k).sum()), np.uint8)
+        low = np.empty(self.low_bits, np.uint8)
         at = 0
         for plane, start, stop in _planes(self.coded, self.k):
             low[at : at + stop - start] = (self.gaps[start:stop] >> plane) & 1
             at += stop - start
         ends = np.cumsum((self.gaps >> np.repeat(self.k.astype(np.int32), self.coded)) + 1, dtype=np.int64) - 1
-        unary = np.zeros(int((self.coded + self.quotients).sum()), np.uint8)
+        unary = np.zeros(self.unary_bits, np.uint8)
         unary[ends] = 1
         return Streams(_pack(low), _pack(unary))
 
@@ -124,34 +124,32 @@ def complement(ranks: Array, counts: Array, universe: Array, which: Array) -> Ar
     return np.concatenate(parts) if parts else ranks
 
 
-def read(counts: Array, universe: Array, k: Array, low: memoryview, unary: memoryview) -> Array:
-    """The coded ranks of all lists (those of the complement where that was coded), every rule of the format checked."""
+def read(counts: Array, universe: Array, k: Array, low: Array, unary: memoryview) -> Array:
+    """The coded ranks of all lists (of the complement where that was coded). `low`: the bits of the low stream."""
     coded = coded_counts(counts, universe)
     if bool((k > MAX_K).any()) or bool((k[coded == 0] != 0).any()):
-        raise BadField("a Rice parameter is out of range, or given for an empty list")
+        raise BadField(f"mask: a Rice parameter is out of range; it must be 0 to {MAX_K}, and 0 for an empty list")
     slack = universe - coded
     gaps = _quotients(coded, slack >> k, unary)
     quotients = sums(gaps, coded)
     if bool((quotients > slack >> k).any()):
-        raise OutOfRange("a Rice-coded position lies outside its layer")
+        raise OutOfRange("mask: a Rice-coded position lies outside its layer")
     half = sums(gaps >> 1, coded)
     gaps <<= np.repeat(k.astype(np.int32), coded)
-    bits = _unpack(low, int((coded * k).sum()))
     at = 0
     for plane, start, stop in _planes(coded, k):
-        gaps[start:stop] |= bits[at : at + stop - start].astype(np.int32) << plane
+        gaps[start:stop] |= low[at : at + stop - start].astype(np.int32) << plane
         at += stop - start
     if bool((sums(gaps, coded) > slack).any()):
-        raise OutOfRange("a Rice-coded position lies outside its layer")
+        raise OutOfRange("mask: a Rice-coded position lies outside its layer")
     below = sums(gaps >> np.repeat(np.maximum(k - 1, 0).astype(np.int32), coded), coded)
     if bool((quotients - half > coded).any()) or bool(((below - quotients <= coded) & (k > 0)).any()):
-        raise BadField("a Rice parameter is not the smallest of the best")
-    ends = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
-    starts = np.cumsum(coded) - coded
-    before = np.concatenate([np.full(1, -1), ends])[starts] + 1
-    before[coded == 0] = 0
-    ends -= np.repeat(before, coded)
-    return ends
+        raise BadField("mask: a Rice parameter is not the smallest of those that give the least size")
+    gaps += 1
+    ranks = np.cumsum(gaps, dtype=np.int64)  # counted from the first list's start, and one too high
+    before = np.append(0, ranks)[np.cumsum(coded) - coded] + 1
+    ranks -= np.repeat(before, coded)
+    return ranks
 
 
 def _planes(coded: Array, k: Array) -> list[tuple[int, int, int]]:
@@ -166,12 +164,12 @@ def _quotients(coded: Array, most: Array, unary: memoryview) -> Array:
     """The gaps' quotients (int32): runs of zeros, each ended by a one. The bound is checked before anything unfolds."""
     items = int(coded.sum())
     if len(unary) > byte_length(items + int(most.sum())):
-        raise BadLength("the unary stream is longer than its lists allow")
-    ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little"))
+        raise BadLength("mask: the unary stream is longer than its lists allow")
+    ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little").view(bool))
     if len(ends) != items:
-        raise BadCount(f"the unary stream ends {len(ends)} gaps where the lists hold {items}")
+        raise BadCount(f"mask: the unary stream has {len(ends)} gaps, its lists have {items}")
     if len(unary) != (byte_length(int(ends[-1]) + 1) if items else 0):
-        raise BadLength("the unary stream goes on after its last gap")
+        raise BadLength("mask: the unary stream goes on after its last gap")
     gaps = ends.astype(np.int32)
     gaps[1:] -= gaps[:-1].copy() + 1
     return gaps
@@ -179,11 +177,3 @@ def _quotients(coded: Array, most: Array, unary: memoryview) -> Array:
 
 def _pack(bits: Array) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
-
-
-def _unpack(data: memoryview, count: int) -> Array:
-    """Exactly `count` bits; the padding must be zero."""
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-    if bits[count:].any():
-        raise BadField("padding bits are not zero")
-    return bits[:count]

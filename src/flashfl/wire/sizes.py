@@ -1,21 +1,23 @@
-"""Sizes of mask forms on any device, many clients at once, without writing a byte.
+"""Sizes of mask forms on any device, for many clients at once, without writing a byte.
 
-The same closed forms as `rice` and `masks`, as tensor reductions: what an engine that keeps masks on a GPU counts is to
-the byte what an encoder would write. A GPU without Triton is waited for where set bits are found and complements
-decided; with it, never.
+The sizes are those of `rice` and `geometry`, as tensor reductions. They equal what the encoder writes, to the byte.
+With Triton nothing here waits for the GPU; without it, finding set bits does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.kernel import kernel
 from ..core.layout import Layout
-from .geometry import HASH, geometry
+from .geometry import geometry
+
+if TYPE_CHECKING:
+    from ..kernels.rice import Gaps
 
 
 class RiceBits(NamedTuple):
@@ -25,10 +27,6 @@ class RiceBits(NamedTuple):
     unary: Tensor
     counts: Tensor
     k: Tensor
-
-    @property
-    def bytes(self) -> Tensor:
-        return _bytes(self.low) + _bytes(self.unary)
 
 
 class MaskSizes(NamedTuple):
@@ -126,10 +124,6 @@ def _settle(quotients: Tensor, coded: Tensor, counts: Tensor) -> RiceBits:
     return RiceBits((coded * best).sum(1), (coded + chosen).sum(1), counts, best)
 
 
-def _bytes(bits: Tensor) -> Tensor:
-    return (bits + 7) // 8
-
-
 def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> MaskSizes:
     """The mask section of each row of `bits`, given the masks its receiver holds.
 
@@ -141,18 +135,17 @@ def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> Ma
     rows = max(len(x) for x in (bits, *others)) if len(bits) else 0
     if not rows or not total:
         counts = torch.zeros((rows, geo.layers), dtype=torch.int64, device=bits.device)
-        only = 1 + HASH if others else geo.bitmap_size  # masks of no weights are all the same
+        only = geo.known_size if others else geo.bitmap_size  # masks of no weights are all the same
         return MaskSizes(counts, torch.full((rows,), only, device=bits.device))
     found = _all_lists(layout, bits, others)
-    best = (geo.rice_fixed + found[0].bytes).clamp(max=geo.bitmap_size).expand(rows)
+    best = geo.rice_size(found[0].low, found[0].unary).clamp(max=geo.bitmap_size).expand(rows)
     held: Tensor | None = None
     for dropped, grown in zip(found[1::2], found[2::2], strict=True):
-        moved = _bytes(dropped.low + grown.low) + _bytes(dropped.unary + grown.unary)
-        best = torch.minimum(best, geo.difference_fixed + moved)
+        best = torch.minimum(best, geo.difference_size(dropped.low + grown.low, dropped.unary + grown.unary))
         equal = (dropped.counts + grown.counts).sum(1) == 0
         held = equal if held is None else held | equal
     if held is not None:
-        best = torch.where(held, 1 + HASH, best)
+        best = torch.where(held, geo.known_size, best)
     return MaskSizes(found[0].counts.expand(rows, -1), best)
 
 
@@ -176,7 +169,7 @@ def _all_lists(layout: Layout, bits: Tensor, bases: Sequence[Tensor]) -> list[Ri
     return [RiceBits(*each) for each in zip(*parts, strict=True)]
 
 
-def _of_lists(gaps: Any) -> list[RiceBits]:
+def _of_lists(gaps: Gaps) -> list[RiceBits]:
     """What a kernel found, list by list."""
     return [
         _settle(sums, torch.minimum(counts, room - counts), counts)

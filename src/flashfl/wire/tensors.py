@@ -1,93 +1,117 @@
-"""Extra tensors by their declared form, and fixed tensors: sent once, then by hash."""
+"""What travels by name: metrics, and extra tensors in their declared forms."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Collection, Mapping
+import struct
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.exchange import Extra
-from ..core.layout import Layout
-from .errors import BadCount, BadField, BadLength, NonFinite, TooLarge, UnknownFixed
-from .reader import Array, Chunk, Piece, Reader, byte_length, name_bytes
-from .settings import Limits, next_name, read_count, refuse
+from .errors import BadCount, BadField, NonFinite, TooLarge
+from .reader import Limits, Piece, Reader, byte_length, name_bytes
 
-DTYPES: tuple[tuple[str, torch.dtype], ...] = (
-    ("<f4", torch.float32),
-    ("<f8", torch.float64),
-    ("<i4", torch.int32),
-    ("<i8", torch.int64),
-    ("|u1", torch.uint8),
-)
-EXTRA_FORMS = ("masked", "dense", "bits", "scalar")
+DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
+    torch.float32: "<f4",
+    torch.float64: "<f8",
+    torch.int32: "<i4",
+    torch.int64: "<i8",
+    torch.uint8: "|u1",
+}
+FORMS = ("masked", "dense", "bits", "scalar")  # the place in this list is the form's code
+_F64 = struct.Struct("<d")
+_MOST = 255  # items in one section
 
 
-def extras_pieces(extras: Mapping[str, Extra], active: int | None) -> list[Piece]:
-    """One piece of head and one of data for each tensor, after the number of tensors."""
-    out = [Piece.of(b"".join([bytes([len(extras)])] if len(extras) < 256 else refuse(f"{len(extras)} extras")))]
-    for name in sorted(extras):
-        form, value = extras[name].form, extras[name].value
-        if form == "bits":
-            value = value.flatten()
-            head = value.numel().to_bytes(4, "little")
-            data = Piece(byte_length(value.numel()), lambda value=value: (_bits(value),))  # type: ignore[misc]
-        else:
-            code = [dtype for _, dtype in DTYPES].index(_dtype(name, value))
-            if form == "masked" and (active is None or tuple(value.shape) != (active,)):
-                raise BadCount(
-                    f"the extra {name!r} has shape {tuple(value.shape)}, the mask has {active} active weights"
-                )
-            if form == "scalar" and value.dim() != 0:
-                raise BadField(f"the extra {name!r} is a scalar of shape {tuple(value.shape)}")
-            shape = b"".join(size.to_bytes(4, "little") for size in value.shape) if form == "dense" else b""
-            head = bytes([code]) + (bytes([value.dim()]) + shape if form == "dense" else b"")
-            data = Piece(
-                value.numel() * value.element_size(),
-                lambda name=name, value=value, code=code: (_plain(name, value, code),),  # type: ignore[misc]
-            )
-        out += [Piece.of(name_bytes(name) + bytes([EXTRA_FORMS.index(form)]) + head), data]
+def _number_of(items: Mapping[str, object], what: str) -> bytes:
+    if len(items) > _MOST:
+        raise TooLarge(f"{len(items)} {what} in one message, at most {_MOST} can be sent")
+    return bytes([len(items)])
+
+
+def metrics_bytes(metrics: Mapping[str, float]) -> bytes:
+    out = [_number_of(metrics, "metrics")]
+    for name in sorted(metrics):
+        out += [name_bytes(name), _F64.pack(_finite(name, float(metrics[name])))]
+    return b"".join(out)
+
+
+def read_metrics(reader: Reader, limits: Limits) -> dict[str, float]:
+    out: dict[str, float] = {}
+    for _ in range(reader.count(limits.metrics, "metrics")):
+        name = reader.name(out)
+        (value,) = reader.unpack(_F64)
+        out[name] = _finite(name, value)
+    reader.end()
     return out
 
 
-def _dtype(name: str, value: Tensor) -> torch.dtype:
-    if value.dtype not in [dtype for _, dtype in DTYPES]:
-        raise BadField(f"the tensor {name!r} is {value.dtype}: allowed are {', '.join(str(d) for _, d in DTYPES)}")
-    return value.dtype
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise NonFinite(f"the metric {name!r} is {value}; it must be finite")
+    return value
 
 
-def _bits(value: Tensor) -> bytes:
-    return np.packbits(value.to("cpu", torch.bool).numpy(), bitorder="little").tobytes()
+def extras_pieces(extras: Mapping[str, Extra], active: int | None) -> list[Piece]:
+    """The number of tensors, then a piece of head and a piece of data for each. `active`: weights in the mask."""
+    out = [Piece.of(_number_of(extras, "extras"))]
+    for name in sorted(extras):
+        form = extras[name].form
+        pieces = _bits_pieces(extras[name].value) if form == "bits" else _number_pieces(name, extras[name], active)
+        out += [Piece.of(name_bytes(name) + bytes([FORMS.index(form)])), *pieces]
+    return out
 
 
-def _plain(name: str, value: Tensor, code: int) -> bytes:
-    array = value.detach().cpu().contiguous().numpy().astype(DTYPES[code][0], copy=False)
-    _check_finite(name, array)
-    return array.tobytes()
+def _bits_pieces(value: Tensor) -> list[Piece]:
+    def write() -> tuple[bytes]:
+        return (np.packbits(value.to("cpu", torch.bool).flatten().numpy(), bitorder="little").tobytes(),)
+
+    return [Piece.of(value.numel().to_bytes(4, "little")), Piece(byte_length(value.numel()), write)]
 
 
-def _check_finite(name: str, array: Array) -> None:
-    if not np.isfinite(array).all():
-        raise NonFinite(f"the tensor {name!r} holds an infinity or a not-a-number")
+def _number_pieces(name: str, extra: Extra, active: int | None) -> list[Piece]:
+    form, value = extra.form, extra.value
+    if value.dtype not in DTYPES:
+        raise BadField(f"the extra {name!r} is {value.dtype}; allowed are {', '.join(map(str, DTYPES))}")
+    head = bytes([list(DTYPES).index(value.dtype)])
+    if form == "masked":
+        if active is None or tuple(value.shape) != (active,):
+            raise BadCount(f"the extra {name!r} has shape {tuple(value.shape)}, the mask has {active} active weights")
+    elif form == "scalar":
+        if value.dim() != 0:
+            raise BadField(f"the extra {name!r} is a scalar of shape {tuple(value.shape)}; it must have none")
+    else:
+        head += bytes([value.dim()]) + b"".join(size.to_bytes(4, "little") for size in value.shape)
+
+    def write() -> tuple[bytes]:
+        plain = value.detach().cpu()
+        _check_finite(name, plain)
+        return (plain.contiguous().numpy().astype(DTYPES[value.dtype], copy=False).tobytes(),)
+
+    return [Piece.of(head), Piece(value.numel() * value.element_size(), write)]
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    if not bool(torch.isfinite(value).all()):
+        raise NonFinite(f"the extra {name!r} holds an infinity or a not-a-number")
 
 
 def read_extras(reader: Reader, limits: Limits, active: int | None) -> dict[str, Extra]:
     out: dict[str, Extra] = {}
-    for _ in range(read_count(reader, limits.extras, "extras")):
-        name = next_name(reader, out)
-        code = reader.u8()
-        if code >= len(EXTRA_FORMS):
-            raise BadField(f"the extra {name!r} has the unknown form {code}")
-        if EXTRA_FORMS[code] == "bits":
+    for _ in range(reader.count(limits.extras, "extras")):
+        name, code = reader.name(out), reader.u8()
+        if code >= len(FORMS):
+            raise BadField(f"the extra {name!r} has form {code}; the forms are 0 to {len(FORMS) - 1}")
+        if FORMS[code] == "bits":
             out[name] = Extra("bits", _read_bits(reader, limits, name))
-        elif EXTRA_FORMS[code] == "masked":
+        elif FORMS[code] == "masked":
             if active is None:
-                raise BadField(f"the extra {name!r} needs a mask and there is none")
+                raise BadField(f"the extra {name!r} is masked, but the message has no mask")
             out[name] = Extra("masked", _read_tensor(reader, limits, name, (active,)))
-        elif EXTRA_FORMS[code] == "scalar":
+        elif FORMS[code] == "scalar":
             out[name] = Extra("scalar", _read_tensor(reader, limits, name, ()))
         else:
             out[name] = Extra("dense", _read_tensor(reader, limits, name, None))
@@ -98,82 +122,22 @@ def read_extras(reader: Reader, limits: Limits, active: int | None) -> dict[str,
 def _read_bits(reader: Reader, limits: Limits, name: str) -> Tensor:
     count = reader.u32()
     if count > limits.elements:
-        raise TooLarge(f"the extra {name!r} has {count} bits, at most {limits.elements} allowed")
-    bits = np.unpackbits(np.frombuffer(reader.take(byte_length(count)), np.uint8), bitorder="little")
-    if bits[count:].any():
-        raise BadField("padding bits are not zero")
-    return torch.from_numpy(bits[:count].astype(bool))
+        raise TooLarge(f"the extra {name!r} has {count} bits, at most {limits.elements} are accepted here")
+    return torch.from_numpy(reader.bits(count).view(bool))
 
 
 def _read_tensor(reader: Reader, limits: Limits, name: str, shape: tuple[int, ...] | None) -> Tensor:
-    """A dtype code, a shape unless it is known, the numbers."""
+    """A type code, a shape unless it is known, the numbers."""
     code = reader.u8()
     if code >= len(DTYPES):
-        raise BadField(f"the tensor {name!r} has the unknown type {code}")
+        raise BadField(f"the extra {name!r} has type {code}; the types are 0 to {len(DTYPES) - 1}")
     if shape is None:
         rank = reader.u8()
         if rank > 8:
-            raise BadField(f"the tensor {name!r} has {rank} dimensions")
+            raise BadField(f"the extra {name!r} has {rank} dimensions, at most 8 are allowed")
         shape = tuple(reader.u32() for _ in range(rank))
-    count = math.prod(shape)
     if math.prod(max(1, size) for size in shape) > limits.elements:
-        raise TooLarge(f"the tensor {name!r} has {count} elements, at most {limits.elements} allowed")
-    array = reader.array(DTYPES[code][0], count)
-    _check_finite(name, array)
-    return torch.from_numpy(array).reshape(shape)
-
-
-def fixed_hash(value: Tensor) -> str:
-    """16 hex digits over a fixed tensor's numbers."""
-    return hashlib.blake2b(value.detach().cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def fixed_pieces(fixed: Mapping[str, Tensor], layout: Layout, held: Collection[str]) -> list[Piece]:
-    """Every fixed tensor, in the layout's order: its hash, and its numbers unless the other side holds them."""
-    layers = layout.of_kind("fixed")
-    if {layer.name for layer in layers} != set(fixed):
-        raise BadField(f"fixed tensors {sorted(fixed)} given, the layout has {sorted(x.name for x in layers)}")
-    out: list[Piece] = []
-    for layer in layers:
-        value, name = fixed[layer.name], fixed_hash(fixed[layer.name])
-        if tuple(value.shape) != layer.shape:
-            raise BadField(f"the fixed tensor {layer.name!r} has shape {tuple(value.shape)}, not {layer.shape}")
-        code = [dtype for _, dtype in DTYPES].index(_dtype(layer.name, value))
-        if name in held:
-            out.append(Piece.of(b"\0" + bytes.fromhex(name)))
-            continue
-        size = value.numel() * value.element_size()
-
-        def write(name: str = layer.name, value: Tensor = value, code: int = code) -> tuple[Chunk, ...]:
-            return (_plain(name, value, code),)
-
-        out += [Piece.of(bytes([1, code])), Piece(size, write)]
-    return out
-
-
-def read_fixed(
-    reader: Reader, layout: Layout, limits: Limits, known: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The fixed tensors by name, and the hashes of those that were only named."""
-    out: dict[str, Tensor] = {}
-    held: list[str] = []
-    sent: list[str] = []
-    for layer in layout.of_kind("fixed"):
-        code = reader.u8()
-        if code == 1:
-            out[layer.name] = _read_tensor(reader, limits, layer.name, layer.shape)
-            sent.append(layer.name)
-            continue
-        if code != 0:
-            raise BadField(f"the fixed tensor {layer.name!r} is neither sent nor named")
-        name = reader.hash()
-        if name not in known:
-            raise UnknownFixed(layer.name, name)
-        if tuple(known[name].shape) != layer.shape:
-            raise BadLength(f"the fixed tensor {layer.name!r} is not of shape {layer.shape}")
-        out[layer.name] = known[name]
-        held.append(name)
-    reader.end()
-    if held and any(fixed_hash(out[name]) in held for name in sent):
-        raise BadField("a fixed tensor is sent, and named elsewhere in the message")
-    return out, tuple(held)
+        raise TooLarge(f"the extra {name!r} has shape {shape}, at most {limits.elements} elements are accepted here")
+    value = torch.from_numpy(reader.array(list(DTYPES.values())[code], math.prod(shape))).reshape(shape)
+    _check_finite(name, value)
+    return value

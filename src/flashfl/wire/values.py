@@ -1,8 +1,8 @@
-"""Values as fp32, fp16, bf16, or int8 with a scale per layer: rounded without bias, alike on every device.
+"""Values as fp32, fp16, bf16, or int8 with a scale per layer: rounded without bias, the same on every device.
 
-Rounding is a pure function of values and key, so an engine that never writes bytes can round as one that does. Values
-that are already rounded stay as they are, whatever the key: reading and writing again gives the same bytes.
-Statistics always travel as fp32, and under int8 so do tensors of fewer than two dimensions (biases, normalisation).
+Rounding is a pure function of values and key, so an engine that writes no bytes rounds like one that does. Rounding
+again changes nothing under any key, so reading and writing again gives the same bytes. Statistics always travel as
+fp32. Under int8 so do tensors of fewer than two dimensions (biases, normalisation).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def values_piece(
     """The values section. Refuses what is not finite or not as many as the mask and the layout say."""
     expected = count_values(layout, sum(counts), carries)
     if values.dim() != 1 or values.numel() != expected:
-        raise BadField(f"{tuple(values.shape)} values given, {expected} expected")
+        raise BadField(f"values of shape {tuple(values.shape)} given, ({expected},) expected for this mask and layout")
 
     def write() -> tuple[Chunk, ...]:
         parts = segments(layout, counts, carries, form)
@@ -181,13 +181,13 @@ def _raw(tensor: Tensor, dtype: str) -> Chunk:
 def _finite(array: Array) -> None:
     # A not-a-number is both extremes, and looking for those takes no memory.
     if array.size and not (np.isfinite(array.max()) and np.isfinite(array.min())):
-        raise NonFinite("values hold an infinity or a not-a-number")
+        raise NonFinite("the values hold an infinity or a not-a-number; training has diverged, or the sender is broken")
 
 
 def read_head(reader: Reader) -> tuple[Carries, Form]:
     carries, form = reader.u8(), reader.u8()
     if carries >= len(CARRIES) or form >= len(FORMS):
-        raise BadField(f"values of kind {carries} in form {form} do not exist")
+        raise BadField(f"values: kind {carries} or form {form} does not exist; kinds are 0 to 2, forms 0 to 3")
     return CARRIES[carries], FORMS[form]
 
 
@@ -218,13 +218,13 @@ def _read_levels(scales: Array, levels: Array, parts: Sequence[Segment]) -> Arra
     sizes = [part.stop - part.start for part in parts if part.coarse]
     words = scales.view(np.uint32)
     if bool((words & 0x8000007F).any()) or bool((levels == -128).any()):
-        raise BadField("an int8 scale is negative or too fine, or a level is -128")
+        raise BadField("values: an int8 scale is negative or has more than 17 significant bits, or a level is -128")
     at = 0
     for scale, size in zip(scales.tolist(), sizes, strict=True):
         part = levels[at : at + size]
         top = int(np.abs(part).max()) if size else 0
         if (scale == 0) != (top == 0) or (scale > 0 and (top != 127 or not scale >= TINY or 127 * scale >= 2.0**128)):
-            raise BadField("an int8 scale does not fit its levels")
+            raise BadField(f"values: the int8 scale {scale:g} does not fit levels of at most {top}")
         at += size
     out: Array = levels.astype(np.float32) * np.repeat(scales, sizes)
     return out
