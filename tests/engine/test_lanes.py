@@ -540,6 +540,37 @@ def test_masks_move_when_each_clients_own_steps_say(first: int, crew: str, devic
     agree(fl.JMWST(0.3, warmup_clients=0, adapt=EveryOther(0.5)), task, device, crew, epochs=2)
 
 
+@part
+@dataclass(frozen=True)
+class Untidy(PruneRegrow):
+    """Moves the mask, but leaves the weights that it drops as they are."""
+
+    def move(self, layout: Layout, vectors: torch.Tensor, *others: Any) -> list[tuple[int, ...]]:
+        return super().move(layout, vectors.clone(), *others)
+
+
+@devices
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
+@pytest.mark.parametrize("rule", [PruneRegrow(0.5), Untidy(0.5)])
+def test_own_masks_that_move_under_a_proximal_term_agree(rule: Any, crew: str, device: str) -> None:
+    agree(fl.NST(0.3, adapt=rule), plain_task(), device, crew, epochs=2, prox=0.5, momentum=0.5)
+
+
+@gpu
+@pytest.mark.gpu
+def test_close_restores_global_settings_of_torch() -> None:
+    def settings() -> tuple[Any, ...]:
+        cudnn = torch.backends.cudnn
+        tf32 = torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32
+        return *tf32, cudnn.benchmark, cudnn.deterministic, torch.cuda.current_device()
+
+    for deterministic in (False, True):
+        for precision in ("fp32", "tf32", "bf16"):
+            before = settings()
+            GPUEngine(make_task("norm"), "cuda", precision, deterministic=deterministic).close()
+            assert settings() == before
+
+
 @dataclass(frozen=True)
 class OwnParts(fl.PDST):
     """Each client has a random mask of its own, which nobody moves; the server keeps everything."""
