@@ -22,7 +22,11 @@ from flashfl.engine.lanes import Stack
 from gpu_round import round_of, task_of, timed
 
 from flashfl import aggregate
-from flashfl.engine import books, crew, cuda
+from flashfl.engine import books
+from flashfl.engine.gpu import GPUEngine
+from flashfl.engine.gpu.batched import Batched
+from flashfl.engine.gpu.lanes import Lanes
+from flashfl.engine.gpu.stack import Stack
 from flashfl.methods import jmwst
 from flashfl.models import norm
 from flashfl.sparsity import rules
@@ -100,11 +104,11 @@ def main() -> None:
     parser.add_argument("--counting", action="store_true")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--plain", action="store_true", help="BatchNorm and ReLU as torch does them")
-    parser.add_argument("--compile", action="store_true", help="lanes run code made by torch.compile")
+    parser.add_argument("--compile", action="store_true", help="compile the lanes' forward pass with torch.compile")
     args = parser.parse_args()
     norm.fused = not args.plain
     task, config, method = task_of(args.case)
-    engine = cuda.GPUEngine(task, "cuda", compiled=args.compile)
+    engine = GPUEngine(task, "cuda", compiled=args.compile)
     one = round_of(engine, task, config, method)
     for _ in range(2):
         one()
@@ -118,8 +122,8 @@ def main() -> None:
         counting(one, 5 * args.rounds)
         return
     parts = [
-        (crew.LaneCrew, "advance", "advance (training steps)"), (crew.LaneCrew, "begin", "begin"),
-        (crew.WideCrew, "advance", "advance (training steps)"), (crew.WideCrew, "_stage", "  stage"),
+        (Lanes, "advance", "advance (training steps)"), (Lanes, "begin", "begin"),
+        (Batched, "advance", "advance (training steps)"), (Batched, "_stage", "  stage"),
         (PruneRegrow, "move", "move"), (PruneRegrow, "_shares", "  shares"), (rules, "hash_rows", "  hash"),
         (rules, "lowest_by_layer", "  select"), (Stack, "load", "stack load"), (Stack, "read", "stack read"),
         (Stack, "logical", "stack logical"), (books, "mask_sizes", "count mask bytes"),

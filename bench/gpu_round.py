@@ -80,8 +80,7 @@ def naive_round(task: fl.Task, config: TrainConfig, method: fl.Method, state: St
     layout, device = task.layout, state.weights.vector.device
     sums = torch.zeros(layout.size, dtype=torch.float64, device=device)
     named = {layer.name: layer for layer in layout.layers}
-    for client in task.clients:
-        order = method.order(state, client)
+    for client, order in method.orders(state, task.clients):
         local = order.local
         module = naive_round.module  # type: ignore[attr-defined]
         layout.write(order.weights.vector, module)
@@ -166,12 +165,12 @@ def timed(work: Callable[[], None], rounds: int) -> float:
 
 def round_of(engine: GPUEngine, task: fl.Task, config: TrainConfig, method: fl.Method) -> Callable[[], None]:
     """A function that carries out one more round of everybody, from the method's initial state on."""
-    plan = plan_of(config, task, task.clients, engine.device)
+    plan = plan_of(config, task, len(task.clients), engine.device)
     everyone = method.admit(task.clients, plan.key)
     box = [method.init(plan)]
 
     def one() -> None:
-        outcome = engine.train(box[0], ((c, method.order(box[0], c)) for c in everyone))
+        outcome = engine.train(box[0], method.orders(box[0], everyone))
         box[0] = method.aggregate(box[0], outcome.sums)
 
     return one
@@ -184,7 +183,7 @@ def measure(case: str, rounds: int, naive_rounds: int, **options: Any) -> dict[s
     for _ in range(2):
         ours()
     mine = timed(ours, rounds)
-    state = [method.init(plan_of(config, task, task.clients, engine.device))]
+    state = [method.init(plan_of(config, task, len(task.clients), engine.device))]
     naive_round.module = task.build().cuda()  # type: ignore[attr-defined]
 
     def theirs() -> None:

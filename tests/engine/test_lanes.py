@@ -1,4 +1,4 @@
-"""The lane engine against the CPU engine: on this machine's CPU always, on a GPU where there is one."""
+"""The GPU engine against the CPU engine: always on the CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], dev
 @devices
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("name", ["nst", "jmwst", "spdst", "hetero-jmwst"])
-def test_a_round_leaves_the_state_it_starts_from_as_it_was(
+def test_round_does_not_write_to_the_state_it_starts_from(
     name: str, lanes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With three lanes the last of four clients is alone in its chunk; that must not make its weights the server's."""
@@ -94,7 +94,7 @@ def test_a_round_leaves_the_state_it_starts_from_as_it_was(
 
 
 @devices
-def test_momentum_decay_and_prox_agree_too(device: str) -> None:
+def test_momentum_weight_decay_and_prox_agree_with_the_cpu_engine(device: str) -> None:
     task = make_task("norm")
     config = TrainConfig(
         device="cpu", rounds=3, per_round=4, batch=4, workers=1, momentum=0.9, weight_decay=0.01, prox=0.1, epochs=2
@@ -105,7 +105,7 @@ def test_momentum_decay_and_prox_agree_too(device: str) -> None:
 
 
 class Plain(torch.nn.Module):
-    """A net that can be mapped over: neither BatchNorm nor dropout."""
+    """A net whose clients can be batched: neither BatchNorm nor dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Plain(torch.nn.Module):
 @devices
 @pytest.mark.parametrize("name", list(fl.METHODS))
 @pytest.mark.parametrize("extra", [{}, {"momentum": 0.5, "weight_decay": 0.01, "prox": 0.1, "epochs": 2}])
-def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any], device: str) -> None:
+def test_batched_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any], device: str) -> None:
     task = fl.Task(Plain, [blobs(11 + i, (1, 5, 5), 100 + i) for i in range(8)], blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1, workers=1, **extra)
     ours = run_lanes(small(name), task, device, config, lanes=3, crew="batched")
@@ -135,14 +135,16 @@ def test_a_wide_crew_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any]
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding"), [(3, 1, 0), ((3, 2), (2, 1), (1, 0)), (5, 2, 2), (1, 3, "valid")]
 )
-def test_a_convolution_as_a_product_is_the_same(kernel: Any, stride: Any, padding: Any, device: str) -> None:
+def test_convolution_as_matrix_product_gives_the_same_output(
+    kernel: Any, stride: Any, padding: Any, device: str
+) -> None:
     conv = torch.nn.Conv2d(3, 4, kernel, stride, padding).to(device)
     x = torch.rand(2, 3, 8, 9, device=device)
     torch.testing.assert_close(batched._as_product(conv, x), conv(x), rtol=1e-4, atol=1e-4)
 
 
 @devices
-def test_mapped_products_step_like_mapped_convolutions(device: str) -> None:
+def test_batched_matrix_products_step_like_batched_convolutions(device: str) -> None:
     task = fl.Task(Plain, [blobs(8, (1, 5, 5), 100 + i) for i in range(3)], blobs(30, (1, 5, 5), 7))
     clients, found = list(zip(task.clients, (8, 8, 5), strict=True)), []
     for products in (False, True):
@@ -162,7 +164,7 @@ def test_mapped_products_step_like_mapped_convolutions(device: str) -> None:
 @devices
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch's own, from its compiler
-def test_compiled_lanes_agree_too(device: str) -> None:
+def test_compiled_lanes_agree_with_plain_lanes(device: str) -> None:
     task = make_task("norm")
     plain, compiled = (run_lanes(small("jmwst"), task, device, compiled=each) for each in (False, True))
     assert int((plain.weights.mask.bits != compiled.weights.mask.bits).sum()) == 0
@@ -179,7 +181,7 @@ def test_dropout_does_not_depend_on_the_number_of_lanes(device: str) -> None:
 
 
 @devices
-def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> None:
+def test_client_with_non_finite_weights_is_dropped(device: str) -> None:
     task = with_nan(make_task("norm"), 2)
     config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1)
     done = run_lanes(small("spdst", warmup_clients=8), task, device, config, lanes=8)
@@ -189,7 +191,7 @@ def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> N
 
 @devices
 @pytest.mark.parametrize(("values", "close"), [("fp16", 1e-3), ("bf16", 1e-2), ("int8", 5e-2)])
-def test_lossy_values_are_rounded_alike(values: Any, close: float, device: str) -> None:
+def test_lossy_values_are_rounded_as_on_the_cpu_engine(values: Any, close: float, device: str) -> None:
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, values=values)
     a = run_lanes(small("spdst"), task, device, config, values=values)
@@ -203,7 +205,7 @@ def test_lossy_values_are_rounded_alike(values: Any, close: float, device: str) 
 
 
 @devices
-def test_static_batch_norm(device: str) -> None:
+def test_static_batch_norm_agrees_with_the_cpu_engine(device: str) -> None:
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
     a = run_lanes(small("spdst"), task, device, config)
@@ -268,7 +270,7 @@ def test_resume_is_bit_identical_when_deterministic(name: str, tmp_path: Any) ->
     assert again.traffic == whole.traffic
 
 
-# -- what one client must not do to the others --------------------------------------------------------------------
+# -- clients that must not affect each other --------------------------------------------------------------------
 
 
 def plain_task(**more: Any) -> fl.Task:
@@ -290,7 +292,7 @@ def test_clients_of_unequal_length_grow_by_their_own_last_gradient(growth: Any, 
 
 
 @devices
-def test_a_loss_that_is_no_mean_of_samples_needs_lanes(device: str) -> None:
+def test_loss_that_is_not_a_mean_over_samples_needs_lanes(device: str) -> None:
     weight = torch.tensor([0.1, 1.0, 5.0], device=device)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -306,7 +308,7 @@ def test_a_loss_that_is_no_mean_of_samples_needs_lanes(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("crew", ["batched", "lanes"])
-def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, device: str) -> None:
+def test_nan_of_one_client_does_not_reach_the_next_in_its_row(crew: str, device: str) -> None:
     data = [blobs(9, (1, 5, 5), 100 + i) for i in range(4)]
     data[0] = (torch.full_like(data[0][0], float("nan")), data[0][1])
     data[1] = (data[1][0][:3], data[1][1][:3])  # fewer: what is staged behind them is the first one's
@@ -318,7 +320,7 @@ def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, devic
 
 @pytest.mark.filterwarnings("ignore:only 42%")
 @devices
-def test_a_client_with_one_sample_is_left_out_where_batch_norm_cannot_take_it(device: str) -> None:
+def test_client_with_one_sample_is_dropped_if_batch_norm_cannot_train_on_it(device: str) -> None:
     def net() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3))
 
@@ -330,7 +332,7 @@ def test_a_client_with_one_sample_is_left_out_where_batch_norm_cannot_take_it(de
 
 
 @devices
-def test_a_client_that_cannot_gather_statistics_does_not_end_the_run(device: str) -> None:
+def test_client_that_cannot_gather_statistics_does_not_end_the_run(device: str) -> None:
     task = with_nan(make_task("norm"), 2)
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True)
     assert torch.isfinite(run_lanes(small("pdst"), task, device, config).weights.vector).all()
@@ -339,8 +341,7 @@ def test_a_client_that_cannot_gather_statistics_does_not_end_the_run(device: str
 @devices
 @pytest.mark.parametrize("name", ["nst", "jmwst", "hetero-jmwst"])
 def test_static_batch_norm_of_moving_masks_agrees(name: str, device: str) -> None:
-    """Statistics are gathered under the server's model (or its part for a density), whatever mask a client keeps; what
-    is no longer one is not judged."""
+    """Statistics are gathered under the server's model (or its part for a density), whatever mask a client keeps."""
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
     ours, theirs = run_lanes(small(name), task, device, config), fl.simulate(small(name), task, train=config)
@@ -351,7 +352,7 @@ def test_static_batch_norm_of_moving_masks_agrees(name: str, device: str) -> Non
 
 @devices
 @pytest.mark.parametrize("lanes", [8, 5, 2, 1])
-def test_a_client_far_from_the_others_counts_in_a_simulation(lanes: int, device: str) -> None:
+def test_simulated_client_far_from_the_others_counts(lanes: int, device: str) -> None:
     data = [blobs(12, (1, 5, 5), 100 + i) for i in range(8)]
     data[2] = (data[2][0] * 50, data[2][1])
     task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
@@ -363,7 +364,7 @@ def test_a_client_far_from_the_others_counts_in_a_simulation(lanes: int, device:
     torch.testing.assert_close(ours.weights.vector.cpu(), theirs.weights.vector, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_that_is_kept_does_not_keep_its_neighbours_alive() -> None:
+def test_kept_mask_does_not_keep_memory_of_other_rows() -> None:
     task = make_task("norm")
     engine = GPUEngine(task, "cpu", "fp32", 4)
     drive(small("nst"), task, CONFIG, engine, FixedPopulation(task.clients))
@@ -371,7 +372,7 @@ def test_a_mask_that_is_kept_does_not_keep_its_neighbours_alive() -> None:
         assert own.bits.untyped_storage().nbytes() == task.layout.prunable_size
 
 
-def test_a_crew_that_fails_is_passed_over() -> None:
+def test_crew_that_fails_is_skipped() -> None:
     class Failing:
         device = torch.device("cpu")
 
@@ -389,7 +390,7 @@ def test_a_crew_that_fails_is_passed_over() -> None:
         faster([Failing()], [])
 
 
-def test_a_subclass_of_a_convolution_is_left_to_itself() -> None:
+def test_subclasses_of_convolutions_are_not_turned_into_products() -> None:
     class Standardised(torch.nn.Conv2d):
         pass
 
@@ -398,7 +399,7 @@ def test_a_subclass_of_a_convolution_is_left_to_itself() -> None:
 
 
 @devices
-def test_statistics_are_gathered_under_the_weights_as_they_arrive(device: str) -> None:
+def test_statistics_are_gathered_under_rounded_weights(device: str) -> None:
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1, static_bn=True, values="int8")
     ours = run_lanes(small("pdst"), task, device, config, values="int8")
@@ -407,11 +408,11 @@ def test_statistics_are_gathered_under_the_weights_as_they_arrive(device: str) -
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# -- what a model, a loss or a rule may do that shows in no layer's type --------------------------------------------
+# -- models, losses and rules that behave in ways no layer's type shows --------------------------------------------
 
 
 def agree(method: Any, task: fl.Task, device: str, crew: str = "auto", **settings: Any) -> tuple[fl.Run, fl.Run]:
-    """Both engines' runs, once their masks, weights, bytes and who was left out are found to be the same."""
+    """Run on both engines and check that masks, weights, bytes and dropped clients are the same."""
     config = TrainConfig(device="cpu", rounds=3, batch=4, eval_every=1, workers=1, **{"per_round": 6, **settings})
     ours = run_lanes(method, task, device, config, lanes=2, crew=crew)
     theirs = fl.simulate(method, task, train=config)
@@ -456,7 +457,7 @@ class Rarely(torch.nn.Module):
 @pytest.mark.parametrize("model", [OwnMean, Counting])
 @pytest.mark.filterwarnings("ignore:training changes the buffers", "ignore:the training step cannot be captured")
 @pytest.mark.filterwarnings("ignore:evaluation cannot be captured")
-def test_a_model_that_looks_beyond_a_sample_needs_lanes(model: Any, device: str) -> None:
+def test_model_that_mixes_samples_needs_lanes(model: Any, device: str) -> None:
     task = fl.Task(model, [blobs(5 + 3 * i, (1, 5, 5), 100 + i) for i in range(6)], blobs(30, (1, 5, 5), 7))
     with pytest.raises(ConfigError, match="must be a tensor and depend only on its own sample"):
         run_lanes(small("pdst"), task, device, crew="batched")
@@ -464,7 +465,7 @@ def test_a_model_that_looks_beyond_a_sample_needs_lanes(model: Any, device: str)
 
 
 @devices
-def test_a_rare_label_that_makes_a_loss_no_mean_is_found(device: str) -> None:
+def test_ignored_label_that_is_rare_needs_lanes(device: str) -> None:
     data = [blobs(12, (1, 5, 5), 100 + i) for i in range(6)]
     for x, y in data[:3]:
         y[9] = -100  # what cross-entropy leaves out of its mean
@@ -477,13 +478,13 @@ def test_a_rare_label_that_makes_a_loss_no_mean_is_found(device: str) -> None:
 
 @devices
 @pytest.mark.filterwarnings("ignore:only 30%")
-def test_sparse_gradients(device: str) -> None:
+def test_sparse_gradients_agree_with_the_cpu_engine(device: str) -> None:
     data = [((torch.arange(40 + 5 * i).view(-1, 5) * 7 + i) % 20, torch.arange(8 + i) % 3) for i in range(6)]
     agree(small("pdst"), fl.Task(Rarely, data, data[0], prunable="hidden.weight"), device)
 
 
 @devices
-def test_a_running_variance_below_zero_leaves_a_client_out(device: str) -> None:
+def test_client_with_negative_running_variance_is_dropped(device: str) -> None:
     class Eager(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -506,7 +507,7 @@ def test_a_running_variance_below_zero_leaves_a_client_out(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("static", [False, True])
-def test_samples_are_judged_in_the_same_batches(static: bool, device: str) -> None:
+def test_evaluation_uses_the_same_batches_as_the_cpu_engine(static: bool, device: str) -> None:
     weight = torch.tensor([0.1, 1.0, 5.0], device=device)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -534,10 +535,41 @@ class EveryOther(PruneRegrow):
 @devices
 @pytest.mark.parametrize("crew", ["batched", "lanes"])
 @pytest.mark.parametrize("first", [5, 26])
-def test_masks_move_when_each_clients_own_steps_say(first: int, crew: str, device: str) -> None:
+def test_masks_move_at_each_clients_own_steps(first: int, crew: str, device: str) -> None:
     sizes = [first, 5, 26, 9, 14, 23]
     task = fl.Task(Plain, [blobs(n, (1, 5, 5), 100 + i) for i, n in enumerate(sizes)], blobs(30, (1, 5, 5), 7))
     agree(fl.JMWST(0.3, warmup_clients=0, adapt=EveryOther(0.5)), task, device, crew, epochs=2)
+
+
+@part
+@dataclass(frozen=True)
+class Untidy(PruneRegrow):
+    """Moves the mask, but leaves the weights that it drops as they are."""
+
+    def move(self, layout: Layout, vectors: torch.Tensor, *others: Any) -> list[tuple[int, ...]]:
+        return super().move(layout, vectors.clone(), *others)
+
+
+@devices
+@pytest.mark.parametrize("crew", ["batched", "lanes"])
+@pytest.mark.parametrize("rule", [PruneRegrow(0.5), Untidy(0.5)])
+def test_own_masks_that_move_under_a_proximal_term_agree(rule: Any, crew: str, device: str) -> None:
+    agree(fl.NST(0.3, adapt=rule), plain_task(), device, crew, epochs=2, prox=0.5, momentum=0.5)
+
+
+@gpu
+@pytest.mark.gpu
+def test_close_restores_global_settings_of_torch() -> None:
+    def settings() -> tuple[Any, ...]:
+        cudnn = torch.backends.cudnn
+        tf32 = torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32
+        return *tf32, cudnn.benchmark, cudnn.deterministic, torch.cuda.current_device()
+
+    for deterministic in (False, True):
+        for precision in ("fp32", "tf32", "bf16"):
+            before = settings()
+            GPUEngine(make_task("norm"), "cuda", precision, deterministic=deterministic).close()
+            assert settings() == before
 
 
 @dataclass(frozen=True)
@@ -559,5 +591,5 @@ class OwnParts(fl.PDST):
 
 
 @pytest.mark.parametrize("keep", [(), ("mask",)])
-def test_a_mask_that_can_be_made_again_is_counted_as_it_travels(keep: tuple[str, ...]) -> None:
+def test_recipe_masks_are_counted_as_they_travel(keep: tuple[str, ...]) -> None:
     agree(OwnParts(0.3, keep=keep), make_task("norm"), "cpu")

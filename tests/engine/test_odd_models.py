@@ -57,7 +57,7 @@ ODD = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("odd", ODD)
-def test_a_client_whose_data_do_not_fit_is_left_out_and_the_run_goes_on(odd: str, workers: int) -> None:
+def test_client_with_unfit_data_is_dropped_and_the_run_goes_on(odd: str, workers: int) -> None:
     spoil, said = ODD[odd]
     good = clients()
     run = simulate(Task(DropoutNet, [*good, spoil(good[0])], blobs(9, (6,), 9)), workers=workers)
@@ -66,7 +66,7 @@ def test_a_client_whose_data_do_not_fit_is_left_out_and_the_run_goes_on(odd: str
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_if_all_fail_the_run_stops_and_says_why_in_one_line(workers: int) -> None:
+def test_run_stops_with_one_line_if_all_clients_fail(workers: int) -> None:
     task = Task(DropoutNet, [wide(data) for data in clients()], blobs(9, (6,), 9))
     with pytest.raises(RunStopped, match="client 0: RuntimeError: mat1 and mat2 shapes cannot be") as caught:
         simulate(task, workers=workers)
@@ -102,7 +102,7 @@ def work(kind: type[Raising]) -> Any:
     return ClientSide(Trainer(task), {}).work(0, task.train[0], data, [])
 
 
-def test_what_training_raised_is_the_cause_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_training_error_is_the_cause_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "flashfl"), pytest.raises(ClientFailed) as caught:
         work(Raising)
     assert str(caught.value).startswith("OSError: the disk is gone (test_odd_models.py, line ")
@@ -111,7 +111,7 @@ def test_what_training_raised_is_the_cause_and_its_traceback_is_logged(caplog: p
 
 
 @pytest.mark.parametrize(("kind", "error"), [(Exhausted, MemoryError), (Refusing, ConfigError)])
-def test_what_no_client_is_to_blame_for_is_raised(kind: type[Raising], error: type[Exception]) -> None:
+def test_errors_no_client_is_to_blame_for_are_raised(kind: type[Raising], error: type[Exception]) -> None:
     with pytest.raises(error):
         work(kind)
 
@@ -179,12 +179,12 @@ def test_whole_numbers_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     "method", [fl.SPDST(density=0.3, warmup_clients=2), fl.JMWST(density=0.3), fl.NST(density=0.3)]
 )
-def test_masks_that_are_to_move_need_prunable_weights(method: Any) -> None:
+def test_moving_masks_need_prunable_weights(method: Any) -> None:
     with pytest.raises(ConfigError, match="no weight of the model may be sparse"):
         simulate(Task(DropoutNet, clients(), blobs(9, (6,), 9), prunable="none"), method)
 
 
-def test_dense_training_needs_none() -> None:
+def test_dense_training_needs_no_prunable_weights() -> None:
     assert simulate(Task(nn.Linear(6, 3), clients(), blobs(9, (6,), 9), prunable="none"), fl.Dense()).history
 
 

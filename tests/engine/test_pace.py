@@ -1,4 +1,4 @@
-"""A client with much data goes further than the rest, and is believed."""
+"""A client with much data moves further than the others, and is accepted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def task() -> Task:
 
 
 def failures(trust: Trust | None, boost: dict[int, float]) -> dict[int, str]:
-    """Of a round in which some clients have learning rates of their own."""
+    """Failures of a round in which some clients use other learning rates."""
     made = task()
     engine, method = CPUEngine(made, workers=1, trust=trust), fl.Dense()
     try:
@@ -40,13 +40,13 @@ def failures(trust: Trust | None, boost: dict[int, float]) -> dict[int, str]:
     return dict(outcome.failures)
 
 
-def test_a_client_with_much_data_is_believed() -> None:
+def test_client_with_much_data_is_accepted() -> None:
     assert failures(Trust(), {}) == {}
 
 
-def test_one_that_leaps_is_not() -> None:
+def test_client_that_leaps_is_rejected() -> None:
     assert list(failures(Trust(), {2: 100.0})) == [2]
 
 
-def test_in_a_simulation_all_are() -> None:
+def test_simulation_accepts_every_finite_update() -> None:
     assert failures(None, {2: 100.0}) == {}

@@ -240,7 +240,7 @@ def norm1x1(n: int) -> Task:
 
 
 @pytest.mark.parametrize("make", [norm1d, norm1x1])
-def test_a_last_batch_of_one_is_left_out_where_batchnorm_cannot_take_it(make: Any) -> None:
+def test_last_batch_of_one_sample_is_dropped_if_batchnorm_cannot_train_on_it(make: Any) -> None:
     trainer = Trainer(make(5))
     local = Local(batch=4)
     assert [trainer.batches(make(n).train[0], local) for n in (4, 5, 6, 8, 9)] == [1, 1, 2, 2, 2]
@@ -249,7 +249,7 @@ def test_a_last_batch_of_one_is_left_out_where_batchnorm_cannot_take_it(make: An
     assert update.n == 5
 
 
-def test_what_batchnorm_can_take_is_used_and_trying_leaves_no_trace() -> None:
+def test_last_batch_of_one_sample_is_used_if_batchnorm_can_train_on_it() -> None:
     task = make_task("norm")
     fresh, tried = Trainer(task), Trainer(task)
     data = Subset(task.train[0], torch.arange(5))
@@ -262,7 +262,7 @@ def test_what_batchnorm_can_take_is_used_and_trying_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("norm1d", [norm1d, norm1x1])
-def test_a_client_with_one_sample_and_batchnorm_is_left_out(norm1d: Any) -> None:
+def test_client_with_one_sample_and_batchnorm_fails(norm1d: Any) -> None:
     trainer = Trainer(norm1d(1))
     with pytest.raises(ClientFailed, match="one sample"):
         trainer.train(ordered(trainer.task), 0, trainer.task.train[0])
@@ -325,7 +325,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_buffers_that_change_and_do_not_travel_are_told_of(workers: int) -> None:
+def test_buffers_that_change_and_are_not_sent_cause_a_warning(workers: int) -> None:
     data = [blobs(8, (2,), i) for i in range(2)]
     with pytest.warns(RuntimeWarning, match="training changes the buffers calls, which are not sent") as told:
         run = fl.simulate(fl.Dense(), Task(Counting, data, data[0]), 1, per_round=2, workers=workers)
@@ -402,7 +402,7 @@ class FrozenNorm(nn.Module):
 
 @pytest.mark.parametrize("lanes", [False, True])
 def test_norms_that_do_not_train_keep_their_statistics(lanes: bool) -> None:
-    """Whether statistics travel or not makes no difference then, to training or to judging."""
+    """Whether statistics travel or not makes no difference then, to training or to evaluation."""
     data, module = blobs(10, (1, 5, 5), 3), FrozenNorm()
     assert module.norm.running_mean is not None
     assert module.norm.running_var is not None
@@ -423,7 +423,7 @@ def test_norms_that_do_not_train_keep_their_statistics(lanes: bool) -> None:
     assert static.model().state_dict()["norm.running_var"].tolist() == [2.0] * 4
     assert [x.metrics for x in static.history] == [x.metrics for x in plain.history]
     assert [x.loss for x in static.history] == [x.loss for x in plain.history]
-    # Where a model travels to be judged, its statistics do not.
+    # A model that is sent to clients to be evaluated carries no statistics.
     task = Task(module, [data, data], data)
     given = Weights(Mask.full(task.layout), plain.weights.vector.clone())
     bare = given.with_statistics(torch.zeros_like(given.statistics))
@@ -446,7 +446,7 @@ class NormAndDropout(nn.Module):
         return out
 
 
-def test_judging_without_statistics_still_turns_dropout_off() -> None:
+def test_evaluation_without_statistics_turns_dropout_off() -> None:
     data = blobs(12, (1, 5, 5), 3)
     task = Task(NormAndDropout, [data], data)
     trainer, weights = Trainer(task), Weights(Mask.full(task.layout), task.draw(0))
@@ -458,7 +458,7 @@ def test_judging_without_statistics_still_turns_dropout_off() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the test set has NaN:RuntimeWarning")
-def test_what_is_not_finite_is_not_reported() -> None:
+def test_non_finite_weights_or_loss_fail_the_client() -> None:
     _, trainer = linear([1.0], float("nan"))
     with pytest.raises(ClientFailed, match="not finite"):
         trained(trainer, [1], [1.0])
@@ -520,7 +520,7 @@ def test_a_pretrained_model_keeps_its_weights_and_is_not_touched() -> None:
     assert not torch.equal(moved.model().state_dict()["layers.0.weight"], before["layers.0.weight"])
 
 
-def test_without_test_samples_clients_judge_on_what_they_hold_back_weighted_by_size() -> None:
+def test_without_test_samples_clients_evaluate_on_held_back_samples_weighted_by_size() -> None:
     def share_of_ones(output: Tensor, target: Tensor) -> float:
         return float(target.float().mean())
 
@@ -534,7 +534,7 @@ def test_without_test_samples_clients_judge_on_what_they_hold_back_weighted_by_s
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_does_not_disturb_the_users_random_numbers(workers: int) -> None:
+def test_run_leaves_global_random_state_unchanged(workers: int) -> None:
     task = make_task("dropout")
     np.random.seed(3)
     random.seed(3)
@@ -547,7 +547,7 @@ def test_a_run_does_not_disturb_the_users_random_numbers(workers: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_users_number_of_threads_is_as_it_was(threads: int) -> None:
+def test_run_restores_the_number_of_threads(threads: int) -> None:
     before = torch.get_num_threads()
     fl.simulate(fl.Dense(), make_task("dropout"), 1, workers=1, threads=threads)
     assert torch.get_num_threads() == before
@@ -565,7 +565,7 @@ def test_static_batchnorm_ends_with_gathered_statistics(static: bool) -> None:
         assert run.history[-1].bytes.down > 2 * run.history[0].bytes.down
 
 
-def test_a_client_whose_data_fail_while_statistics_are_gathered_leaves_no_trace() -> None:
+def test_failure_while_gathering_statistics_restores_batchnorm() -> None:
     trainer = Trainer(make_task("norm"))
     data = trainer.task.train[0]
     broken = type("Broken", (), {"__len__": lambda self: len(data), "fetch": lambda self, index, *a: 1 / 0})()
@@ -589,7 +589,7 @@ class Jittered(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.parametrize("kind", ["random", "numpy", "torch"])
-def test_what_a_data_set_draws_does_not_depend_on_the_number_of_workers(kind: str) -> None:
+def test_random_data_sets_do_not_depend_on_the_number_of_workers(kind: str) -> None:
     task = Task(DropoutNet, [Jittered(kind, i) for i in range(4)])
     runs = [fl.simulate(small("pdst"), task, 2, per_round=4, batch=4, workers=workers) for workers in (1, 2)]
     assert runs[0].checksum == runs[1].checksum

@@ -1,16 +1,18 @@
-"""Where a GPU has a faster way: a Triton kernel by name, or nothing where Triton is not installed."""
+"""Triton kernels by name, for code that also has a plain way."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 
 @functools.cache
-def kernel(module: str, name: str) -> Any:
-    """The function of that name in `flashfl.kernels`, loaded when it is first asked for; None without Triton."""
+def kernel(module: str, name: str) -> Callable[..., Any] | None:
+    """A function of `flashfl.kernels`, loaded when it is first asked for. None if Triton is not installed."""
     try:
-        return getattr(importlib.import_module(f"flashfl.kernels.{module}"), name)
+        found: Callable[..., Any] = getattr(importlib.import_module(f"flashfl.kernels.{module}"), name)
     except ImportError:
         return None
+    return found

@@ -33,11 +33,11 @@ class StepSettings:
 
 
 class MaskedStep:
-    """SGD with momentum, weight decay and a proximal term on weights [rows, trained], in place.
+    """SGD with momentum, weight decay and a proximal term, in place, on the weights [rows, trained] of some models.
 
-    The first `prunable` columns train only where `masks` [rows, prunable] say so; with None all train. `half` is a copy
-    of these columns in half precision that follows every step. Buffers keep their addresses, so that steps can be
-    captured in CUDA graphs.
+    In the first `prunable` columns only the weights that `masks` [rows, prunable] mark are trained; None marks all.
+    `half` is a copy of these columns in half precision, which follows every step. Every buffer keeps its address, so
+    steps can be captured as CUDA graphs.
     """
 
     def __init__(self, weights: Tensor, prunable: int, masks: Tensor | None = None, half: Tensor | None = None) -> None:
@@ -48,15 +48,13 @@ class MaskedStep:
         self._start: Tensor | None = None
         self._velocity: Tensor | None = None
         self._inactive = None if masks is None else torch.empty_like(masks)
-        # One pass over memory instead of four; it takes one model.
+        # A kernel for plain SGD on one model: one pass over memory instead of several.
         self._fused = kernel("step", "masked_step") if weights.is_cuda and len(weights) == 1 and prunable else None
 
     def begin(self, settings: StepSettings, lr: float) -> None:
         """Take on new models: their weights and masks are in place."""
         self.settings = settings
         self.lr.fill_(lr)
-        if settings.prox:
-            self._start = self.weights.clone() if self._start is None else self._start.copy_(self.weights)
         if settings.momentum:
             self._velocity = torch.zeros_like(self.weights) if self._velocity is None else self._velocity.zero_()
         if settings.rule is not None:
@@ -64,10 +62,11 @@ class MaskedStep:
                 self.scores = torch.zeros(len(self.weights), self.prunable, device=self.weights.device)
             self.scores.zero_()
         self.moved()
+        if settings.prox:
+            self._start = self.weights.clone() if self._start is None else self._start.copy_(self.weights)
 
     def moved(self) -> None:
-        """The masks or weights were changed: inactive weights become zero, and neither they nor new ones have a
-        velocity."""
+        """Follow a change of the masks: inactive weights become zero and lose their velocity."""
         if self.masks is not None and self._inactive is not None:
             torch.logical_not(self.masks, out=self._inactive)
             self.weights[:, : self.prunable].masked_fill_(self._inactive, 0.0)
@@ -97,7 +96,7 @@ class MaskedStep:
         self._descend(slice(self.prunable, None), rest, None, busy)
 
     def _descend(self, columns: slice, gradient: Tensor, inactive: Tensor | None, busy: Tensor | None) -> None:
-        """Change some columns. Nothing as large as the model is allocated, but with a proximal term."""
+        """Change some columns. Only a proximal term allocates anything as large as the model."""
         s, weights = self.settings, self.weights[:, columns]
         if s.weight_decay:
             gradient.add_(weights, alpha=s.weight_decay)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...core.errors import ConfigError
-from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome, Sums
+from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome, Sums
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights
 from ...core.state import State
@@ -89,29 +89,30 @@ class GPUEngine:
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
         round_ = self.books.open(s)
-        present = self._present(s, orders, round_)
-        for local, group in itertools.groupby(present, key=lambda pair: pair[1].local):
+        for local, works in itertools.groupby(self._works(s, orders, round_), key=lambda work: work.local):
             if local.report == "statistics":
-                self._gather(group, sums, round_)
-                continue
-            for chunk in chunks(group, self._rows(s)):
-                self._chunk(local, chunk, sums, round_)
+                self._gather(works, sums, round_)
+            else:
+                for chunk in chunks(works, self._rows(s)):
+                    self._train(chunk, sums, round_)
         return round_.close(sums)
 
-    def _present(
-        self, s: State, orders: Iterable[tuple[Client, Order]], round_: Round
-    ) -> Iterator[tuple[Client, Order]]:
+    def _works(self, s: State, orders: Iterable[tuple[Client, Order]], round_: Round) -> Iterator[Work]:
+        """What each client that can take part has to do."""
         for client, order in orders:
             round_.sent(client, order)
+            data = self.train_data[client.id]
             if self.dropout and drops(s, client.id, self.dropout):
                 round_.failed(client.id, DROPPED)
                 continue
             try:
-                self.trainer.batches(self.train_data[client.id], order.local)
+                batches = self.trainer.batches(data, order.local)
             except ClientFailed as error:
                 round_.failed(client.id, str(error))
-            else:
-                yield client, order
+                continue
+            order = self._received(client, order)
+            mask = self.books.remembered(client.id, order) or starting_mask(order, self.device)
+            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts)
 
     def _rows(self, s: State) -> int:
         """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
@@ -131,17 +132,17 @@ class GPUEngine:
         """Lanes or batched: as the setting says, else whichever is faster for these clients."""
         if self.crew is not None:
             return self.crew
-        shared = (self.task, stack, self.train_data, self.capacity)
         asked, module = self.crew_wanted, self.trainer.module
-        why_not = ""
-        if asked != "lanes":
+        # Small models may be faster batched. The clock decides, which is not deterministic.
+        small = self.cuda and self.layout.size < _SMALL and not self.deterministic
+        why_not = "lanes are at least as fast"
+        if asked == "batched" or (asked == "auto" and small):
             why_not = why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
         if asked == "batched" and why_not:
             raise ConfigError(f"crew = 'batched': {why_not}. Use crew = 'lanes' or 'auto'.")
+        shared = (self.task, stack, self.train_data, self.capacity)
         crews: list[Crew] = []
-        # The faster crew is found by the clock, which is not deterministic.
-        worth = self.cuda and self.layout.size < _SMALL and not self.deterministic
-        if asked == "batched" or (asked == "auto" and worth and not why_not):
+        if not why_not:
             crews.append(Batched(*shared))
             if self.cuda and has_convolutions(module):
                 crews.append(Batched(*shared, products=True))
@@ -150,11 +151,11 @@ class GPUEngine:
         self.crew = crews[0] if len(crews) == 1 else faster(crews, works)
         return self.crew
 
-    def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Round) -> None:
+    def _train(self, works: list[Work], sums: Sums, round_: Round) -> None:
         """Train a few clients side by side and add up their updates."""
-        works = [self._work(client, self._received_order(client, order)) for client, order in chunk]
         assert self.stack is not None
-        stack, rows, crew = self.stack, len(works), self._chosen_crew(self.stack, works)
+        stack, rows, local = self.stack, len(works), works[0].local
+        crew = self._chosen_crew(stack, works)
         crew.prepare(works)
         starts = stacked([work.order.weights.vector for work in works])
         stack.load(starts, stacked([work.mask.bits for work in works]), rows)
@@ -174,8 +175,8 @@ class GPUEngine:
                 values[row] = self._rounded(Weights(work.mask, values[row]), key, local.statistics).vector
         round_.received(works, values, crew.losses(rows), sums)
 
-    def _received_order(self, client: Client, order: Order) -> Order:
-        """The order as it arrives: with its values rounded, where they travel in fewer bits."""
+    def _received(self, client: Client, order: Order) -> Order:
+        """The order as it arrives: with its values rounded if they travel in fewer bits."""
         if self.values == "fp32":
             return order
         key = value_key(order.key, "order", order.tag, client.id)
@@ -189,23 +190,15 @@ class GPUEngine:
         parts = segments(self.layout, counts, "all" if statistics else "weights", self.values)
         return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
 
-    def _work(self, client: Client, order: Order) -> Work:
-        data = self.train_data[client.id]
-        mask = self.books.remembered(client.id, order) or starting_mask(order, self.device)
-        batches = self.trainer.batches(data, order.local)
-        return Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts)
-
-    def _gather(self, group: Iterable[tuple[Client, Order]], sums: Sums, round_: Round) -> None:
+    def _gather(self, works: Iterable[Work], sums: Sums, round_: Round) -> None:
         """BatchNorm statistics of every client, one after another."""
-        for client, sent in group:
-            order = self._received_order(client, sent)
+        for work in works:
+            client = work.client.id
             try:
-                update = self.trainer.train(order, client.id, self.train_data[client.id])
+                update = self.trainer.train(work.order, client, self.train_data[client], work.mask)
             except ClientFailed as error:
-                round_.failed(client.id, str(error))
+                round_.failed(client, str(error))
                 continue
-            mask = order.weights.mask
-            work = Work(order.local, order.key, update.n, 1, client, order, mask, mask.counts)
             assert update.weights is not None
             loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
             round_.received([work], update.weights.vector[None], loss, sums)
