@@ -10,7 +10,9 @@ import pytest
 
 from flashfl.cli import main
 from flashfl.core.rng import fold
-from flashfl.data import DATASETS, TaskConfig, build_task, load_data, partition
+from flashfl.data import partition
+from flashfl.data.registry import DATASETS
+from flashfl.data.tasks import TaskConfig, build_task, load_data
 
 Said = pytest.CaptureFixture[str]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flashfl.core.errors import ConfigError, DataError
-from flashfl.data import DATASETS, Options, load
-from flashfl.data.dataset import DataSet
+from flashfl.data.dataset import DataSet, Options
+from flashfl.data.registry import DATASETS, load
 
 UNCHECKED = Options(verify=False)
 

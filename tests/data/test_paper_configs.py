@@ -14,7 +14,8 @@ import torch
 
 from flashfl.cli import main
 from flashfl.core.parts import build
-from flashfl.data import DATASETS, TaskConfig, build_task
+from flashfl.data.registry import DATASETS
+from flashfl.data.tasks import TaskConfig, build_task
 from flashfl.methods import METHODS
 from flashfl.run.compare import run_config
 from flashfl.run.config import RunConfig, load_toml, make_config

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashfl.data import DATASETS, DataSet, Options, load, partition
+from flashfl.data import partition
+from flashfl.data.dataset import DataSet, Options
+from flashfl.data.registry import DATASETS, load
 from flashfl.data.text import Tokenizer
 from flashfl.run.compare import run_config
 from flashfl.run.config import load_toml, make_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,4 +146,5 @@ class Info:
         for path in paths:
             if options.verify and (md5 := self.checksum(path)):
                 verify(path, md5)
-        return self.read(paths, options)
+        data = self.read(paths, options)
+        return data if options.augment else replace(data, train=replace(data.train, augment=None))

@@ -112,8 +112,8 @@ def _config(args: argparse.Namespace, overrides: Mapping[str, str], known: tuple
 
 def _partition(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from ..core.rng import fold
-    from ..data import TaskConfig, load_data, partition, show
-    from ..data.tasks import split_data
+    from ..data import partition, show
+    from ..data.tasks import TaskConfig, load_data, split_data
 
     if args.rows < 1:
         raise ConfigError(f"--rows {args.rows}: must be at least 1")

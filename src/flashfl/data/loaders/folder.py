@@ -38,8 +38,7 @@ def _load(path: Path, options: Options) -> DataSet:
         size = pairs[0][0].shape[2:] if pairs else None
         pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, "BILINEAR", size)
         pairs.append((pixels, np.array([label for _, label in files])))
-    augment = CropFlip() if options.augment else None
-    return images(pairs[0], pairs[1] if tests else None, len(names), IMAGENET, augment)
+    return images(pairs[0], pairs[1] if tests else None, len(names), IMAGENET, CropFlip())
 
 
 def _classes(folder: Path) -> list[str]:
