@@ -191,9 +191,9 @@ def test_without_data_a_run_says_what_to_do(
     assert main(command) == 1
     said = capsys.readouterr().err
     assert f"{info.name!r} is not complete under {tmp_path}" in said  # where
-    for name in info.files:
+    for name in info.files.forms[0]:
         assert str(tmp_path / name) in said  # which files
-    assert info.get in said  # how to get them
+    assert info.files.get in said  # how to get them
     assert "--data-root or FLASHFL_DATA" in said
 
 

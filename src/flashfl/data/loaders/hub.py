@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...core.errors import ConfigError, DataError
 from ..augment import IMAGENET, CropFlip
 from ..columns import LABELS, is_id
-from ..dataset import DataSet, Info, Options, images, texts
+from ..dataset import DataSet, Options, images, texts
 from ..pictures import rgb, stack
 
 _TESTS = ("test", "validation", "val", "valid", "dev")
@@ -31,15 +31,11 @@ class Rows(Protocol):
     def __getitem__(self, column: str) -> Iterable[Any]: ...
 
 
-def hub(name: str, repository: str) -> Info:
-    """The data set of a repository on the hub, written REPOSITORY or REPOSITORY:CONFIG."""
-    return Info(name, "from the Hugging Face hub", lambda paths, options: _load(repository, options))
+def load(name: str, options: Options) -> DataSet:
+    """The data set REPOSITORY or REPOSITORY:CONFIG.
 
-
-def _load(name: str, options: Options) -> DataSet:
-    """The input is the first column of images, else the one column of texts.
-
-    The test samples are the split called test, or validation, that has labels. Without one, clients hold some back.
+    The input is the first column of images, else the one column of texts. The test samples are the
+    split called test, or validation, that has labels. Without one, clients hold some back.
     """
     splits = _fetch(name)
     if "train" not in splits:
