@@ -16,8 +16,9 @@ import published
 import pytest
 
 from flashfl.core.errors import DataError
-from flashfl.data import Options, load
+from flashfl.data.dataset import Options
 from flashfl.data.pickles import loads
+from flashfl.data.registry import load
 
 UNCHECKED = Options(verify=False)
 

@@ -10,7 +10,9 @@ import pytest
 
 from flashfl.cli import main
 from flashfl.core.rng import fold
-from flashfl.data import DATASETS, TaskConfig, build_task, load_data, partition
+from flashfl.data import partition
+from flashfl.data.registry import DATASETS
+from flashfl.data.tasks import TaskConfig, build_task, load_data
 
 Said = pytest.CaptureFixture[str]
 
@@ -26,9 +28,9 @@ def test_the_list_names_every_data_set_and_how_to_get_it(tmp_path: Path, capsys:
     assert f"{tmp_path} (--data-root)" in said
     for info in DATASETS.values():
         assert rows[info.name][1] == ("present" if info.name == "digits" else "missing")
-        assert info.get in said
+        assert info.files.get in said
         assert not info.train or f"{info.train:,}" in rows[info.name]
-        assert not info.files or info.files[0] in said
+        assert not info.files.forms[0] or info.files.forms[0][0] in said
     assert {"hub:NAME", "folder:PATH"} <= set(rows)
 
 
@@ -43,7 +45,7 @@ def test_the_list_says_what_is_present(tmp_path: Path, capsys: Said, monkeypatch
     assert present == {"digits", "mnist", "cifar100", "sst2"}
     assert "(FLASHFL_DATA)" in said
     assert "mnist-writers: not found: qmnist/qmnist-train-labels-idx2-int\n" in said  # MNIST itself is there
-    assert DATASETS["cifar100"].get not in said
+    assert DATASETS["cifar100"].files.get not in said
     assert "no weights in bert-base-uncased/" in said
 
 
@@ -141,7 +143,7 @@ def test_a_missing_data_set(words: list[str], tmp_path: Path, capsys: Said) -> N
     assert main(["data", *words, "--data-root", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert str(tmp_path / "cifar-10-batches-py" / "data_batch_1") in said
-    assert DATASETS["cifar10"].get in said
+    assert DATASETS["cifar10"].files.get in said
 
 
 def test_checking(tmp_path: Path, capsys: Said) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flashfl.core.errors import ConfigError, DataError
-from flashfl.data import DATASETS, Options, load
-from flashfl.data.dataset import DataSet
+from flashfl.data.dataset import DataSet, Options
+from flashfl.data.registry import DATASETS, load
 
 UNCHECKED = Options(verify=False)
 
@@ -230,12 +230,12 @@ def test_unknown_data_set_names_the_nearest() -> None:
 
 
 def test_what_is_known_without_files(tmp_path: Path) -> None:
-    assert [name for name, info in DATASETS.items() if info.present(tmp_path)] == ["digits"]
+    assert [name for name, info in DATASETS.items() if not info.files.absent(tmp_path)] == ["digits"]
     published.mnist(tmp_path / "mnist")
-    assert DATASETS["mnist"].present(tmp_path)
-    assert DATASETS["mnist-writers"].absent(tmp_path) == ("qmnist/qmnist-train-labels-idx2-int",)
+    assert not DATASETS["mnist"].files.absent(tmp_path)
+    assert DATASETS["mnist-writers"].files.absent(tmp_path) == ("qmnist/qmnist-train-labels-idx2-int",)
     published.cifar_binary(tmp_path, 100)
-    assert DATASETS["cifar100"].present(tmp_path)
+    assert not DATASETS["cifar100"].files.absent(tmp_path)
     for info in DATASETS.values():
         assert info.about
-        assert info.get or not info.files
+        assert info.files.get or not info.files.forms[0]

@@ -14,7 +14,8 @@ import torch
 
 from flashfl.cli import main
 from flashfl.core.parts import build
-from flashfl.data import DATASETS, TaskConfig, build_task
+from flashfl.data.registry import DATASETS
+from flashfl.data.tasks import TaskConfig, build_task
 from flashfl.methods import METHODS
 from flashfl.run.compare import run_config
 from flashfl.run.config import RunConfig, load_toml, make_config
@@ -190,9 +191,9 @@ def test_without_data_a_run_says_what_to_do(
     assert main(command) == 1
     said = capsys.readouterr().err
     assert f"{info.name!r} is not complete under {tmp_path}" in said  # where
-    for name in info.files:
+    for name in info.files.forms[0]:
         assert str(tmp_path / name) in said  # which files
-    assert info.get in said  # how to get them
+    assert info.files.get in said  # how to get them
     assert "--data-root or FLASHFL_DATA" in said
 
 

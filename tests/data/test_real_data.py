@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashfl.data import DATASETS, DataSet, Options, load, partition
+from flashfl.data import partition
+from flashfl.data.dataset import DataSet, Options
+from flashfl.data.registry import DATASETS, load
 from flashfl.data.text import Tokenizer
 from flashfl.run.compare import run_config
 from flashfl.run.config import load_toml, make_config
@@ -17,7 +19,7 @@ ROOT = Path(os.environ.get("FLASHFL_DATA", "") or "no-such-folder")
 
 
 def real(name: str) -> DataSet:
-    if not DATASETS[name].present(ROOT):
+    if DATASETS[name].files.absent(ROOT):
         pytest.skip(f"FLASHFL_DATA names no folder with {name}")
     data = load(name, ROOT)
     info = DATASETS[name]
@@ -66,7 +68,7 @@ def test_sst2() -> None:
 def test_sst2_pieces_are_those_of_the_reference() -> None:
     transformers = pytest.importorskip("transformers")
     vocab = ROOT / "bert-base-uncased" / "vocab.txt"
-    if not vocab.is_file() or not DATASETS["sst2"].present(ROOT):
+    if not vocab.is_file() or DATASETS["sst2"].files.absent(ROOT):
         pytest.skip("FLASHFL_DATA names no folder with SST-2 and BERT's vocabulary")
     from flashfl.data.loaders.sst2 import read_tsv
 

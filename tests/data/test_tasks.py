@@ -16,8 +16,10 @@ import torch
 
 from flashfl.core.errors import ConfigError, DataError
 from flashfl.core.parts import build
-from flashfl.data import DATASETS, TaskConfig, build_task, load_data, partition, tasks
+from flashfl.data import partition, tasks
+from flashfl.data.registry import DATASETS
 from flashfl.data.sources import Subset
+from flashfl.data.tasks import TaskConfig, build_task, load_data
 
 
 def indices(task: object) -> list[list[int]]:
@@ -328,7 +330,7 @@ def test_an_image_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     pil = pytest.importorskip("PIL.Image")
     columns: dict[str, list[object]] = {"img": [None, pil.new("L", (9, 9)), None], "label": [0, 1, 2]}
     fake_hub(monkeypatch, {"train": FakeSplit(columns, {"img": Image(), "label": ClassLabel()})})
-    with pytest.raises(DataError, match="split 'train' has a row without an image"):
+    with pytest.raises(DataError, match="split 'train' has no img in row 0"):
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,54 +96,53 @@ def check_labels(path: Path, labels: NDArray[Any], classes: int) -> None:
 
 
 @dataclass(frozen=True)
-class Info:
-    """A data set before it is read. Zeros and empty fields: not known until then."""
+class Files:
+    """The files of a data set: where they lie, how they are read, and how to get them."""
 
-    name: str
-    about: str
-    read: Callable[[list[Path], Options], DataSet]  # from the paths of one form's files
-    forms: tuple[tuple[str, ...], ...] = ((),)  # the files under the data root, in each form they are published in
+    read: Callable[[list[Path], Options], DataSet]  # from the paths of one form
+    forms: tuple[tuple[str, ...], ...] = ((),)  # the names under the data root, in each form they are published in
     md5: Mapping[str, str] = field(default_factory=dict)  # by file name, where it is known
-    train: int = 0
-    test: int = 0
-    classes: int = 0
-    shape: tuple[int, ...] = ()
-    model: str = ""  # the one it is usually trained with
-    get: str = ""  # how to get the files
-    megabytes: int = 0  # that the files take, about
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The files of the form that is looked for first."""
-        return self.forms[0]
+    get: str = ""
 
     def absent(self, root: Path) -> tuple[str, ...]:
-        """The missing files of the form that misses fewest; empty if the data set is there."""
+        """The missing files of the form that misses fewest; empty if one form is complete."""
         return min((tuple(n for n in form if find(root, n) is None) for form in self.forms), key=len)
 
-    def present(self, root: Path) -> bool:
-        return not self.absent(root)
-
-    def paths(self, root: Path) -> list[Path]:
-        """The files of the first complete form."""
-        for form in self.forms:
-            found = [path for name in form if (path := find(root, name))]
-            if len(found) == len(form):
-                return found
-        where = "\n".join(f"  {root / name}" for name in self.absent(root))
-        raise DataError(
-            f"data set {self.name!r} is not complete under {root.absolute()}. Not found (gzipped or not):\n{where}\n"
-            f"{self.get}\nTo use another folder, name it with --data-root or FLASHFL_DATA"
-        )
+    def found(self, root: Path) -> list[Path]:
+        """The files of the first complete form; empty if none is, and if the data set has no files."""
+        complete = (form for form in self.forms if all(find(root, name) for name in form))
+        return [path for name in next(complete, ()) if (path := find(root, name))]
 
     def checksum(self, path: Path) -> str:
         """The published md5 of a file; empty where it is not known."""
         return self.md5.get(path.name.removesuffix(".gz"), "")
 
+
+@dataclass(frozen=True)
+class Info:
+    """What is known of a data set before it is read; 0 or empty where it is not known."""
+
+    name: str
+    about: str
+    train: int
+    test: int
+    classes: int
+    shape: tuple[int, ...]
+    model: str  # the one it is usually trained with
+    megabytes: int  # that its files take, about
+    files: Files
+
     def load(self, root: Path, options: Options = Options()) -> DataSet:  # noqa: B008 - frozen
-        """Read the first complete form, after comparing checksums."""
-        paths = self.paths(root)
+        """Read the first complete form of its files, after comparing checksums."""
+        if absent := self.files.absent(root):
+            raise DataError(
+                f"data set {self.name!r} is not complete under {root.absolute()}. Not found (gzipped or not):\n"
+                + "".join(f"  {root / name}\n" for name in absent)
+                + f"{self.files.get}\nTo use another folder, name it with --data-root or FLASHFL_DATA"
+            )
+        paths = self.files.found(root)
         for path in paths:
-            if options.verify and (md5 := self.checksum(path)):
+            if options.verify and (md5 := self.files.checksum(path)):
                 verify(path, md5)
-        return self.read(paths, options)
+        data = self.files.read(paths, options)
+        return data if options.augment else replace(data, train=replace(data.train, augment=None))

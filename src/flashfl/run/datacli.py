@@ -62,7 +62,7 @@ def _list(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     print(f"{'name':<14} {'':<8} {'train':>8} {'test':>7} {'classes':>7} {'shape':<8} {'MB':>5}  what it is")
     for info in DATASETS.values():
         train, test = (f"{n:,}" if n else "varies" for n in (info.train, info.test))
-        state = "present" if info.present(root) else "missing"
+        state = "missing" if info.files.absent(root) else "present"
         print(f"{info.name:<14} {state:<8} {train:>8} {test:>7} {info.classes:>7} {_shape(info.shape):<8} "
               f"{info.megabytes or '-':>5}  {info.about}")  # fmt: skip
     for name, (about, package, extra) in _BY_PATTERN.items():
@@ -83,9 +83,9 @@ def _how_to_get(info: Info, root: Path) -> list[str]:
     from ..models import PRETRAINED
     from ..models.bert import has_weights
 
-    if absent := info.absent(root):
+    if absent := info.files.absent(root):
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        return [f"{info.name}: not found: {absent[0]}{more}", f"    {info.get}."]
+        return [f"{info.name}: not found: {absent[0]}{more}", f"    {info.files.get}."]
     if info.model in PRETRAINED and not has_weights(root / "bert-base-uncased"):
         return [
             f"{info.name}: its pretrained model is not there: no weights in bert-base-uncased/",
@@ -112,8 +112,8 @@ def _config(args: argparse.Namespace, overrides: Mapping[str, str], known: tuple
 
 def _partition(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from ..core.rng import fold
-    from ..data import TaskConfig, load_data, partition, show
-    from ..data.tasks import split_data
+    from ..data import partition, show
+    from ..data.tasks import TaskConfig, load_data, split_data
 
     if args.rows < 1:
         raise ConfigError(f"--rows {args.rows}: must be at least 1")
@@ -169,14 +169,14 @@ def _check(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     ):
         if published and found != published:
             raise DataError(f"{info.name} under {root.absolute()} has {found:,} {what} where {published:,} belong: "
-                            f"files are missing or are not the published ones. {info.get}")  # fmt: skip
+                            f"files are missing or are not the published ones. {info.files.get}")  # fmt: skip
     counts = np.bincount(data.labels, minlength=data.classes)
     print(f"{info.name}: {train:,} training and {f'{test:,}' if test else 'no'} test samples of {data.classes} "
           f"classes, shape {_shape(data.shape)}")  # fmt: skip
     print(f"a class has {counts.min():,} to {counts.max():,} training samples")
     if data.writers is not None:
         print(f"{len(np.unique(data.writers)):,} writers")
-    compared = any(map(info.checksum, info.paths(root)))
+    compared = any(map(info.files.checksum, info.files.found(root)))
     print(f"checksums: {'as published' if compared else 'none are known for these files'}")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..augment import CropFlip, Normalise
-from ..dataset import DataSet, Info, Options, Pair, check_labels, images
+from ..dataset import DataSet, Files, Options, Pair, check_labels, images
 from ..files import damaged, read
 from ..pickles import loads
 
@@ -51,8 +51,7 @@ def _load(classes: int, paths: list[Path], options: Options) -> DataSet:
         x, y = _binary(path, classes) if ".bin" in path.suffixes else _python(path, classes)
         check_labels(path, y, classes)
         pairs.append((x.reshape(-1, 3, 32, 32), y))
-    augment = CropFlip() if options.augment else None
-    return images(_join(pairs[:-1]), _join(pairs[-1:]), classes, _NORMS[classes], augment)
+    return images(_join(pairs[:-1]), _join(pairs[-1:]), classes, _NORMS[classes], CropFlip())
 
 
 def _join(pairs: list[Pair]) -> Pair:
@@ -62,9 +61,7 @@ def _join(pairs: list[Pair]) -> Pair:
 
 _URL = "https://www.cs.toronto.edu/~kriz"
 _FILES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
-CIFAR10 = Info(
-    name="cifar10",
-    about="small colour photographs, 10 classes",
+CIFAR10 = Files(
     read=partial(_load, 10),
     forms=(
         tuple(f"cifar-10-batches-py/{file}" for file in _FILES),
@@ -78,28 +75,14 @@ CIFAR10 = Info(
         "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
         "test_batch": "40351d587109b95175f43aff81a1287e",
     },
-    train=50_000,
-    test=10_000,
-    classes=10,
-    shape=(3, 32, 32),
-    model="resnet18",
     get=f"Unpack {_URL}/cifar-10-python.tar.gz (or cifar-10-binary.tar.gz) there",
-    megabytes=177,
 )
-CIFAR100 = Info(
-    name="cifar100",
-    about="small colour photographs, 100 classes",
+CIFAR100 = Files(
     read=partial(_load, 100),
     forms=(
         ("cifar-100-python/train", "cifar-100-python/test"),
         ("cifar-100-binary/train.bin", "cifar-100-binary/test.bin"),
     ),
     md5={"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
-    train=50_000,
-    test=10_000,
-    classes=100,
-    shape=(3, 32, 32),
-    model="resnet18",
     get=f"Unpack {_URL}/cifar-100-python.tar.gz (or cifar-100-binary.tar.gz) there",
-    megabytes=178,
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...core.rng import fold, permutation
 from ..augment import Normalise
-from ..dataset import DataSet, Info, Options, images
+from ..dataset import DataSet, Files, Options, images
 
 _TRAIN = 1437
 
@@ -24,13 +24,4 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     return images((x[:_TRAIN], y[:_TRAIN]), (x[_TRAIN:], y[_TRAIN:]), 10, norm)
 
 
-DIGITS = Info(
-    name="digits",
-    about="8x8 digits, installed with scikit-learn",
-    read=_load,
-    train=_TRAIN,
-    test=360,
-    classes=10,
-    shape=(1, 8, 8),
-    model="digits",
-)
+DIGITS = Files(_load)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..augment import Normalise
-from ..dataset import DataSet, Info, Options, check_labels, images
+from ..dataset import DataSet, Files, Options, check_labels, images
 from ..files import Arrays, cached, damaged, read
 
 _CLASSES = 62
@@ -66,15 +66,9 @@ def _users(file: Path) -> list[tuple[str, NDArray[Any], NDArray[Any]]]:
     return out
 
 
-FEMNIST = Info(
-    name="femnist",
-    about="handwritten letters and digits by writer, from LEAF",
+FEMNIST = Files(
     read=_load,
     forms=tuple((f"{f}/train", f"{f}/test") for f in ("femnist", "femnist/data", "leaf/data/femnist/data")),
-    classes=_CLASSES,
-    shape=(1, 28, 28),
-    model="leafcnn",
     get="Make it with LEAF (https://github.com/TalwalkarLab/leaf): in data/femnist run ./preprocess.sh -s niid "
     "--sf 1.0 -k 0 -t sample, then put data/train and data/test into the folder femnist/",
-    megabytes=5000,
 )

@@ -8,18 +8,13 @@ import numpy as np
 
 from ...core.errors import DataError
 from ..augment import IMAGENET, CropFlip
-from ..dataset import DataSet, Info, Options, Pair, images
+from ..dataset import DataSet, Options, Pair, images
 from ..pictures import read_picture, stack
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 
-def folder(name: str, path: Path) -> Info:
-    """The data set in a folder."""
-    return Info(name, "a folder of images", lambda paths, options: _load(path, options))
-
-
-def _load(path: Path, options: Options) -> DataSet:
+def load(path: Path, options: Options) -> DataSet:
     """The images in RGB. Classes are numbered in the order of their folders' names."""
     if not path.is_dir():
         raise DataError(f"no folder {path.absolute()}: folder:PATH names a folder with one folder of images a class")
@@ -38,8 +33,7 @@ def _load(path: Path, options: Options) -> DataSet:
         size = pairs[0][0].shape[2:] if pairs else None
         pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, "BILINEAR", size)
         pairs.append((pixels, np.array([label for _, label in files])))
-    augment = CropFlip() if options.augment else None
-    return images(pairs[0], pairs[1] if tests else None, len(names), IMAGENET, augment)
+    return images(pairs[0], pairs[1] if tests else None, len(names), IMAGENET, CropFlip())
 
 
 def _classes(folder: Path) -> list[str]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...core.errors import ConfigError, DataError
 from ..augment import IMAGENET, CropFlip
 from ..columns import LABELS, is_id
-from ..dataset import DataSet, Info, Options, Pair, images, texts
+from ..dataset import DataSet, Options, images, texts
 from ..pictures import rgb, stack
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _TESTS = ("test", "validation", "val", "valid", "dev")
 _TEXTS = ("text", "sentence", "content", "review", "document", "comment", "tweet", "message")  # what is read, if there
 _SECOND = ("question", "query", "premise", "hypothesis")  # half of a pair, even beside one of those
+
+
+_NO_LABEL = (None, -1)
 
 
 class Rows(Protocol):
@@ -28,65 +28,36 @@ class Rows(Protocol):
     features: Mapping[str, Any]
 
     def __len__(self) -> int: ...
-    def __getitem__(self, column: str) -> Sequence[Any]: ...
+    def __getitem__(self, column: str) -> Iterable[Any]: ...
 
 
-@dataclass(frozen=True)
-class Split:
-    """The rows of a split, the class of each, and how errors call it."""
+def load(name: str, options: Options) -> DataSet:
+    """The data set REPOSITORY or REPOSITORY:CONFIG.
 
-    rows: Rows
-    classes: list[int]
-    name: str
-
-    def texts(self, column: str) -> tuple[list[str], list[int]]:
-        held = list(self.rows[column])
-        if None in held:
-            raise DataError(f"{self.name} has no {column} in row {held.index(None)}")
-        return held, self.classes
-
-    def pictures(self, column: str) -> Iterator[tuple[str, Image]]:
-        for picture in self.rows[column]:
-            if picture is None:
-                raise DataError(f"{self.name} has a row without an image")
-            yield self.name, rgb(picture)
-
-
-def hub(name: str, repository: str) -> Info:
-    """The data set of a repository on the hub, written REPOSITORY or REPOSITORY:CONFIG."""
-    return Info(name, "from the Hugging Face hub", lambda paths, options: _load(repository, options))
-
-
-def _load(name: str, options: Options) -> DataSet:
-    """The input is the first column of images, else the one column of texts.
-
-    The test samples are the split called test, or validation, that has labels. Without one, clients hold some back.
+    The input is the first column of images, else the one column of texts. The test samples are the
+    split called test, or validation, that has labels. Without one, clients hold some back.
     """
-    found = _fetch(name)
-    if "train" not in found:
-        raise DataError(f"hub:{name} has no split 'train'; it has {', '.join(found)}")
-    if len(found["train"]) == 0:
+    splits = _fetch(name)
+    if "train" not in splits:
+        raise DataError(f"hub:{name} has no split 'train'; it has {', '.join(splits)}")
+    train = splits["train"]
+    if len(train) == 0:
         raise DataError(f"hub:{name}: split 'train' is empty")
-    features = found["train"].features
-    label = _label(features, name)
-    known = _known_labels(found["train"], label, name)
-    tests = [split for split in _TESTS if split in found and _labelled(found[split], label)]
-    splits = [_split(found[split], label, known, f"hub:{name}: split {split!r}") for split in ("train", *tests[:1])]
-    if column := next((c for c, feature in features.items() if _kind(feature) == "Image"), None):
-        return _images(splits, column, len(known), options)
-    column = _text(features, label, name)
-    train, *test = (split.texts(column) for split in splits)
-    return texts(train, test[0] if test else None, len(known), options)
-
-
-def _images(splits: list[Split], column: str, classes: int, options: Options) -> DataSet:
-    pairs: list[Pair] = []
-    for split in splits:
-        size = pairs[0][0].shape[2:] if pairs else None
-        pixels = stack(split.pictures(column), options.size, "BICUBIC", size)
-        pairs.append((pixels, np.array(split.classes)))
-    augment = CropFlip() if options.augment else None
-    return images(pairs[0], pairs[1] if pairs[1:] else None, classes, IMAGENET, augment)
+    label = _label(train, name)
+    classes = _classes(train, label, name)
+    tests = [s for s in _TESTS if s in splits and any(x not in _NO_LABEL for x in _labels(splits[s], label))]
+    used = {f"hub:{name}: split {s!r}": splits[s] for s in ("train", *tests[:1])}
+    targets = [_targets(rows, label, classes, where) for where, rows in used.items()]
+    if pictures := [column for column, feature in train.features.items() if _kind(feature) == "Image"]:
+        pixels: list[NDArray[Any]] = []
+        for where, rows in used.items():
+            found = ((where, rgb(picture)) for picture in _column(rows, pictures[0], where))
+            pixels.append(stack(found, options.size, "BICUBIC", pixels[0].shape[2:] if pixels else None))
+        pairs = [(x, np.array(y)) for x, y in zip(pixels, targets, strict=True)]
+        return images(pairs[0], pairs[1] if tests else None, len(classes), IMAGENET, CropFlip())
+    column = _text(train, label, name)
+    held = [(list(_column(rows, column, where)), y) for (where, rows), y in zip(used.items(), targets, strict=True)]
+    return texts(held[0], held[1] if tests else None, len(classes), options)
 
 
 def _fetch(name: str) -> Mapping[str, Rows]:
@@ -106,33 +77,24 @@ def _kind(feature: object) -> str:
     return type(feature).__name__
 
 
-def _text(features: Mapping[str, Any], label: str, name: str) -> str:
-    """The column of texts, if it is clear which."""
-    strings = [c for c, f in features.items() if _kind(f) == "Value" and f.dtype in ("string", "large_string")]
-    columns = [c for c in strings if c != label and not is_id(c)]
-    if not columns:
-        kinds = {column: _kind(feature) for column, feature in features.items()}
-        raise DataError(f"hub:{name} has neither images nor texts: its columns are {kinds}")
-    liked = [column for column in _TEXTS if column in columns]
-    if len(columns) == 1 or (liked and not set(columns) & set(_SECOND)):
-        return (liked or columns)[0]
-    raise DataError(f"hub:{name} has several columns of texts, and one is expected: {', '.join(columns)}")
-
-
-def _label(features: Mapping[str, Any], name: str) -> str:
+def _label(train: Rows, name: str) -> str:
     """The column of labels."""
-    labels = [column for column, feature in features.items() if _kind(feature) == "ClassLabel"]
-    labels += [column for column in LABELS if column in features]
+    labels = [column for column, feature in train.features.items() if _kind(feature) == "ClassLabel"]
+    labels += [column for column in LABELS if column in train.features]
     if not labels:
-        raise DataError(f"hub:{name} has no column of labels: its columns are {', '.join(features)}")
+        raise DataError(f"hub:{name} has no column of labels: its columns are {', '.join(train.features)}")
     return labels[0]
 
 
-def _known_labels(train: Rows, label: str, name: str) -> dict[object, int]:
+def _labels(rows: Rows, label: str) -> list[Any]:
+    return list(rows[label]) if label in rows.features else []
+
+
+def _classes(train: Rows, label: str, name: str) -> dict[object, int]:
     """The class of each label: whole numbers are their own, strings are numbered in the order of the alphabet."""
     if _kind(train.features[label]) == "ClassLabel":
         return {i: i for i in range(int(train.features[label].num_classes))}
-    given = [value for value in train[label] if _is_label(value)]
+    given = [value for value in train[label] if value not in _NO_LABEL]
     if all(isinstance(value, str) for value in given):
         return {value: i for i, value in enumerate(sorted(set(given)))}
     if all(isinstance(value, int | float) and value >= 0 and float(value).is_integer() for value in given):
@@ -140,19 +102,34 @@ def _known_labels(train: Rows, label: str, name: str) -> dict[object, int]:
     raise DataError(f"hub:{name}: the labels in {label!r} are neither all whole numbers nor all strings: {given[:3]}")
 
 
-def _is_label(value: object) -> bool:
-    return value is not None and value != -1
-
-
-def _labelled(split: Rows, label: str) -> bool:
-    """Whether a split has labels; those of a contest's test samples are kept secret."""
-    return label in split.features and any(_is_label(value) for value in split[label])
-
-
-def _split(rows: Rows, label: str, known: Mapping[object, int], name: str) -> Split:
-    given = list(rows[label])
-    lost = [i for i, value in enumerate(given) if value not in known]
+def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) -> list[int]:
+    """The class of each row."""
+    given = _labels(rows, label)
+    lost = [i for i, value in enumerate(given) if value not in classes]
     if lost:
         example = f"row {lost[0]} has {given[lost[0]]!r}"
-        raise DataError(f"{name} has {len(lost)} of {len(given)} rows without a known {label}: {example}")
-    return Split(rows, [known[value] for value in given], name)
+        raise DataError(f"{where} has {len(lost)} of {len(given)} rows without a known {label}: {example}")
+    return [classes[value] for value in given]
+
+
+def _column(rows: Rows, column: str, where: str) -> Iterator[Any]:
+    """The values of a column, none of which may be missing."""
+    for i, value in enumerate(rows[column]):
+        if value is None:
+            raise DataError(f"{where} has no {column} in row {i}")
+        yield value
+
+
+def _text(train: Rows, label: str, name: str) -> str:
+    """The column of texts, if it is clear which."""
+    kinds = {
+        column: f"{_kind(f)} {f.dtype}" if _kind(f) == "Value" else _kind(f) for column, f in train.features.items()
+    }
+    strings = [c for c, kind in kinds.items() if kind in ("Value string", "Value large_string")]
+    columns = [c for c in strings if c != label and not is_id(c)]
+    if not columns:
+        raise DataError(f"hub:{name} has neither images nor texts: its columns are {kinds}")
+    liked = [column for column in _TEXTS if column in columns]
+    if len(columns) == 1 or (liked and not set(columns) & set(_SECOND)):
+        return (liked or columns)[0]
+    raise DataError(f"hub:{name} has several columns of texts, and one is expected: {', '.join(columns)}")

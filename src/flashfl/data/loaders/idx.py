@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..augment import Normalise
-from ..dataset import DataSet, Info, Options, Pair, check_labels, images
+from ..dataset import DataSet, Files, Options, Pair, check_labels, images
 from ..files import damaged, read, read_start
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -81,39 +81,23 @@ def _forms(*folders: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(f"{folder}/{file}" for file in _FILES) for folder in folders)
 
 
-MNIST = Info(
-    name="mnist",
-    about="handwritten digits",
+MNIST = Files(
     read=partial(_load, Normalise((0.1307,), (0.3081,))),
     forms=_forms("mnist", "MNIST/raw"),
     md5=_MD5,
-    train=60_000,
-    test=10_000,
-    classes=10,
-    shape=(1, 28, 28),
-    model="mnistnet",
     get="Get the four IDX files, gzipped or not, from https://ossci-datasets.s3.amazonaws.com/mnist/ and put them "
     "into the folder mnist/",
-    megabytes=12,
 )
-MNIST_WRITERS = replace(
-    MNIST,
-    name="mnist-writers",
-    about="MNIST with who wrote each training digit, from QMNIST's extended labels",
+WRITERS = Files(
     read=_with_writers,
     forms=tuple((*form, "qmnist/qmnist-train-labels-idx2-int") for form in MNIST.forms),
+    md5=_MD5,
     get="Get MNIST (see there), and qmnist-train-labels-idx2-int.gz from "
     "https://github.com/facebookresearch/qmnist into the folder qmnist/",
-    megabytes=13,
 )
-FASHION_MNIST = replace(
-    MNIST,
-    name="fashion-mnist",
-    about="small pictures of clothes",
+FASHION = Files(
     read=partial(_load, Normalise((0.2860,), (0.3530,))),
     forms=_forms("fashion-mnist", "FashionMNIST/raw"),
-    md5={},
     get="Get the four IDX files from https://github.com/zalandoresearch/fashion-mnist and put them into the folder "
     "fashion-mnist/",
-    megabytes=31,
 )

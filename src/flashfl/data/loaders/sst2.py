@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..dataset import DataSet, Info, Options, Texts, texts
+from ..dataset import DataSet, Files, Options, Texts, texts
 from ..files import damaged, read_text
 
 
@@ -33,17 +33,9 @@ def read_tsv(path: Path) -> Texts:
     return sentences, labels
 
 
-SST2 = Info(
-    name="sst2",
-    about="film critics' phrases, good or bad, from GLUE",
+SST2 = Files(
     read=_load,
     forms=(("SST-2/train.tsv", "SST-2/dev.tsv"),),
-    train=67_349,
-    test=872,
-    classes=2,
-    shape=(64,),
-    model="bert",
     get="Unpack https://dl.fbaipublicfiles.com/glue/data/SST-2.zip there; a pretrained BERT (config.json, "
     "vocab.txt, model.safetensors) goes into the folder bert-base-uncased/",
-    megabytes=5,
 )

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 
 from ..augment import Chain, CropFlip, Normalise, Rotate
-from ..dataset import DataSet, Info, Options, Pair, images
+from ..dataset import DataSet, Files, Options, Pair, images
 from ..files import Arrays, cached, damaged, read_text
 from ..pictures import pixels, read_picture
 
 _NORM = Normalise((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 _SIDE = 64
-Files = list[tuple[Path, int]]  # image, class
+Listed = list[tuple[Path, int]]  # images and their classes
 
 
 def _load(paths: list[Path], options: Options) -> DataSet:
@@ -25,12 +25,11 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     classes = {name: i for i, name in enumerate(names)}
     found = {"train": _train(train, classes), "val": _validation(annotations, classes)}
     pairs = [_decoded(f"{split}-", files, wnids.parent) for split, files in found.items()]
-    augment = Chain((Rotate(), CropFlip())) if options.augment else None
-    return images(pairs[0], pairs[1], len(classes), _NORM, augment)
+    return images(pairs[0], pairs[1], len(classes), _NORM, Chain((Rotate(), CropFlip())))
 
 
-def _train(folder: Path, classes: dict[str, int]) -> Files:
-    files: Files = []
+def _train(folder: Path, classes: dict[str, int]) -> Listed:
+    files: Listed = []
     for name, label in classes.items():
         mine = sorted((folder / name / "images").glob("*.JPEG"))
         if not mine:
@@ -39,8 +38,8 @@ def _train(folder: Path, classes: dict[str, int]) -> Files:
     return files
 
 
-def _validation(annotations: Path, classes: dict[str, int]) -> Files:
-    files: Files = []
+def _validation(annotations: Path, classes: dict[str, int]) -> Listed:
+    files: Listed = []
     for number, line in enumerate(read_text(annotations).splitlines(), 1):
         columns = line.split("\t")
         if len(columns) < 2 or columns[1] not in classes or "/" in columns[0]:
@@ -51,7 +50,7 @@ def _validation(annotations: Path, classes: dict[str, int]) -> Files:
     return files
 
 
-def _decoded(label: str, files: Files, folder: Path) -> Pair:
+def _decoded(label: str, files: Listed, folder: Path) -> Pair:
     paths = [path for path, _ in files]
 
     def make() -> Arrays:
@@ -63,17 +62,9 @@ def _decoded(label: str, files: Files, folder: Path) -> Pair:
     return cached(folder, label, paths, ["images"], make)["images"], np.array([label for _, label in files])
 
 
-TINYIMAGENET = Info(
-    name="tinyimagenet",
-    about="colour photographs of 64x64 pixels, 200 classes",
+TINYIMAGENET = Files(
     read=_load,
     forms=(tuple(f"tiny-imagenet-200/{file}" for file in ("wnids.txt", "train", "val/val_annotations.txt")),),
-    train=100_000,
-    test=10_000,
-    classes=200,
-    shape=(3, 64, 64),
-    model="resnet18",
     get="Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip there; it needs the pillow package, and 1.4 GB "
     "more for the array it is kept as",
-    megabytes=480,
 )
