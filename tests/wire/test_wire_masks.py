@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_support import changed, layouts, mask_of, masks, small_layout
 
-from flashfl.core.mask import Mask
-from flashfl.sparsity.masks import random_mask
-from flashfl.wire.errors import BadField
+from flashfl.core.mask import Mask, Recipe
+from flashfl.sparsity.masks import recipe_mask
+from flashfl.wire import mask_from_bytes, mask_to_bytes
+from flashfl.wire.errors import BadField, WireError
 from flashfl.wire.geometry import geometry
 from flashfl.wire.masks import FORMS, plan
 from flashfl.wire.reader import Reader
@@ -64,7 +65,7 @@ def test_counted_is_encoded(data: st.DataObject) -> None:
 
 def test_recipe() -> None:
     layout = small_layout((4000, 30_000))
-    mask = random_mask(layout, (400, 600), 2**64 - 1)
+    mask = recipe_mask(layout, Recipe(2**64 - 1, (400, 600)))
     found, form, size = sent(mask, (), None)
     assert form == "recipe"
     assert size == geometry(layout).recipe_size == 23
@@ -94,3 +95,36 @@ def test_impossible_forms_are_refused(form: str) -> None:
     assert form in FORMS
     with pytest.raises(BadField, match="cannot be sent"):
         plan(mask_of(layout, [0.1] * 4, 1), (), form)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_stored_mask_round_trips(data: st.DataObject) -> None:
+    layout = data.draw(layouts())
+    mask = data.draw(masks(layout))
+    stored = mask_to_bytes(mask)
+    found = mask_from_bytes(stored, layout)
+    assert torch.equal(found.bits, mask.bits)
+    assert found.counts == mask.counts
+    assert mask_to_bytes(found) == stored
+
+
+def test_stored_mask_takes_the_smallest_form() -> None:
+    layout = small_layout((4000, 30_000))
+    made = recipe_mask(layout, Recipe(5, (400, 600)))
+    assert [mask_to_bytes(mask)[0] for mask in (made, Mask(layout, made.bits), mask_of(layout, [0.5, 0.5], 1))] == [
+        FORMS.index("recipe"),
+        FORMS.index("rice"),
+        FORMS.index("bitmap"),
+    ]
+    assert mask_from_bytes(mask_to_bytes(made), layout).recipe == made.recipe
+
+
+def test_damaged_stored_mask_is_a_wire_error() -> None:
+    layout = small_layout((4000, 30_000))
+    mask = mask_of(layout, [0.1, 0.02], 1)
+    stored = mask_to_bytes(mask)
+    leaning = b"".join(plan(changed(mask, 0.1, 2), (mask,), "difference").piece.write())
+    for bad in (b"", stored[:-1], stored + b"\0", b"\x07" + stored[1:], leaning):
+        with pytest.raises(WireError):
+            mask_from_bytes(bad, layout)

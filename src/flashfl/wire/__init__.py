@@ -7,6 +7,7 @@ from .errors import Distrusted, UnknownFixed, UnknownMask, WireError
 from .ledger import ClientLedger, ServerLedger
 from .sizes import MaskSizes, mask_sizes, rice_bits
 from .tensors import fixed_hash
+from .unmask import mask_from_bytes, mask_to_bytes
 from .values import round_values, segments
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "decode",
     "encode",
     "fixed_hash",
+    "mask_from_bytes",
     "mask_sizes",
+    "mask_to_bytes",
     "rice_bits",
     "round_values",
     "seal",

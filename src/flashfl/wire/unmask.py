@@ -12,7 +12,7 @@ from ..core.mask import Mask, Recipe, count_layers
 from . import rice
 from .errors import BadCount, BadField, BadMask, UnknownMask
 from .geometry import Geometry, geometry, host_bits, split
-from .masks import FORMS
+from .masks import FORMS, plan
 from .reader import Array, Reader, byte_length
 
 Build = Callable[[Layout, Recipe], Mask]
@@ -119,3 +119,13 @@ def _read_bitmap(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
         raise BadField("padding bits are not zero")
     mask = Mask(layout, torch.from_numpy(bits[: geo.total].astype(bool)))
     return Mask(layout, mask.bits, mask.counts)
+
+
+def mask_to_bytes(mask: Mask) -> bytes:
+    """The mask in the smallest form that needs no other mask: a recipe, Rice-coded gaps or a bitmap."""
+    return b"".join(plan(mask).piece.write())
+
+
+def mask_from_bytes(data: bytes, layout: Layout) -> Mask:
+    """The mask that `mask_to_bytes` wrote. Anything else raises a WireError."""
+    return read_mask(Reader(memoryview(data), "mask"), layout, {}, rebuild)[0]
