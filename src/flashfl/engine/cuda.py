@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.errors import ConfigError
-from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome, Sums
+from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.kernel import kernel
 from ..core.mask import Mask, Weights
 from ..core.rng import fold
@@ -22,12 +22,15 @@ from ..data.task import Task
 from ..sparsity import move, recipe_mask
 from ..wire import round_values, segments, value_key
 from ..wire.values import Form
-from .books import Books, chunks, stacked
+from .counting import Counting, chunks, stacked
 from .cpu import drops
 from .crew import LaneCrew, Seat, WideCrew, faster
 from .judge import Judge
 from .lanes import Stack
+from .memory import ClientMemory
+from .store import MaskStore
 from .train import ClientFailed
+from .trust import Trust
 from .wide import can_be_wide, has_convolutions, is_mean_of_samples, sees_samples_alone, various
 
 _SMALL = 4_000_000  # weights; above this a step is long enough that lanes are never bound by launches
@@ -48,6 +51,7 @@ class LaneEngine:
         folder: Path | None = None,
         crew: str = "auto",
         compiled: bool = False,
+        trust: Trust | None = None,
     ) -> None:
         self.task, self.layout, self.device, self.dropout = task, task.layout, torch.device(device), dropout
         if self.device.type == "cuda" and self.device.index is None:
@@ -65,7 +69,8 @@ class LaneEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.values = values
-        self.books = self.memory = Books(self.layout, values, folder, self.device)
+        self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
+        self.trust = trust
         self.crew: Any = None
         self.stack: Stack | None = None
         self.lr = torch.zeros((), device=self.device)
@@ -76,18 +81,19 @@ class LaneEngine:
     # -- rounds ------------------------------------------------------------------------------------------------
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
-        round_ = self.books.open(s)
+        round_ = Counting(self.memory, self.values, self.trust)
         present = self._present(s, orders, round_)
         for local, group in itertools.groupby(present, key=lambda pair: pair[1].local):
             if local.report == "statistics":
-                self._gather(group, sums, round_)
+                self._gather(group, round_)
                 continue
             for chunk in chunks(group, self._rows(s)):
-                self._chunk(local, chunk, sums, round_)
-        return round_.close(sums)
+                self._chunk(local, chunk, round_)
+        return round_.close()
 
-    def _present(self, s: State, orders: Iterable[tuple[Client, Order]], round_: Any) -> Iterator[tuple[Client, Order]]:
+    def _present(
+        self, s: State, orders: Iterable[tuple[Client, Order]], round_: Counting
+    ) -> Iterator[tuple[Client, Order]]:
         for client, order in orders:
             round_.sent(client, order)
             if self.dropout and drops(s, client.id, self.dropout):
@@ -151,7 +157,7 @@ class LaneEngine:
             return "the loss of a batch is not the mean of its samples' losses"
         return ""
 
-    def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
+    def _chunk(self, local: Local, chunk: Sequence[tuple[Client, Order]], round_: Counting) -> None:
         seats = [self._seat(client, self._received_order(client, order)) for client, order in chunk]
         assert self.stack is not None
         crew, rows = self._crew(local, seats), len(seats)
@@ -176,7 +182,7 @@ class LaneEngine:
             for row, seat in enumerate(seats):
                 key = value_key(seat.order.key, "update", seat.order.tag, seat.client.id)
                 values[row] = self._rounded(Weights(seat.mask, values[row]), key, local.statistics).vector
-        round_.received(seats, values, crew.losses(rows), sums)
+        round_.received(seats, values, crew.losses(rows))
 
     def _received_order(self, client: Client, order: Order) -> Order:
         """The order as it arrives: with its values rounded, where they travel in fewer bits."""
@@ -195,7 +201,7 @@ class LaneEngine:
 
     def _seat(self, client: Client, order: Order) -> Seat:
         local, data = order.local, self.train_data[client.id]
-        mask = self.books.remembered(client.id, order)
+        mask = self.memory.remembered(client.id) if "mask" in local.keep else None
         if mask is None and local.start is not None:
             mask = recipe_mask(self.layout, local.start, self.device)
         mask = mask if mask is not None else order.weights.mask
@@ -244,7 +250,7 @@ class LaneEngine:
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
-    def _gather(self, group: Iterable[tuple[Client, Order]], sums: Sums, round_: Any) -> None:
+    def _gather(self, group: Iterable[tuple[Client, Order]], round_: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
         for client, sent in group:
             order = self._received_order(client, sent)
@@ -256,7 +262,7 @@ class LaneEngine:
             seat = Seat(client, order, order.weights.mask, update.n, 1, order.weights.mask.counts)
             assert update.weights is not None
             loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
-            round_.received([seat], update.weights.vector[None], loss, sums)
+            round_.received([seat], update.weights.vector[None], loss)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all judging samples."""

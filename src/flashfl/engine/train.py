@@ -21,7 +21,7 @@ from ..core.rng import fold, permutation
 from ..data.examples import Source, in_memory
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
-from ..wire.trust import all_finite
+from .trust import all_finite
 
 NOT_FINITE = "its weights or its loss are not finite after training"
 _PART = 1 << 20
@@ -98,7 +98,7 @@ class Trainer:
         if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
-        return Update(client, len(data), weights, mask.counts, {"loss": loss})
+        return Update.of(client, len(data), weights, mask.counts, {"loss": loss})
 
     def _starting_mask(self, order: Order) -> Mask:
         if (recipe := order.local.start) is not None:

@@ -306,7 +306,7 @@ def _resume(run: Run, keeper: Keeper, plan: Plan) -> tuple[State | None, dict[st
             f"{run.folder} holds {earned} finished rounds and no checkpoint to continue from. Start the run again "
             f"without resume (--overwrite on the command line); the old rounds are then kept in {OLD}."
         )
-    masks = MaskStore(plan.layout, keeper.folder.with_name("masks"))
+    masks = MaskStore.in_folder(plan.layout, keeper.folder.with_name("masks"))
     state, run.traffic = keeper.load(plan, masks)
     ends = run.method.done(state) or run.over_budget(Traffic())
     return state, None if ends else _code(run)

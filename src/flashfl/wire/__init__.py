@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from .codec import Coding, Encoded, Limits, Message, Parts, decode, encode, seal, size, size_with, value_key
 from .errors import Distrusted, UnknownFixed, UnknownMask, WireError
-from .ledger import ClientLedger, ServerLedger
 from .sizes import MaskSizes, mask_sizes, rice_bits
 from .tensors import fixed_hash
 from .unmask import mask_from_bytes, mask_to_bytes
 from .values import round_values, segments
 
 __all__ = [
-    "ClientLedger",
     "Coding",
     "Distrusted",
     "Encoded",
@@ -19,7 +17,6 @@ __all__ = [
     "MaskSizes",
     "Message",
     "Parts",
-    "ServerLedger",
     "UnknownFixed",
     "UnknownMask",
     "WireError",
