@@ -11,17 +11,18 @@ import torch
 
 import flashfl as fl
 from flashfl.aggregate import average
+from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
-from flashfl.core.parts import part
 from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.parts import part
 from flashfl.engine import wide
 from flashfl.engine.crew import faster
 from flashfl.engine.cuda import LaneEngine
 from flashfl.engine.lanes import Options, Stack
 from flashfl.run.config import TrainConfig
-from flashfl.run.runner import drive
-from flashfl.sparsity import PruneRegrow, random_mask, top_mask
+from flashfl.run.simulate import drive
+from flashfl.sparsity import PruneRegrow, recipe_mask, top_mask
 from tests.conftest import blobs, make_task
 from tests.test_every_method import VARIANTS, small
 
@@ -33,7 +34,7 @@ CONFIG = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1,
 def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG, lanes: int = 3, **more: Any) -> fl.Run:
     engine = LaneEngine(task, device, "fp32", lanes, **more)
     try:
-        return drive(method, task, config, engine, task.clients)
+        return drive(method, task, config, engine, FixedPopulation(task.clients))
     finally:
         engine.close()
 
@@ -59,11 +60,11 @@ def test_lanes_agree_with_the_cpu_engine(name: str, changes: dict[str, Any], dev
     both[: task.layout.prunable_size] = a.mask.bits & b.mask.bits
     x, y = a.vector[both], b.vector[both]
     assert float((x - y).norm() / y.norm()) < 1e-4
-    assert [line["cohort"] for line in ours.history] == [line["cohort"] for line in theirs.history]
+    assert [line.cohort for line in ours.history] == [line.cohort for line in theirs.history]
     if different == 0:
         assert ours.traffic == theirs.traffic, "counted bytes are the encoded ones"
-        for view, judged in theirs.history[-1]["metrics"].items():
-            assert abs(ours.history[-1]["metrics"][view]["loss"] - judged["loss"]) < 1e-3
+        for view, judged in theirs.history[-1].metrics.items():
+            assert abs(ours.history[-1].metrics[view].loss - judged.loss) < 1e-3
 
 
 @devices
@@ -181,7 +182,7 @@ def test_a_client_with_weights_that_are_not_finite_is_left_out(device: str) -> N
     task = with_nan(make_task("norm"), 2)
     config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1)
     done = run_lanes(small("spdst", warmup_clients=8), task, device, config, lanes=8)
-    assert all("2" in line["failures"] for line in done.history)
+    assert all(2 in line.failures for line in done.history)
     assert torch.isfinite(done.weights.vector).all()
 
 
@@ -221,7 +222,8 @@ def test_operations_give_identical_masks_on_both_devices() -> None:
         budgets = [int(torch.randint(0, k + 1, (1,), generator=generator)) for k in layout.sizes]
         vector = torch.randn(layout.size, generator=generator)
         vector[torch.rand(layout.size, generator=generator) < 0.3] = 0.0  # ties
-        here, there = random_mask(layout, budgets, trial), random_mask(layout, budgets, trial, "cuda")
+        recipe = Recipe(trial, tuple(budgets))
+        here, there = recipe_mask(layout, recipe), recipe_mask(layout, recipe, "cuda")
         assert torch.equal(here.bits, there.bits.cpu())
         top = top_mask(layout, vector.cuda(), budgets)
         assert torch.equal(top_mask(layout, vector, budgets).bits, top.bits.cpu())
@@ -233,7 +235,7 @@ def test_operations_give_identical_masks_on_both_devices() -> None:
             for device in ("cpu", "cuda"):
                 v, m = stack.to(device).clone(), bits.to(device).clone()
                 counts = PruneRegrow(growth=growth).move(  # type: ignore[arg-type]
-                    layout, v, m, scores.to(device), 0.25, [trial, trial + 1], [here.counts] * 2
+                    layout, v, m, scores.to(device), Fraction(1, 4), [trial, trial + 1], [here.counts] * 2
                 )
                 results.append((counts, v.cpu(), m.cpu()))
                 assert [Mask(layout, row).counts for row in m.cpu()] == counts
@@ -310,7 +312,7 @@ def test_one_clients_nan_does_not_reach_the_next_one_in_its_row(crew: str, devic
     task = fl.Task(Plain, data, blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
     done = run_lanes(small("pdst"), task, device, config, lanes=1, crew=crew)
-    assert [list(line["failures"]) for line in done.history] == [["0"], ["0"]]
+    assert [list(line.failures) for line in done.history] == [[0], [0]]
 
 
 @pytest.mark.filterwarnings("ignore:only 42%")
@@ -322,7 +324,7 @@ def test_a_client_with_one_sample_is_left_out_where_batch_norm_cannot_take_it(de
     task = fl.Task(net, [blobs(n, (6,), i) for i, n in enumerate((9, 1, 8, 7))], blobs(20, (6,), 9))
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
     ours, theirs = run_lanes(small("pdst"), task, device, config), fl.simulate(small("pdst"), task, train=config)
-    assert [line["failures"] for line in ours.history] == [line["failures"] for line in theirs.history]
+    assert [line.failures for line in ours.history] == [line.failures for line in theirs.history]
     assert ours.traffic == theirs.traffic
 
 
@@ -341,9 +343,9 @@ def test_static_batch_norm_of_moving_masks_agrees(name: str, device: str) -> Non
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, static_bn=True)
     ours, theirs = run_lanes(small(name), task, device, config), fl.simulate(small(name), task, train=config)
-    mine, other = ours.history[-1]["metrics"], theirs.history[-1]["metrics"]
+    mine, other = ours.history[-1].metrics, theirs.history[-1].metrics
     assert other.keys() == mine.keys() == {"after", *(["density 0.2", "density 0.3"] if "hetero" in name else [])}
-    assert all(abs(mine[view]["loss"] - other[view]["loss"]) < 1e-3 for view in other)
+    assert all(abs(mine[view].loss - other[view].loss) < 1e-3 for view in other)
 
 
 @devices
@@ -355,7 +357,7 @@ def test_a_client_far_from_the_others_counts_in_a_simulation(lanes: int, device:
     config = TrainConfig(device="cpu", rounds=1, per_round=8, batch=12, workers=1, lr=0.01)
     ours = run_lanes(fl.PDST(0.5), task, device, config, lanes=lanes)
     theirs = fl.simulate(fl.PDST(0.5), task, train=config)
-    assert ours.history[0]["failures"] == theirs.history[0]["failures"] == {}
+    assert ours.history[0].failures == theirs.history[0].failures == {}
     assert ours.traffic == theirs.traffic
     torch.testing.assert_close(ours.weights.vector.cpu(), theirs.weights.vector, rtol=1e-4, atol=1e-5)
 
@@ -363,9 +365,10 @@ def test_a_client_far_from_the_others_counts_in_a_simulation(lanes: int, device:
 def test_a_mask_that_is_kept_does_not_keep_its_neighbours_alive() -> None:
     task = make_task("norm")
     engine = LaneEngine(task, "cpu", "fp32", 4)
-    drive(small("nst"), task, CONFIG, engine, task.clients)
-    for _, _, own in engine.books.own.values():
-        assert own.bits.untyped_storage().nbytes() == task.layout.prunable_size
+    drive(small("nst"), task, CONFIG, engine, FixedPopulation(task.clients))
+    for client in range(len(task.clients)):
+        own = engine.memory.remembered(client)
+        assert own is None or own.bits.untyped_storage().nbytes() == task.layout.prunable_size
 
 
 def test_a_crew_that_fails_is_passed_over() -> None:
@@ -416,7 +419,7 @@ def agree(method: Any, task: fl.Task, device: str, crew: str = "auto", **setting
     a, b = ours.weights.to("cpu").vector, theirs.weights.vector
     assert float((a - b).norm() / b.norm()) < 1e-4
     assert ours.traffic == theirs.traffic
-    assert [line["failures"] for line in ours.history] == [line["failures"] for line in theirs.history]
+    assert [line.failures for line in ours.history] == [line.failures for line in theirs.history]
     return ours, theirs
 
 
@@ -495,10 +498,10 @@ def test_a_running_variance_below_zero_leaves_a_client_out(device: str) -> None:
     task = fl.Task(Eager, data, blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=1, per_round=6, batch=16, workers=1)
     ours, theirs = run_lanes(small("pdst"), task, device, config), fl.simulate(small("pdst"), task, train=config)
-    left_out = [list(line["failures"]) for line in ours.history]
-    assert left_out == [list(line["failures"]) for line in theirs.history]
-    assert left_out == [["0", "2", "4"]]
-    assert all("variance is below zero" in why for why in ours.history[0]["failures"].values())
+    left_out = [list(line.failures) for line in ours.history]
+    assert left_out == [list(line.failures) for line in theirs.history]
+    assert left_out == [[0, 2, 4]]
+    assert all("variance is below zero" in why for why in ours.history[0].failures.values())
 
 
 @devices
@@ -515,8 +518,8 @@ def test_samples_are_judged_in_the_same_batches(static: bool, device: str) -> No
     task = fl.Task(task._model, [blobs(12, (1, 5, 5), 100 + i) for i in range(6)], (x[order], y[order]), loss=loss)
     ours, theirs = agree(small("pdst"), task, device, static_bn=static)
     for a, b in zip(ours.history, theirs.history, strict=True):
-        for view in b["metrics"]:
-            assert a["metrics"][view]["loss"] == pytest.approx(b["metrics"][view]["loss"], rel=1e-3)
+        for view in b.metrics:
+            assert a.metrics[view].loss == pytest.approx(b.metrics[view].loss, rel=1e-3)
 
 
 @part

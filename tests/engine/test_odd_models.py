@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import flashfl as fl
+from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.exchange import Local, Order
 from flashfl.core.mask import Mask, Weights
@@ -21,10 +22,12 @@ from flashfl.data.examples import Arrays
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.server import ServerSide
+from flashfl.engine.encoding import Server
+from flashfl.engine.memory import ClientMemory
+from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig
-from flashfl.run.runner import drive
+from flashfl.run.simulate import drive
 from tests.conftest import DropoutNet, blobs
 
 Data = tuple[Any, Any]
@@ -60,8 +63,8 @@ def test_a_client_whose_data_do_not_fit_is_left_out_and_the_run_goes_on(odd: str
     spoil, said = ODD[odd]
     good = clients()
     run = simulate(Task(DropoutNet, [*good, spoil(good[0])], blobs(9, (6,), 9)), workers=workers)
-    assert [list(line["failures"]) for line in run.history] == [["4"]] * 2
-    assert re.match(said, run.history[0]["failures"]["4"])
+    assert [list(line.failures) for line in run.history] == [[4]] * 2
+    assert re.match(said, run.history[0].failures[4])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -96,9 +99,9 @@ def work(kind: type[Raising]) -> Any:
     x, y = blobs(9, (6,), 5)
     task = Task(DropoutNet, [kind((x,), y)], (x, y))
     order = Order(Weights(Mask.full(task.layout), task.draw(0)), Local(), 1, (2, 0, 0))
-    server = ServerSide(task.layout)
+    server = Server(ClientMemory(MaskStore(task.layout, {})))
     data = server.encode(server.message(task.clients[0], order)).data
-    return ClientSide(Trainer(task), {}).work(0, task.train[0], data, [])
+    return ClientSide(Trainer(task), MaskStore(task.layout, {})).work(0, task.train[0], data, [])
 
 
 def test_what_training_raised_is_the_cause_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +150,7 @@ def test_a_model_of_other_numbers_is_trained_in_float32(dtype: torch.dtype) -> N
         warnings.simplefilter("error")
         assert task.layout is layout, "it is said once"
         run = simulate(task)
-    assert run.history[-1]["failures"] == {}
+    assert run.history[-1].failures == {}
     assert {t.dtype for t in run.model().state_dict().values() if t.is_floating_point()} == {torch.float32}
 
 
@@ -163,7 +166,7 @@ def test_data_sets_of_float64_samples_and_float_targets() -> None:
     data = [[(x.double().numpy(), float(t)) for x, t in zip(*each, strict=True)] for each in clients()]
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
     task = Task(model, data, loss=nn.functional.mse_loss, metric=nn.functional.l1_loss)
-    assert simulate(task).history[-1]["failures"] == {}
+    assert simulate(task).history[-1].failures == {}
 
 
 def test_whole_numbers_stay_what_they_are() -> None:
@@ -184,7 +187,7 @@ def test_masks_that_are_to_move_need_prunable_weights(method: Any) -> None:
 
 
 def test_dense_training_needs_none() -> None:
-    assert simulate(Task(nn.Linear(6, 3), clients(), blobs(9, (6,), 9), prunable="none"), fl.Dense()).state.done
+    assert simulate(Task(nn.Linear(6, 3), clients(), blobs(9, (6,), 9), prunable="none"), fl.Dense()).history
 
 
 class Raw(nn.Module):
@@ -208,7 +211,7 @@ def raw(scale: float) -> fl.Task:
 @pytest.mark.parametrize("static", [False, True])
 def test_features_need_not_be_scaled(static: bool) -> None:
     run = fl.simulate(fl.PDST(density=0.5), raw(3e7), 2, per_round=3, workers=1, static_bn=static)
-    assert not any(line["failures"] for line in run.history)
+    assert not any(line.failures for line in run.history)
     assert float(run.model().norm.running_mean.min()) > 1e6
 
 
@@ -226,11 +229,11 @@ def test_statistics_that_nobody_can_report_end_the_run_and_single_failures_are_r
         engine.train = sometimes  # type: ignore[method-assign]
         config = TrainConfig(rounds=1, per_round=3, static_bn=True)
         try:
-            return drive(method, task, config, engine, task.clients)
+            return drive(method, task, config, engine, FixedPopulation(task.clients))
         finally:
             engine.close()
 
-    assert run({2}).history[-1]["failures"] == {"2": "gone"}
+    assert run({2}).history[-1].failures == {2: "gone"}
     with pytest.raises(RunStopped, match="no client could report the statistics"):
         run({0, 1, 2, 3})
 
@@ -256,4 +259,4 @@ def test_inputs_may_be_mappings_that_can_be_moved() -> None:
     data = [(Words(x=torch.randn(4)), i % 2) for i in range(8)]
     task = fl.Task(Reading, [data, data], data)
     run = fl.simulate(fl.PDST(density=0.5), task, 1, per_round=2, workers=1)
-    assert not run.history[0]["failures"]
+    assert not run.history[0].failures

@@ -8,8 +8,8 @@ import flashfl as fl
 from flashfl.core.exchange import Client, Local
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
+from flashfl.engine.trust import Trust
 from flashfl.run.config import TrainConfig, plan_of
-from flashfl.wire.trust import Trust
 
 
 def samples(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def failures(trust: Trust | None, boost: dict[int, float]) -> dict[int, str]:
     made = task()
     engine, method = CPUEngine(made, workers=1, trust=trust), fl.Dense()
     try:
-        s = method.init(plan_of(TrainConfig(per_round=7, batch=8), made, made.clients))
+        s = method.init(plan_of(TrainConfig(per_round=7, batch=8), made, len(made.clients)))
 
         def local(client: Client) -> Local:
             return Local(batch=8, lr=0.1 * boost.get(client.id, 1.0))

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flashfl.engine.server import Inbox, ServerSide
+from flashfl.wire.trust import Trust
 
 from flashfl.aggregate import average
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Client, Local, Order, Sums, Update
+from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.engine.client import update_message
 from flashfl.engine.robust import trimmed_mean, trimmed_sums
-from flashfl.engine.server import Inbox, ServerSide
 from flashfl.wire import encode
-from flashfl.wire.trust import Trust
 
 LAYOUT = Layout.build({"prunable": [("w", (3, 3))], "dense": [("b", (2,))], "statistic": [("bn.running_mean", (1,))]})
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import flashfl as fl
+from flashfl.core.engine import FixedPopulation
 from flashfl.core.exchange import Local, Order, Update
 from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.data.examples import Subset
@@ -21,8 +22,8 @@ from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.cuda import LaneEngine
 from flashfl.engine.train import ClientFailed, Trainer, remember
 from flashfl.run.config import TrainConfig
-from flashfl.run.runner import drive
-from flashfl.sparsity import PruneRegrow, random_mask
+from flashfl.run.simulate import drive
+from flashfl.sparsity import PruneRegrow, recipe_mask
 from tests.conftest import DropoutNet, NormNet, blobs, make_task
 from tests.test_every_method import small
 
@@ -329,7 +330,7 @@ def test_buffers_that_change_and_do_not_travel_are_told_of(workers: int) -> None
     with pytest.warns(RuntimeWarning, match="training changes the buffers calls, which do not travel") as told:
         run = fl.simulate(fl.Dense(), Task(Counting, data, data[0]), 1, per_round=2, workers=workers)
     assert len(told) == 1
-    assert not run.history[0]["failures"]
+    assert not run.history[0].failures
     fl.simulate(fl.Dense(), Task(Table, data, data[0]), 1, per_round=2, workers=workers)
 
 
@@ -413,15 +414,15 @@ def test_norms_that_do_not_train_keep_their_statistics(lanes: bool) -> None:
         engine: Any = LaneEngine(task, "cpu") if lanes else CPUEngine(task, workers=1)
         config = TrainConfig(rounds=3, per_round=2, workers=1, static_bn=static, eval_every=1)
         try:
-            return drive(fl.Dense(), task, config, engine, task.clients)
+            return drive(fl.Dense(), task, config, engine, FixedPopulation(task.clients))
         finally:
             engine.close()
 
     static, plain = trained(True), trained(False)
     assert static.checksum == plain.checksum
     assert static.model().state_dict()["norm.running_var"].tolist() == [2.0] * 4
-    assert [x["metrics"] for x in static.history] == [x["metrics"] for x in plain.history]
-    assert [x["loss"] for x in static.history] == [x["loss"] for x in plain.history]
+    assert [x.metrics for x in static.history] == [x.metrics for x in plain.history]
+    assert [x.loss for x in static.history] == [x.loss for x in plain.history]
     # Where a model travels to be judged, its statistics do not.
     task = Task(module, [data, data], data)
     given = Weights(Mask.full(task.layout), plain.weights.vector.clone())
@@ -468,7 +469,7 @@ def test_what_is_not_finite_is_not_reported() -> None:
 def test_a_client_that_remembers_nothing_starts_from_the_recipe() -> None:
     task, trainer = linear([1.0] * 8, 0.0)
     recipe = Recipe(99, (3,))
-    expected = random_mask(task.layout, (3,), 99)
+    expected = recipe_mask(task.layout, recipe)
     update = trained(trainer, [1] * 8, [1.0] * 8, start=recipe, keep=("mask",))
     assert update.weights is not None
     assert update.weights.mask.equal(expected)
@@ -561,8 +562,8 @@ def test_static_batchnorm_ends_with_gathered_statistics(static: bool) -> None:
     assert float(views["layers.1.running_var"].min()) > 0
     assert torch.isfinite(run.weights.vector).all()
     if static:  # every client is asked at the end, and answers with its statistics alone
-        assert run.history[-1]["bytes"]["up"] > run.history[0]["bytes"]["up"]
-        assert run.history[-1]["bytes"]["down"] > 2 * run.history[0]["bytes"]["down"]
+        assert run.history[-1].bytes.up > run.history[0].bytes.up
+        assert run.history[-1].bytes.down > 2 * run.history[0].bytes.down
 
 
 def test_a_client_whose_data_fail_while_statistics_are_gathered_leaves_no_trace() -> None:
@@ -593,7 +594,7 @@ def test_what_a_data_set_draws_does_not_depend_on_the_number_of_workers(kind: st
     task = Task(DropoutNet, [Jittered(kind, i) for i in range(4)])
     runs = [fl.simulate(small("pdst"), task, 2, per_round=4, batch=4, workers=workers) for workers in (1, 2)]
     assert runs[0].checksum == runs[1].checksum
-    assert [line["metrics"] for line in runs[0].history] == [line["metrics"] for line in runs[1].history]
+    assert [line.metrics for line in runs[0].history] == [line.metrics for line in runs[1].history]
 
 
 def test_a_loss_may_have_one_element() -> None:
