@@ -6,6 +6,7 @@ import os
 import pickle
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,13 +174,14 @@ class Board:
     def __init__(self, size: int, shared: bool) -> None:
         self.vector = torch.zeros(size)
         if shared:
-            self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115 (deleted with this object)
-            self.vector.numpy().tofile(self._file)  # a full disk is noticed now, not when the mapping is written to
-            self._file.flush()
-            self.vector = torch.from_file(self._file.name, shared=True, size=size)
+            handle, self.path = tempfile.mkstemp(prefix="flashfl-")
+            weakref.finalize(self, Path(self.path).unlink, missing_ok=True)
+            with open(handle, "wb") as file:
+                self.vector.numpy().tofile(file)  # a full disk is noticed now, not when the mapping is written to
+            self.vector = torch.from_file(self.path, shared=True, size=size)
 
     def __reduce__(self) -> tuple[Callable[[str, int], Board], tuple[str, int]]:
-        return _open_board, (self._file.name, len(self.vector))
+        return _open_board, (self.path, len(self.vector))
 
 
 def _open_board(path: str, size: int) -> Board:
