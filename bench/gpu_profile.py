@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flashfl.engine.lanes import Stack
 from gpu_round import round_of, task_of, timed
 
 from flashfl import aggregate
-from flashfl.engine import books
+from flashfl.engine import counting as counts
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.gpu.batched import Batched
 from flashfl.engine.gpu.lanes import Lanes
@@ -68,11 +67,11 @@ def waits(work: Callable[[], Any]) -> None:
 
 def counting(work: Callable[[], Any], rounds: int) -> None:
     """Rounds with and without counting, in turn: sizes of masks on the device, of messages on the host."""
-    ways = {True: (books.mask_sizes, books.size_with), False: (_no_sizes, lambda *_: Parts())}
+    ways = {True: (counts.mask_sizes, counts.size_with), False: (_no_sizes, lambda *_: Parts())}
     spent: dict[bool, list[float]] = {True: [], False: []}
     for at in range(2 * rounds):
         counts = at % 2 == 0
-        books.mask_sizes, books.size_with = ways[counts]  # type: ignore[assignment]
+        counts.mask_sizes, counts.size_with = ways[counts]  # type: ignore[assignment]
         spent[counts].append(timed(work, 1))
     counted, plain = statistics.median(spent[True]), statistics.median(spent[False])
     print(f"{1000 * counted:.2f} ms a round, {1000 * plain:.2f} without counting: {100 * (counted / plain - 1):+.1f} %")
@@ -126,8 +125,9 @@ def main() -> None:
         (Batched, "advance", "advance (training steps)"), (Batched, "_stage", "  stage"),
         (PruneRegrow, "move", "move"), (PruneRegrow, "_shares", "  shares"), (rules, "hash_rows", "  hash"),
         (rules, "lowest_by_layer", "  select"), (Stack, "load", "stack load"), (Stack, "read", "stack read"),
-        (Stack, "logical", "stack logical"), (books, "mask_sizes", "count mask bytes"),
-        (books.Round, "received", "received"), (books.Round, "close", "close"), (books.Round, "_add", "  add"),
+        (Stack, "logical", "stack logical"), (counts, "mask_sizes", "count mask bytes"),
+        (counts.Counting, "received", "received"), (counts.Counting, "close", "close"),
+        (counts.Counting, "_add", "  add"),
         (aggregate, "fedavg", "average"), (jmwst, "top_mask", "top mask"),
     ]  # fmt: skip
     for owner, name, label in parts:

@@ -27,7 +27,7 @@ def started() -> State:
 def reported(s: State, id: int, n: int, density: float, statistic: float) -> Update:
     weights = METHOD.sub_model(s, density)
     values = torch.full((s.layout.size - s.layout.trained_size,), statistic)
-    return Update(id, n, weights.with_statistics(values), weights.mask.counts)
+    return Update.of(id, n, weights.with_statistics(values), weights.mask.counts)
 
 
 def tail(s: State, density: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""From the updates of a round to one model: sums that are added in one pass, and what is made of them."""
+"""From the updates of a round to one model: one pass that adds them up, and the averages made from the sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .core.errors import unknown
 from .core.exchange import Sums, Update
 from .core.mask import Mask
 
-_PART = 1 << 20  # weights that are looked at in double precision at a time
+_PART = 1 << 20  # weights that are divided in double precision at a time
 
 
 def add(sums: Sums, update: Update) -> Sums:
@@ -21,17 +21,11 @@ def add(sums: Sums, update: Update) -> Sums:
     sums.clients += 1
     sums.counts = [a + b for a, b in zip(sums.counts or [0] * len(update.counts), update.counts, strict=True)]
     sums.loss += update.n * update.metrics.get("loss", 0.0)
-    if update.weights is not None:
-        vector, bits = update.weights.vector, update.weights.mask.bits
-        if sums.weights is None or sums.holders is None:
-            sums.weights = torch.zeros(sums.layout.size, dtype=torch.float64, device=vector.device)
-            sums.holders = torch.zeros(sums.layout.prunable_size, dtype=torch.int64, device=vector.device)
-        for at in range(0, len(vector), _PART):  # torch makes a copy of what it adds in another precision
-            span = slice(at, at + _PART)
-            sums.weights[span].add_(vector[span], alpha=update.n)
-            sums.holders[span].add_(bits[span], alpha=update.n)
-        if len(statistics := update.weights.statistics):
-            add_statistics(sums, update.weights.mask.active, statistics.double() * update.n, update.n)
+    if update.mask is not None and update.values is not None:
+        sums.add_weights(update.mask, update.values, update.n)
+        if tail := sums.layout.size - sums.layout.trained_size:
+            statistics = update.values[len(update.values) - tail :]
+            add_statistics(sums, update.mask.active, statistics.double() * update.n, update.n)
     for name, extra in update.extra.items():
         value = extra.value.double() * update.n
         sums.extra[name] = sums.extra[name] + value if name in sums.extra else value
@@ -39,7 +33,7 @@ def add(sums: Sums, update: Update) -> Sums:
 
 
 def add_statistics(sums: Sums, active: int, total: Tensor, n: Tensor | int) -> None:
-    """Add what models of so many active weights, over n samples, report of their statistics: sums of n * value."""
+    """Add BatchNorm statistics of models with `active` active weights: `total` is the sum of n * value."""
     more = torch.cat([total, torch.as_tensor(n, dtype=torch.float64, device=total.device).reshape(1)])
     sums.statistics[active] = sums.statistics[active] + more if active in sums.statistics else more
 
@@ -50,14 +44,14 @@ def fedavg(sums: Sums) -> Tensor:
 
 
 def wfa(sums: Sums) -> Tensor:
-    """sum(n m w) / sum(n m): averaged over those who hold a weight, 0 where nobody does."""
+    """sum(n m w) / sum(n m): averaged over the clients that hold a weight; 0 if none does."""
     total, (holders, k) = _weights(sums), (sums.holders, sums.layout.prunable_size)
     assert holders is not None
     return torch.cat([_divided(total[:k], holders), _divided(total[k:], sums.n)])
 
 
 def _divided(total: Tensor, by: Tensor | int) -> Tensor:
-    """total / max(1, by) in single precision, a part at a time: in double precision it would be twice a model."""
+    """total / max(1, by) in single precision, a part at a time to save memory."""
     out = torch.empty(total.shape, device=total.device)
     for at in range(0, len(total), _PART):
         span = slice(at, at + _PART)
@@ -83,6 +77,6 @@ def average(name: str, sums: Sums) -> Tensor:
 
 
 def union(sums: Sums) -> Mask:
-    """The mask of every weight somebody held."""
+    """The mask of all weights that at least one client holds."""
     assert sums.holders is not None
     return Mask(sums.layout, sums.holders > 0)

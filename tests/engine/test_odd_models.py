@@ -22,7 +22,9 @@ from flashfl.data.sources import Arrays
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.server import ServerSide
+from flashfl.engine.encoding import Server
+from flashfl.engine.memory import ClientMemory
+from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.run.config import TrainConfig
 from flashfl.run.simulate import drive
@@ -97,9 +99,9 @@ def work(kind: type[Raising]) -> Any:
     x, y = blobs(9, (6,), 5)
     task = Task(DropoutNet, [kind((x,), y)], (x, y))
     order = Order(Weights(Mask.full(task.layout), task.draw(0)), Local(), 1, (2, 0, 0))
-    server = ServerSide(task.layout)
+    server = Server(ClientMemory(MaskStore(task.layout, {})))
     data = server.encode(server.message(task.clients[0], order)).data
-    return ClientSide(Trainer(task), {}).work(0, task.train[0], data, [])
+    return ClientSide(Trainer(task), MaskStore(task.layout, {})).work(0, task.train[0], data, [])
 
 
 def test_training_error_is_the_cause_and_its_traceback_is_logged(caplog: pytest.LogCaptureFixture) -> None:

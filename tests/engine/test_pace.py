@@ -8,8 +8,8 @@ import flashfl as fl
 from flashfl.core.exchange import Client, Local
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
+from flashfl.engine.trust import Trust
 from flashfl.run.config import TrainConfig, plan_of
-from flashfl.wire.trust import Trust
 
 
 def samples(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

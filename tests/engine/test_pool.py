@@ -1,4 +1,4 @@
-"""Worker processes: order, bounds, deaths, errors, abandoned work, and no orphans."""
+"""Worker processes: order, bounds, deaths, errors, abandoned work, no orphans, and the board they share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ import torch
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, FlashError
+from flashfl.core.mask import Weights
 from flashfl.data.sources import Arrays, Subset, source
 from flashfl.data.task import Task
-from flashfl.engine.cpu import CPUEngine
+from flashfl.engine.cpu import Board, CPUEngine
 from flashfl.engine.pool import Died, InProcess, Pool
 from tests.conftest import DropoutNet, blobs
 
@@ -65,7 +66,7 @@ class Letter:
         return Letter, (pickle.PickleBuffer(self.data),)
 
 
-def test_large_buffers_travel_both_ways_beside_the_pickle() -> None:
+def test_large_buffers_are_sent_without_a_copy() -> None:
     letters = [Letter(bytes([i]) * size) for i, size in enumerate((0, 1, 100_000, 3 << 20))]
     pool = Pool(make, 2, 1)
     try:
@@ -75,7 +76,7 @@ def test_large_buffers_travel_both_ways_beside_the_pickle() -> None:
     assert [letter.data for letter in found] == [letter.data for letter in letters]
 
 
-def test_a_worker_killed_while_it_sends_is_one_that_died() -> None:
+def test_worker_killed_while_sending_is_reported_as_died() -> None:
     def make() -> Callable[[Any], Any]:
         def work(job: int) -> Any:
             if job == 1:
@@ -102,12 +103,12 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-def test_results_come_in_order_whoever_finishes_first(pool: Pool) -> None:
+def test_results_come_in_the_order_of_jobs(pool: Pool) -> None:
     naps = [0.2, 0.0, 0.05, 0.0, 0.1, 0.0]
     assert list(pool.run([("sleep", nap) for nap in naps])) == naps
 
 
-def test_no_more_than_a_few_jobs_are_out_at_a_time(pool: Pool) -> None:
+def test_one_job_per_worker_is_out_at_a_time(pool: Pool) -> None:
     given, most, got = 0, 0, 0
 
     def jobs() -> Iterator[Any]:
@@ -123,7 +124,7 @@ def test_no_more_than_a_few_jobs_are_out_at_a_time(pool: Pool) -> None:
     assert most <= 2, "a job for each worker, however slow the first one is"
 
 
-def test_nothing_to_do(pool: Pool) -> None:
+def test_no_jobs(pool: Pool) -> None:
     assert list(pool.run([])) == []
 
 
@@ -132,7 +133,7 @@ def test_large_jobs_and_results(pool: Pool) -> None:
     assert list(pool.run([("echo", block) for block in blocks])) == blocks
 
 
-def test_a_killed_worker_loses_its_job_alone(pool: Pool) -> None:
+def test_killed_worker_loses_only_its_job(pool: Pool) -> None:
     jobs = [("echo", 0), ("kill", 1), ("echo", 2), ("kill", 3), ("echo", 4)]
     results = list(pool.run(jobs))
     assert [r for r in results if not isinstance(r, Died)] == [0, 2, 4]
@@ -140,7 +141,7 @@ def test_a_killed_worker_loses_its_job_alone(pool: Pool) -> None:
     assert list(pool.run([("echo", 7)] * 4)) == [7] * 4, "and is replaced"
 
 
-def test_a_worker_killed_while_it_was_idle_is_replaced_unnoticed(pool: Pool) -> None:
+def test_worker_killed_while_idle_is_replaced(pool: Pool) -> None:
     list(pool.run([("echo", 0)] * 2))
     for process, _ in pool._workers:
         os.kill(process.pid, signal.SIGKILL)
@@ -148,7 +149,7 @@ def test_a_worker_killed_while_it_was_idle_is_replaced_unnoticed(pool: Pool) -> 
     assert list(pool.run([("echo", i) for i in range(4)])) == [0, 1, 2, 3]
 
 
-def test_errors_of_jobs_are_results_and_say_where_they_happened(pool: Pool) -> None:
+def test_errors_are_results_that_say_where_they_happened(pool: Pool) -> None:
     ok, error = pool.run([("echo", 1), ("raise", KeyError("gone"))])
     assert ok == 1
     assert isinstance(error, KeyError)
@@ -156,21 +157,21 @@ def test_errors_of_jobs_are_results_and_say_where_they_happened(pool: Pool) -> N
 
 
 @pytest.mark.parametrize(("kind", "said"), [("awkward", "Awkward: this and that"), ("lambda", "ValueError: <function")])
-def test_errors_that_cannot_travel_travel_as_text(pool: Pool, kind: str, said: str) -> None:
+def test_errors_that_cannot_be_pickled_are_sent_as_text(pool: Pool, kind: str, said: str) -> None:
     [error] = pool.run([(kind, 1)])
     assert isinstance(error, RuntimeError)
     assert str(error).startswith(said)
     assert list(pool.run([("echo", 1)])) == [1]
 
 
-def test_an_abandoned_run_leaves_nothing_behind(pool: Pool) -> None:
+def test_abandoned_run_leaves_nothing_behind(pool: Pool) -> None:
     running = pool.run([("echo", "old"), ("sleep", 60), ("sleep", 61), ("sleep", 62)])
     assert next(running) == "old"
     running.close()  # type: ignore[attr-defined]
     assert list(pool.run([("echo", i) for i in range(5)])) == [0, 1, 2, 3, 4]
 
 
-def test_jobs_that_cannot_be_made_are_an_error_and_the_pool_goes_on(pool: Pool) -> None:
+def test_pool_survives_an_error_while_jobs_are_made(pool: Pool) -> None:
     def jobs() -> Iterator[Any]:
         yield ("sleep", 60)
         raise LookupError("no second job")
@@ -191,7 +192,7 @@ def test_workers_have_a_fixed_number_of_threads(pool: Pool) -> None:
     assert torch.get_num_threads() == before
 
 
-def test_close_ends_workers_even_busy_ones() -> None:
+def test_close_ends_busy_workers() -> None:
     made = Pool(make, 2, 1)
     processes = [process for process, _ in made._workers]
     running = made.run([("echo", 1), ("sleep", 60)])
@@ -202,7 +203,7 @@ def test_close_ends_workers_even_busy_ones() -> None:
     assert not any(process.is_alive() for process in processes)
 
 
-def test_more_threads_need_a_task_that_can_be_pickled() -> None:
+def test_threads_need_a_task_that_can_be_pickled() -> None:
     with pytest.raises(ConfigError, match="threads = 2 with several workers needs a task that can be pickled"):
         Pool(lambda: print, 2, 2)
 
@@ -264,11 +265,10 @@ def task_with(odd: type[Arrays]) -> Task:
     return Task(DropoutNet, [*good, odd((x,), y)], blobs(9, (6,), 9))
 
 
-def test_a_client_whose_process_is_killed_is_left_out_and_the_run_goes_on() -> None:
+def test_run_goes_on_without_a_client_whose_process_is_killed() -> None:
     run = fl.simulate(fl.Dense(), task_with(Deadly), 3, workers=2, per_round=5)
-    assert [line["failures"] for line in run.history] == [{"4": "its process ended with code -9"}] * 3
-    assert run.state is not None
-    assert run.state.done
+    assert [record.failures for record in run.history] == [{4: "its process ended with code -9"}] * 3
+    assert len(run.history) == 3
 
 
 class DeadlyOnce(Arrays):
@@ -281,49 +281,49 @@ class DeadlyOnce(Arrays):
         return super().fetch(*given)
 
 
-def test_a_client_whose_process_was_killed_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_whose_process_was_killed_gets_a_second_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ONCE", tmp_path / "killed")
     run = fl.simulate(fl.JMWST(density=0.5, warmup_clients=0), task_with(DeadlyOnce), 3, workers=2, per_round=5)
-    assert [line["failures"] for line in run.history] == [{}] * 3
+    assert [record.failures for record in run.history] == [{}] * 3
     assert (tmp_path / "killed").exists()
     plain = fl.simulate(fl.JMWST(density=0.5, warmup_clients=0), task_with(Arrays), 3, workers=2, per_round=5)
     assert (run.checksum, run.traffic) == (plain.checksum, plain.traffic)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_client_that_cannot_judge_is_left_out_of_the_evaluation(workers: int) -> None:
+def test_client_that_cannot_evaluate_is_dropped_from_the_evaluation(workers: int) -> None:
     def judged(odd: Any) -> fl.Run:
         data = [blobs(10, (6,), i) for i in range(4)]
         task = Task(DropoutNet, [*data, odd], holdout=0.5)
         return fl.simulate(fl.Dense(), task, 1, workers=workers, per_round=4)
 
     x, y = blobs(10, (6,), 5)
-    with pytest.warns(RuntimeWarning, match="client 4 is left out of evaluations: IndexError"):
+    with pytest.warns(RuntimeWarning, match="client 4 is dropped from this evaluation: IndexError"):
         bad = judged((x, torch.full((10,), 99)))
-    assert math.isfinite(bad.history[-1]["metrics"]["after"]["loss"])
-    # A loss that is not finite may as well be the model's fault: it is told as it is, and nobody is left out.
-    nan = judged((x * float("nan"), y)).history[-1]["metrics"]["after"]
-    assert math.isnan(nan["loss"])
-    assert math.isfinite(nan["metric"])
+    assert math.isfinite(bad.history[-1].metrics["after"].loss)
+    # A loss that is not finite may be the model's fault: it is reported, and no client is dropped.
+    nan = judged((x * float("nan"), y)).history[-1].metrics["after"]
+    assert math.isnan(nan.loss)
+    assert math.isfinite(nan.metric)
 
 
-def test_where_nobody_can_judge_that_is_said() -> None:
+def test_evaluation_without_clients_is_an_error() -> None:
     x, _ = blobs(10, (6,), 5)
     task = Task(DropoutNet, [blobs(10, (6,), i) for i in range(3)], holdout=0.5)
     task.evaluation = [Subset(source((x, torch.full((10,), 99))), torch.arange(5)) for _ in range(3)]
     warnings.simplefilter("ignore")  # for this test: pytest puts filters back
-    with pytest.raises(FlashError, match="no client could judge the model"):
+    with pytest.raises(FlashError, match="no client could evaluate the model"):
         fl.simulate(fl.Dense(), task, 1, workers=1, per_round=3)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_error_in_the_users_code_is_the_users_to_see(workers: int) -> None:
+def test_error_in_user_code_is_reported(workers: int) -> None:
     run = fl.simulate(fl.Dense(), task_with(Faulty), 1, workers=workers, per_round=5)
-    [why] = run.history[0]["failures"].values()
+    [why] = run.history[0].failures.values()
     assert why.startswith("OSError: the disk with these samples is gone (test_pool.py, line ")
 
 
-def test_a_worker_killed_while_judging_is_said() -> None:
+def test_worker_killed_while_evaluating_is_an_error() -> None:
     x, y = blobs(9, (6,), 5)
     task = Task(DropoutNet, [blobs(9, (6,), i) for i in range(2)], Deadly((x,), y))
     engine = CPUEngine(task, workers=2)
@@ -332,3 +332,33 @@ def test_a_worker_killed_while_judging_is_said() -> None:
             engine.evaluate(fl.Weights(fl.Mask.full(task.layout), task.draw(1)))
     finally:
         engine.close()
+
+
+# -- the board ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_evaluation_needs_no_shared_memory(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's /dev/shm has 64 MB: a model of 17 million weights does not fit."""
+
+    def full(*_: Any) -> Any:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    task = task_with(Arrays)
+    engine = CPUEngine(task, workers)
+    try:
+        found = [engine.evaluate(Weights.dense(task.layout, task.draw(key))) for key in (0, 1, 0)]
+    finally:
+        engine.close()
+    assert found[0] == found[2] != found[1]
+
+
+def test_board_is_seen_by_a_process_that_unpickles_it() -> None:
+    board = Board(5, shared=True)
+    other = pickle.loads(pickle.dumps(board))
+    board.vector.copy_(torch.arange(5.0))
+    assert other.vector.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    path = Path(board.path)
+    del board
+    assert not path.exists()

@@ -1,71 +1,134 @@
-"""Masks on disk by hash, updates spooled as bytes: what comes back is what was put."""
+"""Masks by hash, in a folder or a dict: what comes back is what was put, or an error that names the file."""
 
 from __future__ import annotations
 
-import os
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from flashfl.core.errors import CheckpointError
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask
-from flashfl.engine.memories import Memories
-from flashfl.engine.spool import Spool
-from flashfl.engine.store import MaskStore
-from flashfl.sparsity import random_mask
-from flashfl.wire import ServerLedger
+from flashfl.core.mask import Mask, Recipe
+from flashfl.engine.memory import ClientMemory
+from flashfl.engine.store import Folder, MaskStore
+from flashfl.sparsity import recipe_mask
 
 LAYOUT = Layout.build({"prunable": [("a", (7, 3)), ("b", (16,))], "dense": [("c", (2,))]})
 
 
 def mask(key: int) -> Mask:
-    return random_mask(LAYOUT, (9, 4), key)
+    return Mask(LAYOUT, recipe_mask(LAYOUT, Recipe(key, (9, 4))).bits)
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    store = MaskStore(LAYOUT, tmp_path / "masks")
+def test_round_trip_in_a_folder(tmp_path: Path) -> None:
+    store = MaskStore.in_folder(LAYOUT, tmp_path / "masks")
     hashes = [store.put(mask(i)) for i in range(5)]
-    fresh = MaskStore(LAYOUT, tmp_path / "masks")
+    fresh = MaskStore.in_folder(LAYOUT, tmp_path / "masks")
     assert len(fresh) == 5
     assert set(fresh) == set(hashes)
     for i, digest in enumerate(hashes):
         assert digest == mask(i).hash
         assert digest in fresh
         assert torch.equal(fresh[digest].bits, mask(i).bits)
-        assert fresh[digest] is fresh[digest], "read once, then remembered"
-    assert not list(tmp_path.glob("masks/*.[0-9]*")), "nothing partial is left"
+        assert fresh[digest] is fresh[digest], "read once, then cached"
+    assert not list(tmp_path.glob("masks/*.partial"))
 
 
-def test_the_same_mask_is_one_file(tmp_path: Path) -> None:
-    store = MaskStore(LAYOUT, tmp_path)
+def test_round_trip_in_a_dict() -> None:
+    held: dict[str, bytes] = {}
+    digest = MaskStore(LAYOUT, held).put(mask(1))
+    assert list(held) == [digest]
+    assert torch.equal(MaskStore(LAYOUT, dict(held))[digest].bits, mask(1).bits)
+    held[digest] = held[digest][:-1]
+    damaged = MaskStore(LAYOUT, held)
+    with pytest.raises(CheckpointError, match=f"mask {digest} is damaged"):
+        damaged[digest]
+
+
+def test_recipe_survives() -> None:
+    layout = Layout.build({"prunable": [("w", (5000,))]})
+    made, held = recipe_mask(layout, Recipe(3, (500,))), dict[str, bytes]()
+    digest = MaskStore(layout, held).put(made)
+    assert MaskStore(layout, held)[digest].recipe == made.recipe
+
+
+def test_stored_mask_is_near_the_entropy_bound() -> None:
+    layout = Layout.build({"prunable": [("w", (1_000_000,))]})
+    bits = torch.from_numpy(np.random.default_rng(0).random(1_000_000) < 0.05)
+    held: dict[str, bytes] = {}
+    MaskStore(layout, held).put(Mask(layout, bits))
+    d = 0.05
+    bound = -1_000_000 * (d * math.log2(d) + (1 - d) * math.log2(1 - d)) / 8
+    assert len(next(iter(held.values()))) < 1.03 * bound
+
+
+def test_equal_masks_are_one_file(tmp_path: Path) -> None:
+    store = MaskStore.in_folder(LAYOUT, tmp_path)
     assert store.put(mask(1)) == store.put(Mask(LAYOUT, mask(1).bits.clone()))
     assert len(store) == 1
 
 
-def test_what_is_not_there_is_a_key_error(tmp_path: Path) -> None:
-    store = MaskStore(LAYOUT, tmp_path)
+def test_missing_mask_is_a_key_error(tmp_path: Path) -> None:
+    store = MaskStore.in_folder(LAYOUT, tmp_path)
     with pytest.raises(KeyError):
         store["0" * 16]
+    assert store.find("0" * 16) is None
     assert "0" * 16 not in store
     assert 7 not in store
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "longer"])
-def test_damage_is_noticed(tmp_path: Path, damage: str) -> None:
-    digest = MaskStore(LAYOUT, tmp_path).put(mask(1))
+def test_damaged_file_is_named_and_can_be_written_again(tmp_path: Path, damage: str) -> None:
+    digest = MaskStore.in_folder(LAYOUT, tmp_path).put(mask(1))
     path = tmp_path / f"{digest}.mask"
     data = path.read_bytes()
     path.write_bytes(
-        {"flip": bytes([data[0] ^ 4]) + data[1:], "cut": data[:-1], "empty": b"", "longer": data + b"\0"}[damage]
+        {"flip": data[:-1] + bytes([data[-1] ^ 1]), "cut": data[:-1], "empty": b"", "longer": data + b"\0"}[damage]
     )
-    with pytest.raises(CheckpointError, match="is damaged"):
-        MaskStore(LAYOUT, tmp_path)[digest]
+    store = MaskStore.in_folder(LAYOUT, tmp_path)
+    with pytest.raises(CheckpointError, match=f"{digest}.mask is damaged"):
+        store[digest]
+    assert store.put(mask(1)) == digest
+    assert torch.equal(MaskStore.in_folder(LAYOUT, tmp_path)[digest].bits, mask(1).bits)
 
 
-def test_keep_only_what_is_named(tmp_path: Path) -> None:
-    store = MaskStore(LAYOUT, tmp_path)
+def test_content_of_another_mask_is_damage(tmp_path: Path) -> None:
+    store = MaskStore.in_folder(LAYOUT, tmp_path)
+    one, other = store.put(mask(1)), store.put(mask(2))
+    (tmp_path / f"{one}.mask").write_bytes((tmp_path / f"{other}.mask").read_bytes())
+    with pytest.raises(CheckpointError, match="does not match its name"):
+        MaskStore.in_folder(LAYOUT, tmp_path)[one]
+
+
+@pytest.mark.parametrize("name", ["../victim/file", "/victim/file", "", "0" * 15, "0" * 15 + "G", "0" * 16 + "\n"])
+def test_only_hashes_lead_to_files(tmp_path: Path, name: str) -> None:
+    """A forged checkpoint may name anything: nothing outside the folder is read, written or deleted."""
+    victim = tmp_path / "victim" / "file.mask"
+    victim.parent.mkdir()
+    victim.write_bytes(b"precious")
+    name = str(victim.with_suffix("")) if name.startswith("/") else name
+    store = MaskStore.in_folder(LAYOUT, tmp_path / "masks")
+    store.put(mask(1))
+    for touch in (store.__getitem__, lambda name: store.sync([name]), lambda name: store.backend.__delitem__(name)):
+        with pytest.raises(CheckpointError, match="is not the name of a mask"):
+            touch(name)
+    assert name not in store
+    assert store.find(name) is None
+    store.keep_only([name])
+    assert victim.read_bytes() == b"precious"
+    memory = ClientMemory(MaskStore.in_folder(LAYOUT, tmp_path / "masks"))
+    forged = {"clients": {"0": [[2, 0, 0], 0, None]}, "masks": [name], "known": 1, "simulated": True}
+    with pytest.raises(CheckpointError):
+        memory.load(forged)
+    memory.keep_only({name})
+    assert victim.read_bytes() == b"precious"
+
+
+def test_keep_only_deletes_other_masks(tmp_path: Path) -> None:
+    store = MaskStore.in_folder(LAYOUT, tmp_path)
     hashes = [store.put(mask(i)) for i in range(4)]
     store.keep_only([hashes[1], "unheard of"])
     assert set(store) == {hashes[1]}
@@ -73,87 +136,27 @@ def test_keep_only_what_is_named(tmp_path: Path) -> None:
         store[hashes[0]]
 
 
-def test_a_mask_that_another_process_dropped_is_written_again(tmp_path: Path) -> None:
-    """Workers keep a store of their own in the same folder, and the server tidies it."""
-    worker, server = MaskStore(LAYOUT, tmp_path), MaskStore(LAYOUT, tmp_path)
+def test_mask_deleted_by_another_process_is_written_again(tmp_path: Path) -> None:
+    """Workers have a store of their own in the same folder, and the server tidies it."""
+    worker, server = MaskStore.in_folder(LAYOUT, tmp_path), MaskStore.in_folder(LAYOUT, tmp_path)
     digest = worker.put(mask(1))
     server.keep_only([])
     assert worker.put(mask(1)) == digest
     assert torch.equal(server[digest].bits, mask(1).bits)
 
 
-def test_only_so_many_are_held_in_memory(tmp_path: Path) -> None:
-    store = MaskStore(LAYOUT, tmp_path, cache_bytes=3 * LAYOUT.prunable_size)
+def test_cache_is_bounded(tmp_path: Path) -> None:
+    store = MaskStore(LAYOUT, Folder(tmp_path), cache_bytes=3 * LAYOUT.prunable_size)
     hashes = [store.put(mask(i)) for i in range(10)]
     assert list(store._cache) == hashes[-3:]
     assert torch.equal(store[hashes[0]].bits, mask(0).bits)
     assert len(store._cache) == 3
 
 
-def test_a_store_without_a_folder_cleans_up_after_itself() -> None:
-    store = MaskStore(LAYOUT)
-    folder = store.folder
+def test_temporary_folder_is_removed() -> None:
+    folder = Folder()
+    store = MaskStore(LAYOUT, folder)
     store.put(mask(1))
-    assert folder.exists()
-    store._finalizer()
-    assert not folder.exists()
-
-
-def test_memories_are_saved_as_they_were_when_marked(tmp_path: Path) -> None:
-    """A run interrupted in the middle of a round is saved as it was before that round."""
-    memories, ledger = Memories(MaskStore(LAYOUT, tmp_path)), ServerLedger(LAYOUT)
-    first, second = mask(1), mask(2)
-
-    def round_(number: int, own: Mask) -> None:
-        ledger.accept(0, (2, number, 0), own, own)
-        memories.update({0: [((2, number, 0), memories.store.put(own), memories.store.put(own))]})
-
-    round_(0, first)
-    memories.mark(ledger)
-    before = memories.save(ledger)
-    round_(1, second)
-    assert memories.save(ledger) == before
-    memories.forget(set())
-    assert first.hash in memories.store, "what is marked is needed"
-    memories.mark(ledger)
-    assert memories.save(ledger) != before
-
-    other, copy = Memories(MaskStore(LAYOUT, tmp_path)), ServerLedger(LAYOUT)
-    other.restore(before, copy)
-    assert copy.start(0) == (2, 0, 0)
-    own = copy.own(0)
-    assert own is not None
-    assert own.equal(first)
-
-
-def test_lost_masks_are_warned_of_and_nothing_is_believed_of_clients(tmp_path: Path) -> None:
-    memories, ledger = Memories(MaskStore(LAYOUT, tmp_path)), ServerLedger(LAYOUT)
-    ledger.accept(0, (2, 0, 0), mask(1), mask(1))
-    saved = memories.save(ledger)
-    for path in tmp_path.glob("*.mask"):
-        path.unlink()
-    other, copy = Memories(MaskStore(LAYOUT, tmp_path)), ServerLedger(LAYOUT)
-    with pytest.warns(RuntimeWarning, match="they are sent full masks again"):
-        other.restore(saved, copy)
-    assert copy.start(0) is None
-
-
-@pytest.mark.parametrize("memory", [1 << 20, 100])
-def test_a_spool_gives_back_what_was_put_in_any_order(memory: int, tmp_path: Path) -> None:
-    spool = Spool(memory, tmp_path / "new")
-    blocks = {i: os.urandom(17 * i) for i in (5, 1, 9, 0, 3)}
-    for number, data in blocks.items():
-        spool.put(number, data)
-    for number in sorted(blocks):
-        assert spool.get(number) == blocks[number]
-    spool.put(4, b"late")
-    assert spool.get(4) == b"late"
-    assert spool.get(9) == blocks[9]
-    assert 9 in spool
-    assert 77 not in spool
-    spool.put("own 9", b"by name")
-    assert spool.get("own 9") == b"by name"
-    assert not list((tmp_path / "new").iterdir()), "the file has no name, so it cannot be left behind"
-    with pytest.raises(KeyError):
-        spool.get(77)
-    spool.close()
+    assert folder.path.exists()
+    folder._finalizer()
+    assert not folder.path.exists()

@@ -23,7 +23,9 @@ from flwr.common.config import flatten_dict
 import flashfl as fl
 from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Local
-from flashfl.engine.server import ServerSide
+from flashfl.engine.encoding import Server
+from flashfl.engine.memory import ClientMemory
+from flashfl.engine.store import MaskStore
 from flashfl.flower import worker
 from flashfl.flower.app import read_config, server_main, task_of
 from flashfl.flower.exchange import Held, Seat
@@ -130,7 +132,7 @@ def test_a_worker_answers_as_the_host_does(parent: subprocess.Popen[bytes]) -> N
     task = task_of(context)
     host = find(task_of, seat, context)
     assert worker.ask(name, "query", seat, b"", Held()) == host.serve("query", seat)
-    server = ServerSide(task.layout)
+    server = Server(ClientMemory(MaskStore(task.layout, {})))
     method = NST(density=0.1)
     state = method.init(plan_of(TrainConfig(per_round=1), task, task.clients))
     client = task.clients[1]

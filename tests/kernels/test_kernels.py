@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashfl.core import rng
 from flashfl.core.layout import Layout
-from flashfl.engine import books
+from flashfl.engine import counting
 from flashfl.sparsity.select import lowest_by_layer, magnitude
 from flashfl.wire import sizes
 
@@ -100,13 +100,13 @@ def test_updates_are_judged_and_added(shared: bool, first: int) -> None:
     bits = torch.stack([rng.uniform(20 + row, k) < 0.3 for row in range(1 if shared else rows)])
     values[1, 4999], values[2, 0] = float("nan"), -float("inf")
     theirs = [t.to(DEVICE) for t in (values, bits)]
-    assert finite(theirs[0]).tolist() == books._finite(values).tolist() == [True, False, False, True]
+    assert finite(theirs[0]).tolist() == counting._finite(values).tolist() == [True, False, False, True]
 
     share = torch.tensor([3, 0, 0, 2**40])
     sums = [torch.ones(size, dtype=torch.float64), torch.ones(k, dtype=torch.int64)]
     mine = [t.clone().to(DEVICE) for t in sums]
     add(*theirs, share.to(DEVICE), *mine, first)
-    books._add(values, bits, share, *sums, first)
+    counting._add(values, bits, share, *sums, first)
     torch.testing.assert_close(mine[0].cpu(), sums[0], rtol=1e-12, atol=0)
     assert torch.equal(mine[1].cpu(), sums[1])
 

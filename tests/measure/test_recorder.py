@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flashfl.run.record import MOST_SNAPSHOTS, SNAPSHOTS, snapshot_every
 
 import flashfl as fl
 from flashfl.data.task import Task
 from flashfl.measure.flops import sample_flops, task_costs
 from flashfl.measure.mismatch import pairwise
-from flashfl.measure.snapshots import Snapshots
+from flashfl.run.observe import MOST_SNAPSHOTS, SNAPSHOTS, snapshot_every, snapshots
 from flashfl.run.results import read_run
 
 SETTINGS: dict[str, Any] = {"per_round": 3, "batch": 4, "workers": 1, "eval_every": 2, "device": "cpu"}
@@ -27,8 +26,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_mismatch_in_the_record_is_that_of_the_masks_kept(small_task: Task, tmp_path: Path) -> None:
     fl.simulate(fl.JMWST(density=0.3, warmup_clients=2, warmup_epochs=2), small_task, 6, folder=tmp_path, **SETTINGS)
     rounds = [line for line in read_run(tmp_path)["rounds"] if line["stage"] == 2]
-    store, layout = Snapshots(tmp_path / SNAPSHOTS), small_task.layout
-    masks = [store.get(line["snapshot"], layout.prunable_size) for line in rounds]
+    layout = small_task.layout
+    store = snapshots(tmp_path, [(layer.name, layer.shape) for layer in layout.prunable])
+    masks = [store[line["snapshot"]].bits.numpy() for line in rounds]
     found = pairwise(masks, layout.sizes)
     for i, line in enumerate(rounds[1:], start=1):
         assert line["mismatch"] == pytest.approx(found[0, i - 1, i])
@@ -102,7 +102,6 @@ def test_snapshots_are_bounded(small_task: Task) -> None:
 
 
 def test_a_model_that_cannot_be_tried_has_no_flops_and_goes_on(small_task: Task, tmp_path: Path) -> None:
-    from flashfl.run.record import Recorder
 
     class Broken:
         layout, evaluation, train = small_task.layout, small_task.evaluation, small_task.train

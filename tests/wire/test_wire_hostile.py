@@ -9,9 +9,9 @@ import torch
 from wire_support import mask_of, order, small_layout, update
 
 from flashfl.core.exchange import Extra, Local
+from flashfl.engine.trust import Seen, Trust, activations, check_statistics, check_update
 from flashfl.wire.errors import ChangeTooLarge, WrongContent
 from flashfl.wire.message import Message
-from flashfl.wire.trust import Seen, Trust, activations, check_statistics, check_update
 
 LAYOUT = small_layout((400, 800))
 MASK = mask_of(LAYOUT, [0.2, 0.1], 1)

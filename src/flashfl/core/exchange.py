@@ -9,6 +9,7 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from .parts import part
 
 _MOST_WHOLE, _MOST_REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
+_PART = 1 << 20  # values that are added in double precision at a time
 Tag = tuple[int, int, int]  # (phase number, round, attempt): which round a message belongs to
 
 
@@ -133,30 +135,96 @@ class Order:
 
 @dataclass(frozen=True)
 class Update:
-    """One client to the server. `weights` is None if the order asked for layer counts only."""
+    """One client to the server: its mask, and its values packed as `Weights.packed` packs them.
+
+    `mask` and `values` are None if the order asked for layer counts only.
+    """
 
     client: int
     n: int
-    weights: Weights | None
+    mask: Mask | None
+    values: Tensor | None
     counts: tuple[int, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Extra] = field(default_factory=dict)
 
+    @staticmethod
+    def of(
+        client: int,
+        n: int,
+        weights: Weights | None,
+        counts: tuple[int, ...],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Update:
+        """The update that reports these weights. A dense model's values share its memory."""
+        if weights is None:
+            return Update(client, n, None, None, counts, metrics or {})
+        return Update(client, n, weights.mask, weights.packed(), counts, metrics or {})
+
+    @property
+    def weights(self) -> Weights | None:
+        """The model reported. Builds the dense vector."""
+        return None if self.mask is None or self.values is None else Weights.unpack(self.mask, self.values)
+
 
 @dataclass
 class Sums:
-    """What the updates of one round add up to. Its size does not depend on the number of clients."""
+    """What the updates of one round add up to. Its size does not depend on the number of clients.
+
+    While all updates have the same mask, only its active positions are added up. The flat vectors `weights` and
+    `holders` are made when they are first read.
+    """
 
     layout: Layout
     n: int = 0
     clients: int = 0
     counts: list[int] = field(default_factory=list)  # active weights per layer, added over clients
-    weights: Tensor | None = None  # sum of n * w, float64
-    holders: Tensor | None = None  # sum of n * m over the prunable weights
     loss: float = 0.0  # sum of n * mean training loss
     extra: dict[str, Tensor] = field(default_factory=dict)  # sum of n * tensor
     # Number of active weights -> sum of n * [statistics, 1], float64. Models of different size have other activations.
     statistics: dict[int, Tensor] = field(default_factory=dict)
+    _mask: Mask | None = None  # the mask of all updates so far, until one has another
+    _packed: Tensor | None = None  # sum of n * w, packed under that mask, float64
+    _held: int = 0  # sum of n over the updates in `_packed`
+    _flat: tuple[Tensor, Tensor] | None = None  # `weights` and `holders`, once they are made
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Sum of n * w, float64; None if no weights were reported."""
+        return self.flat()[0] if self._packed is not None or self._flat is not None else None
+
+    @property
+    def holders(self) -> Tensor | None:
+        """Sum of n * m over the prunable weights; None if no weights were reported."""
+        return self.flat()[1] if self._packed is not None or self._flat is not None else None
+
+    def flat(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """`weights` and `holders`, to be added to in place; zeros on `device` if nothing was added yet."""
+        if self._flat is None:
+            k, device = self.layout.prunable_size, device if self._packed is None else self._packed.device
+            weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
+            holders = torch.zeros(k, dtype=torch.int64, device=device)
+            if self._mask is not None and self._packed is not None:
+                active = self._mask.active
+                weights[:k][self._mask.bits], weights[k:] = self._packed[:active], self._packed[active:]
+                holders.add_(self._mask.bits, alpha=self._held)
+            self._flat, self._mask, self._packed = (weights, holders), None, None
+        return self._flat
+
+    def add_weights(self, mask: Mask, values: Tensor, n: int) -> None:
+        """Add n times the model that `values`, packed, describe under `mask`."""
+        if self._flat is None and self._packed is None:
+            self._mask, self._packed = mask, torch.zeros(len(values), dtype=torch.float64, device=values.device)
+        if self._mask is not None and self._packed is not None and self._mask.equal(mask):
+            for at in range(0, len(values), _PART):  # torch copies what it adds in another precision
+                self._packed[at : at + _PART].add_(values[at : at + _PART], alpha=n)
+            self._held += n
+            return
+        (weights, holders), active = self.flat(values.device), mask.active
+        places = torch.from_numpy(np.flatnonzero(mask.bits.cpu().numpy())).to(weights.device)  # faster than torch's
+        weights.index_add_(0, places, values[:active].double(), alpha=n)
+        holders.index_add_(0, places, holders.new_tensor(n).expand(active))
+        weights[mask.layout.prunable_size :].add_(values[active:], alpha=n)
 
     def statistics_of(self, mask: Mask, otherwise: Tensor) -> Tensor:
         """Mean statistics of the models with as many active weights as `mask`; `otherwise` if there are none."""

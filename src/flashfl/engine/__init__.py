@@ -20,10 +20,13 @@ def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
         kind = torch.device(device).type
     except RuntimeError:
         raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N") from None
+    from .trust import Trust
+
+    trust = Trust(factor=0, clip=config.clip, trim=config.trim)  # simulated clients are honest
     if kind == "cpu":
         from .cpu import CPUEngine
 
-        return CPUEngine(task, config.workers, config.threads, config.values, config.dropout, None, folder)
+        return CPUEngine(task, config.workers, config.threads, config.values, config.dropout, trust, folder)
     if kind != "cuda":
         raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
@@ -43,4 +46,5 @@ def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
         folder,
         config.crew,
         config.compile,
+        trust,
     )

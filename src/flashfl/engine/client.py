@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import pickle
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,17 +15,16 @@ from ..core.exchange import Extra, Order, Tag, Update
 from ..core.layout import Layout
 from ..core.mask import Mask
 from ..data.sources import Source
-from ..wire import ClientLedger, Message, UnknownMask, WireError, decode, encode
+from ..wire import Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
-from ..wire.values import Form
-from .server import OWN
+from ..wire.values import Carries, Form
+from .encoding import OWN
+from .memory import Rounds
+from .store import MaskStore
 from .train import ClientFailed, Trainer
 
 log = logging.getLogger("flashfl")
 _TORCH = Path(torch.__file__).parent
-
-# What a client remembers, as JSON: for each of its last rounds the tag and the hashes of the order's mask and its own.
-Memory = list[tuple[Tag, str, str | None]]
 
 
 @dataclass(frozen=True)
@@ -35,25 +32,60 @@ class Reply:
     """An answer in bytes and what the client remembers now; `lacks` if it needs the full mask first."""
 
     data: bytes
-    memory: Memory
+    memory: Rounds
     lacks: bool = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes the bytes travel as they lie in memory."""
+    def __reduce__(self) -> tuple[type[Reply], tuple[pickle.PickleBuffer, Rounds, bool]]:
+        """Between processes the bytes travel without a copy."""
         return Reply, (pickle.PickleBuffer(self.data), self.memory, self.lacks)
 
 
-class ClientSide:
-    """Plays one client at a time on one replica; masks it remembers lie in a store, by hash."""
+class ClientLedger:
+    """The masks one client holds: of the round its orders start from, and of the round it worked on last.
 
-    def __init__(self, trainer: Trainer, store: Any, values: Form | None = "fp32") -> None:
+    It keeps the older round until an order starts from the newer one. So an update that gets lost leaves client and
+    server agreeing.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: dict[Tag, tuple[Mask | None, Mask | None]] = {}  # the order's mask and the client's own
+
+    def known(self) -> dict[str, Mask]:
+        """The masks that an order may lean on, by hash."""
+        return {mask.hash: mask for masks in self.rounds.values() for mask in masks if mask is not None}
+
+    def own(self, start: Tag | None) -> Mask | None:
+        """The mask kept from the round `start`."""
+        return self.rounds[start][1] if start in self.rounds else None
+
+    def begin(self, order: Message) -> None:
+        """An order has come: only the round it starts from still counts. Raises UnknownMask if that is lost."""
+        mine = self.own(order.start)
+        if order.own is not None and (mine is None or mine.hash != order.own):
+            raise UnknownMask(order.own)
+        self.rounds = {tag: masks for tag, masks in self.rounds.items() if tag == order.start}
+
+    def bases(self, order: Message) -> tuple[Mask, ...]:
+        """The masks that the update may lean on: the order's and, if the server knows it, the client's own."""
+        mine = self.own(order.start) if order.own is not None else None
+        return tuple(mask for mask in (order.mask, mine) if mask is not None)
+
+    def finish(self, order: Message, own: Mask | None = None) -> None:
+        """The update is ready; `own` is the mask to keep, if the order says so."""
+        self.rounds[order.tag] = (order.mask, own)
+
+
+class ClientSide:
+    """Plays one client at a time on one replica. The masks it remembers lie in a store, by hash."""
+
+    def __init__(self, trainer: Trainer, store: MaskStore, values: Form | None = "fp32") -> None:
         """`values`: how weights travel; None: as they came."""
         self.trainer, self.layout, self.store, self.values = trainer, trainer.layout, store, values
 
-    def work(self, client: int, data: Source, order_bytes: bytes, memory: Memory) -> Reply:
-        """Carry out an order. Raises ClientFailed where there is nothing worth sending, whatever the training raised.
+    def work(self, client: int, data: Source, order_bytes: bytes, memory: Rounds) -> Reply:
+        """Carry out an order. Raises ClientFailed if training fails.
 
-        The traceback of what it raised goes to the logger `flashfl`, at level debug.
+        The traceback of what training raised goes to the logger `flashfl`, at level debug.
         """
         ledger = self._recall(memory)
         try:
@@ -67,7 +99,7 @@ class ClientSide:
         local, coding = message.local, message.coding
         assert local is not None
         assert coding is not None
-        # Order bytes, values and weights may each be as large as the model: all are let go of before training.
+        # Order bytes, values and weights may each be as large as the model: release them all before training.
         orders = [Order(message.weights(), local, message.key, message.tag, extra)]
         message = replace(message, values=None)
         del order_bytes
@@ -76,39 +108,37 @@ class ClientSide:
             update = self.trainer.train(orders.pop(), client, data, own)
         except (FlashError, MemoryError):
             raise
-        except Exception as error:  # of the user's model, loss or data, most likely: the others may still do
+        except Exception as error:  # most likely in the user's model, loss or data: other clients may still work
             log.debug("client %d failed", client, exc_info=True)
             raise ClientFailed(said(error)) from error
         answer = update_message(update, message, self.layout)
         encoded = encode(answer, ledger.bases(message), self.values or coding.values)
-        keeps = "mask" in local.keep and update.weights is not None
-        ledger.finish(message, own=update.weights.mask if keeps and update.weights else None)
+        ledger.finish(message, own=update.mask if "mask" in local.keep else None)
         return Reply(encoded.data, self._keep(ledger))
 
-    def _recall(self, memory: Memory) -> ClientLedger:
-        ledger = ClientLedger(self.layout)
+    def _recall(self, memory: Rounds) -> ClientLedger:
+        ledger = ClientLedger()
         for tag, order, own in memory:
-            try:
-                ledger.remember(tag, self.store[order], None if own is None else self.store[own])
-            except (KeyError, FlashError):
-                continue  # lost or damaged: as if it had never been; the server will be told
+            # A mask that is lost or damaged is as good as none: the server will be told.
+            found = [None if digest is None else self.store.find(digest) for digest in (order, own)]
+            ledger.rounds[tag] = (found[0], found[1])
         return ledger
 
     def _given_back(self, ledger: ClientLedger, order: Message) -> dict[str, Extra]:
-        """Take over our own mask where the server gives it back to us; the extras that are left."""
+        """Take over the client's own mask if the server gives it back; the other extras."""
         extra = dict(order.extra)
         own = extra.pop(OWN, None)
         if own is not None and order.start is not None and order.mask is not None:
             if own.value.numel() != self.layout.prunable_size:
                 raise WrongContent(f"a mask of {own.value.numel()} weights, expected {self.layout.prunable_size}")
-            ledger.remember(order.start, order.mask, Mask(self.layout, own.value))
+            ledger.rounds[order.start] = (order.mask, Mask(self.layout, own.value))
         return extra
 
-    def _keep(self, ledger: ClientLedger) -> Memory:
-        return [
-            (tag, self.store.put(order), None if own is None else self.store.put(own))
-            for tag, (order, own) in ledger.rounds().items()
-        ]
+    def _keep(self, ledger: ClientLedger) -> Rounds:
+        return [(tag, self._put(order), self._put(own)) for tag, (order, own) in ledger.rounds.items()]
+
+    def _put(self, mask: Mask | None) -> str | None:
+        return None if mask is None else self.store.put(mask)
 
     def _lack(self, client: int, order_bytes: bytes, error: UnknownMask) -> Reply:
         from ..wire.frame import read_frame
@@ -130,12 +160,9 @@ def update_message(update: Update, order: Order | Message, layout: Layout) -> Me
     """An update as it will travel, in answer to an order or to the message that was one."""
     local = order.local
     assert local is not None
-    weights = update.weights
-    mask: Mask | None = weights.mask if weights is not None else None
-    values = weights.packed() if weights is not None else None
+    mask, values = update.mask, update.values
     tail = layout.size - layout.trained_size
-    carries: Any = "all" if local.statistics else "weights"
-    metrics: Mapping[str, float] = dict(update.metrics)
+    carries: Carries = "all" if local.statistics else "weights"
     if local.report == "statistics":
         mask, carries = None, "statistics"
         values = values[len(values) - tail :] if values is not None else None
@@ -143,6 +170,6 @@ def update_message(update: Update, order: Order | Message, layout: Layout) -> Me
         values = values[: len(values) - tail]
     return Message(
         "update", layout, order.tag, update.client, n=update.n, key=order.key, mask=mask, values=values,
-        carries=carries, counts=update.counts if mask is None and local.report == "counts" else None, metrics=metrics,
-        extra=dict(update.extra),
+        carries=carries, counts=update.counts if mask is None and local.report == "counts" else None,
+        metrics=dict(update.metrics), extra=dict(update.extra),
     )  # fmt: skip

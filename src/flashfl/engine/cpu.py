@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
+import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..aggregate import add
-from ..core.errors import FlashError
-from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome, Sums, Traffic
+from ..core.errors import CheckpointError, FlashError
+from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ..core.mask import Mask, Weights
 from ..core.state import State
 from ..data.task import Task
-from ..wire import decode
-from ..wire.trust import Trust
 from ..wire.values import Form
-from .client import ClientSide, Memory, Reply, said
-from .memories import Memories
+from .client import ClientSide, Reply, said
+from .encoding import Encoding, Server
+from .memory import ClientMemory, Rounds
 from .pool import Died, InProcess, Pool
-from .server import Inbox, ServerSide
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
+from .trust import Trust
+
+
+@dataclass
+class Training:
+    """An order on its way to the process that plays the client."""
+
+    client: int
+    data: bytes
+    memory: Rounds
+
+    def take(self) -> bytes:
+        """The order's bytes, once: this object does not keep them from being freed."""
+        data, self.data = self.data, b""
+        return data
+
+    def __reduce__(self) -> tuple[type[Training], tuple[int, pickle.PickleBuffer, Rounds]]:
+        return Training, (self.client, pickle.PickleBuffer(self.data), self.memory)
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """Some samples, [start, stop) of evaluation set `which`, on which the model on the board is evaluated."""
+
+    which: int
+    start: int
+    stop: int
+    statistics: bool
+
+
+Scored = tuple[float, float]  # loss and metric, summed over samples
+Job = Training | Evaluating
+Result = Reply | Scored | Exception
 
 
 class CPUEngine:
@@ -46,174 +75,146 @@ class CPUEngine:
         trust: Trust | None = None,
         folder: Path | None = None,
     ) -> None:
+        """trust: by default every finite update is accepted, as simulated clients are honest."""
         self.task, self.dropout = task, dropout
-        # Simulated clients are honest: whatever is finite is believed, however far one has moved.
-        self.server = ServerSide(task.layout, values, trust or Trust(factor=0))
-        self.memory = Memories(MaskStore(task.layout, folder), self.server)
-        # What models are judged by is written here, where every worker sees it.
-        self._board = torch.zeros(task.layout.size).share_memory_()
+        self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
+        self.server = Server(self.memory, values, trust or Trust(factor=0))
         count = workers or max(1, (os.cpu_count() or 1) // threads)
+        self._board = Board(task.layout.size, shared=count > 1)
         make = _Make(task, self.memory.store, values, self._board)
-        self.pool: Pool | InProcess = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
+        self.pool: Pool[Job, Result] | InProcess[Job, Result]
+        self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        self.memory.begin()
-        with closing(Inbox(self.server, self.memory.store.folder)) as inbox:
-            return self._round(s, orders, inbox)
-
-    def _round(self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox) -> Outcome:
-        waiting: dict[int, tuple[Client, Order]] = {}  # by the number of the job
-        new: dict[int, Memory] = {}
-        lacking: list[tuple[Client, Order]] = []
-        died: list[tuple[Client, Order]] = []
-
-        def heard(client: Client, order: Order, result: Any) -> None:
-            if isinstance(result, Reply) and result.lacks:
-                inbox.traffic += self._lack(result)
-                lacking.append((client, order))
-            else:
-                self._take(inbox, client.id, result, new)
-
-        # In whatever order they come: updates are added in that of their clients, once all are there.
-        for number, result in self.pool.each(self._jobs(s, orders, inbox, waiting)):
-            client, order = waiting.pop(number)
+        account, asked, died = self.server.open(), list[int](), list[int]()
+        for number, result in self.pool.each(self._jobs(s, orders, account, asked)):
             if isinstance(result, Died):
-                died.append((client, order))
+                died.append(asked[number])
             else:
-                heard(client, order, result)
-        # A pool does one thing at a time, so these are asked again when all others have answered.
-        for number, result in self.pool.each(self._once_more(died)):
-            heard(*died[number], result)
-        for number, result in self.pool.each(self._again(inbox, lacking)):
-            self._take(inbox, lacking[number][0].id, result, new)
-        sums = Sums(self.task.layout)
-        for update in inbox.updates():
-            add(sums, update)
-        self.memory.update({c: m for c, m in new.items() if c not in inbox.failures})
-        return Outcome(sums, inbox.traffic, dict(sorted(inbox.failures.items())))
+                _take(account, asked[number], result)
+        # A worker may have died for lack of memory, so its client gets a second try when the others are done. No real
+        # client died, so nothing is counted twice.
+        again = (Training(client, account.again(client), self.memory.rounds(client)) for client in died)
+        for number, result in self.pool.each(again):
+            _take(account, died[number], result)
+        return account.close()
 
     def _jobs(
-        self, s: State, orders: Iterable[tuple[Client, Order]], inbox: Inbox,
-        waiting: dict[int, tuple[Client, Order]],
-    ) -> Iterator[Any]:  # fmt: skip
-        numbers = itertools.count()
+        self, s: State, orders: Iterable[tuple[Client, Order]], account: Encoding, asked: list[int]
+    ) -> Iterator[Job]:
         for client, order in orders:
-            message = self.server.message(client, order)
-            encoded = self.server.encode(message)
-            inbox.sent(message, encoded)
+            data = account.sent(client, order)
             if self.dropout and drops(s, client.id, self.dropout):
-                inbox.failed(client.id, DROPPED)
+                account.failed(client.id, DROPPED)
                 continue
-            waiting[next(numbers)] = (client, order)
-            yield _Work(client.id, encoded.data, self.memory.clients.get(client.id, []))
-
-    def _once_more(self, died: Iterable[tuple[Client, Order]]) -> Iterator[Any]:
-        """The same order for clients whose process ended: the machine may have had its reasons, a lack of memory say.
-
-        Nothing travels a second time: no real client died.
-        """
-        for client, order in died:
-            encoded = self.server.encode(self.server.message(client, order))
-            yield _Work(client.id, encoded.data, self.memory.clients.get(client.id, []))
-
-    def _lack(self, reply: Reply) -> Traffic:
-        """What it costs a client to say that it lacks a mask."""
-        parts = decode(reply.data, self.task.layout).parts
-        assert parts is not None
-        return parts.traffic("lack")
-
-    def _again(self, inbox: Inbox, lacking: Iterable[tuple[Client, Order]]) -> Iterator[Any]:
-        """Clients that lack a mask are sent the full one, within the round."""
-        for client, order in lacking:
-            message, encoded = self.server.remind(client, order)
-            inbox.sent(message, encoded)
-            yield _Work(client.id, encoded.data, [])
-
-    def _take(self, inbox: Inbox, client: int, result: Any, new: dict[int, Memory]) -> None:
-        if isinstance(result, Reply):
-            new[client] = result.memory
-            inbox.arrived(client, result.data)
-        elif isinstance(result, ClientFailed | Died):
-            inbox.failed(client, str(result))
-        else:
-            raise result
+            asked.append(client.id)
+            yield Training(client.id, data, self.memory.rounds(client.id))
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
-        """Mean loss and metric over all judging samples."""
-        self._board.copy_(weights.vector)
+        """Mean loss and metric over all evaluation samples."""
+        self._board.vector.copy_(weights.vector)
         jobs = [
-            (which, start, stop, statistics)
+            Evaluating(which, start, stop, statistics)
             for which, data in enumerate(self.task.evaluation)
             for start, stop in evaluation_batches(len(data))
         ]
         results = list(self.pool.run(jobs))
         for i, result in enumerate(results):
-            if isinstance(result, Died):  # the machine may have had its reasons to end that process: once more
+            if isinstance(result, Died):  # perhaps for lack of memory: try once more
                 [results[i]] = self.pool.run([jobs[i]])
-        for result in results:
-            if isinstance(result, Exception) and not isinstance(result, ClientFailed):
-                raise FlashError(f"evaluation failed: {result}") if isinstance(result, Died) else result
-        return self._verdict([job[0] for job in jobs], results)
+        return self._mean([job.which for job in jobs], results)
 
-    def _verdict(self, judges: Sequence[int], results: Sequence[Any]) -> Evaluation:
-        """Means over what was judged; a client whose samples cannot be judged is left out. A loss that is not finite
-        stays: it is the model's."""
-        why = {which: str(r) for which, r in zip(judges, results, strict=True) if isinstance(r, ClientFailed)}
-        good = [r for which, r in zip(judges, results, strict=True) if which not in why]
+    def _mean(self, sets: Sequence[int], results: Sequence[Result]) -> Evaluation:
+        """Means over all samples of clients that could be evaluated. A loss that is not finite stays."""
+        why: dict[int, str] = {}
+        scores: list[tuple[int, Scored]] = []
+        for which, result in zip(sets, results, strict=True):
+            if isinstance(result, ClientFailed):
+                why[which] = str(result)
+            elif isinstance(result, Exception):
+                raise FlashError(f"evaluation failed: {result}") if isinstance(result, Died) else result
+            else:
+                assert isinstance(result, tuple)
+                scores.append((which, result))
         for which, reason in sorted(why.items()):
             client = self.task.evaluators[which]
-            warnings.warn(f"client {client} is left out of evaluations: {reason}", RuntimeWarning)
+            warnings.warn(f"client {client} is dropped from this evaluation: {reason}", RuntimeWarning)
+        good = [score for which, score in scores if which not in why]
         if not good:
-            raise FlashError(f"evaluation failed: no client could judge the model ({next(iter(why.values()))})")
+            raise FlashError(f"evaluation failed: no client could evaluate the model ({next(iter(why.values()))})")
         n = sum(len(data) for which, data in enumerate(self.task.evaluation) if which not in why)
-        return Evaluation(sum(r[0] for r in good) / n, sum(r[1] for r in good) / n)
+        return Evaluation(sum(loss for loss, _ in good) / n, sum(metric for _, metric in good) / n)
 
     def close(self) -> None:
         self.pool.close()
 
 
-@dataclass
-class _Work:
-    """An order on its way to whoever plays the client."""
+def _take(account: Encoding, client: int, result: Result) -> None:
+    """Hand a client's answer, or the lack of one, to the account of the round."""
+    if isinstance(result, Reply) and result.lacks:
+        raise CheckpointError(
+            f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
+        )
+    if isinstance(result, Reply):
+        account.received(client, result.data)
+    elif isinstance(result, ClientFailed | Died):
+        account.failed(client, str(result))
+    else:
+        assert isinstance(result, Exception)
+        raise result
 
-    client: int
-    data: bytes
-    memory: Memory
 
-    def take(self) -> bytes:
-        """The order's bytes, for whoever asks first: nothing here keeps them from being freed."""
-        data, self.data = self.data, b""
-        return data
+class Board:
+    """The model being evaluated, where every worker sees it.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Work, (self.client, pickle.PickleBuffer(self.data), self.memory)
+    With one worker it is plain memory. Else it is a memory-mapped temporary file: shared memory is often too small for
+    a large model, Docker's /dev/shm has 64 MB.
+    """
+
+    def __init__(self, size: int, shared: bool) -> None:
+        self.vector = torch.zeros(size)
+        if shared:
+            handle, self.path = tempfile.mkstemp(prefix="flashfl-")
+            weakref.finalize(self, Path(self.path).unlink, missing_ok=True)
+            with open(handle, "wb") as file:
+                self.vector.numpy().tofile(file)  # a full disk is noticed now, not when the mapping is written to
+            self.vector = torch.from_file(self.path, shared=True, size=size)
+
+    def __reduce__(self) -> tuple[Callable[[str, int], Board], tuple[str, int]]:
+        return _open_board, (self.path, len(self.vector))
+
+
+def _open_board(path: str, size: int) -> Board:
+    """The board of another process."""
+    board = Board(0, shared=False)
+    board.vector = torch.from_file(path, shared=True, size=size)
+    return board
 
 
 class _Make:
-    """What a worker does, made where it works."""
+    """Makes, in each worker, the function that does its jobs."""
 
-    def __init__(self, task: Task, store: MaskStore, values: Form, board: torch.Tensor) -> None:
+    def __init__(self, task: Task, store: MaskStore, values: Form, board: Board) -> None:
         self.task, self.store, self.values, self.board = task, store, values, board
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Callable[[Job], Result]:
         trainer = Trainer(self.task)
         side = ClientSide(trainer, self.store, self.values)
-        full = Mask.full(self.task.layout)
+        model = Weights(Mask.full(self.task.layout), self.board.vector)
 
-        def work(job: Any) -> Any:
-            if isinstance(job, _Work):
+        def work(job: Job) -> Result:
+            if isinstance(job, Training):
                 try:
                     return side.work(job.client, self.task.train[job.client], job.take(), job.memory)
                 except ClientFailed as error:
                     return error
-            which, start, stop, statistics = job
-            index = torch.arange(start, stop)
             try:
-                return trainer.evaluate(Weights(full, self.board), self.task.evaluation[which], index, statistics)
+                index = torch.arange(job.start, job.stop)
+                return trainer.evaluate(model, self.task.evaluation[job.which], index, job.statistics)
             except Exception as error:
                 if self.task.test is not None:
                     raise
-                return ClientFailed(said(error))  # of one client's samples: the others may still do
+                return ClientFailed(said(error))  # the samples of one client: others may still work
 
         return work
 

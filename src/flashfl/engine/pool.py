@@ -1,4 +1,4 @@
-"""Processes that carry out jobs; results come back as they are ready, or in the order the jobs were given."""
+"""Processes that do jobs. Results come back as they are ready, or in the order of the jobs."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ..core.errors import ConfigError
 from ..core.parts import modules_of_parts
 
-Job = Any
-Result = Any
-Make = Callable[[], Callable[[Job], Result]]  # run once in each process: gives the function that does jobs
+J = TypeVar("J")  # a job
+R = TypeVar("R")  # its result
 
-
-_IDLE = 0.2  # seconds without a job after which a worker makes itself small
+_IDLE = 0.2  # seconds without a job after which a worker frees memory
 
 
 class Died(Exception):
     """The process that had this job ended before it answered."""
 
 
-class InProcess:
-    """A pool of one: this process, held to the same number of threads as a worker would have."""
+class InProcess(Generic[J, R]):
+    """A pool of one: this process, with as many threads as a worker would have.
 
-    def __init__(self, make: Make, threads: int) -> None:
+    `make` gives the function that does jobs.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[J], R]], threads: int) -> None:
         self._work, self._threads = make(), threads
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Result]:
+    def run(self, jobs: Iterable[J]) -> Iterator[R]:
         for job in jobs:
             before = torch.get_num_threads()
             torch.set_num_threads(self._threads)
@@ -47,31 +49,34 @@ class InProcess:
                 torch.set_num_threads(before)
             yield result
 
-    def each(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Result]]:
+    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R]]:
         yield from enumerate(self.run(jobs))
 
     def close(self) -> None:
         pass
 
 
-class Pool:
-    """Worker processes, forked so that they share the task's data, each with a fixed number of threads."""
+class Pool(Generic[J, R]):
+    """Worker processes, forked so that they share the task's data, each with a fixed number of threads.
 
-    def __init__(self, make: Make, workers: int, threads: int) -> None:
+    `make` is called once in each process and gives the function that does jobs. Its errors are results.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[J], R]], workers: int, threads: int) -> None:
         # A forked child must not use the OpenMP threads its parent had; with one thread it never does.
         method = "fork" if threads == 1 and "fork" in mp.get_all_start_methods() else "spawn"
         self._context: Any = mp.get_context(method)
         self._make, self._threads = make, threads
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[tuple[BaseProcess, Connection]] = []
         for _ in range(workers):
             self._workers.append(self._start())
 
-    def _start(self) -> tuple[Any, Connection]:
+    def _start(self) -> tuple[BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
-        # A forked child holds copies of our ends; while it does, it would never learn that we are gone.
+        # A forked child has copies of our ends. It must close them, or it would not notice when we are gone.
         forked = self._context.get_start_method() == "fork"
         inherited = [ours, *(connection for _, connection in self._workers)] if forked else []
-        # A process that was not forked knows rules defined elsewhere only once it has imported them too.
+        # A spawned process knows custom rules only after it has imported their modules.
         modules = [] if forked else modules_of_parts()
         process = self._context.Process(
             target=_serve, args=(theirs, self._make, self._threads, inherited, modules), daemon=True,
@@ -89,9 +94,9 @@ class Pool:
         theirs.close()
         return process, ours
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Result]:
+    def run(self, jobs: Iterable[J]) -> Iterator[R | Exception]:
         """Results in the order of the jobs; those that come early are held back."""
-        early: dict[int, Result] = {}
+        early: dict[int, R | Exception] = {}
         due = 0
         for number, result in self.each(jobs):
             early[number] = result
@@ -99,9 +104,12 @@ class Pool:
                 yield early.pop(due)
                 due += 1
 
-    def each(self, jobs: Iterable[Job]) -> Iterator[tuple[int, Result]]:
-        """Results as they come, with the number of their job. A job is asked for when somebody can do it, and only one
-        result is here at a time, so memory does not grow with the jobs."""
+    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R | Exception]]:
+        """Results as they come, with the number of their job.
+
+        A job is taken from `jobs` when a worker is free, and one result is here at a time: memory does not grow with
+        the jobs.
+        """
         source = enumerate(jobs)
         idle, busy, more = list(range(len(self._workers))), dict[int, int](), True
         try:
@@ -122,18 +130,18 @@ class Pool:
                 idle.append(worker)
                 yield number, result
         finally:
-            for worker in busy:  # an abandoned job: its answer must not be taken for the next one's
+            for worker in busy:  # an abandoned job: its answer must not be taken for the next job's
                 self._replace(worker)
 
-    def _send(self, worker: int, job: Job) -> None:
+    def _send(self, worker: int, job: J) -> None:
         try:
             _post(self._workers[worker][1], job)
         except (BrokenPipeError, ConnectionResetError):
             self._replace(worker)
             _post(self._workers[worker][1], job)
 
-    def _receive(self, busy: Mapping[int, int]) -> tuple[int, Result]:
-        """The next answer of a worker, which is that it died if it did."""
+    def _receive(self, busy: Mapping[int, int]) -> tuple[int, R | Exception]:
+        """The next answer of a worker, or that it died."""
         owners = {self._workers[worker][1]: worker for worker in busy}
         connection = wait(list(owners))[0]
         worker = owners[connection]  # type: ignore[index]
@@ -166,15 +174,19 @@ class Pool:
 
 
 def _serve(
-    connection: Connection, make: Make, threads: int, inherited: Sequence[Connection], modules: Sequence[str] = ()
+    connection: Connection,
+    make: Callable[[], Callable[[J], R]],
+    threads: int,
+    inherited: Sequence[Connection],
+    modules: Sequence[str] = (),
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so is whatever it made of this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not with the parent's handler
     for other in inherited:
         other.close()
     torch.set_num_threads(threads)
     for name in modules:
-        with contextlib.suppress(Exception):  # an order that needs it will say what is missing
+        with contextlib.suppress(Exception):  # an order that needs the module will say so
             importlib.import_module(name)
     work = make()
     while True:
@@ -187,19 +199,19 @@ def _serve(
         if job is None:
             return
         try:
-            result = work(job)
+            result: R | Exception = work(job)
         except Exception as error:
             result = _portable(error)
         try:
             _post(connection, result)
         except (BrokenPipeError, OSError):
             return
-        del job, result  # while we wait, nobody needs what may be a whole model each
+        del job, result  # each may be as large as a model, and is not needed while we wait
         _give_back()
 
 
-def _post(connection: Connection, thing: Any) -> None:
-    """Send an object. Buffers it pickles as PickleBuffer go as they lie in memory, and are never copied for it."""
+def _post(connection: Connection, thing: object) -> None:
+    """Send an object. What it pickles as a PickleBuffer is sent without a copy."""
     large: list[pickle.PickleBuffer] = []
     head = pickle.dumps(thing, protocol=5, buffer_callback=large.append)
     connection.send_bytes(pickle.dumps((head, len(large))))
@@ -213,16 +225,16 @@ def _collect(connection: Connection) -> Any:
 
 
 def _give_back() -> None:
-    """Hand memory that is free but still ours back to the system, where its C library can be asked to."""
+    """Return freed memory to the system, if the C library can do that."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that survives the way to the parent, and where it happened."""
+    """An error that can be sent to the parent, with a note that says where it happened."""
     error.add_note("in a worker process:\n" + "".join(traceback.format_tb(error.__traceback__)))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a stranger's exception class does
+    except Exception:  # a custom exception class may raise anything
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

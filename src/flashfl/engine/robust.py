@@ -1,15 +1,16 @@
-"""Robust sums: what a few rogue clients send cannot pull an average far, whichever method takes it.
+"""Robust sums: a few rogue clients cannot pull an average far, whichever method takes it.
 
-A trimmed mean needs to see single updates, which additive sums do not keep. So the updates of a round are written to a
-temporary file as they are decoded, and read back a stretch of weights at a time.
+A trimmed mean needs to see single updates, which sums do not keep. On a CPU the updates of a round are written to a
+temporary file and read back a stretch of weights at a time. On a GPU they stay on the device.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,85 +18,120 @@ from torch import Tensor
 
 from ..aggregate import add, add_statistics
 from ..core.exchange import Sums, Update
-from ..core.layout import Layout
 
 _STRETCH = 32 << 20  # numbers held in memory at a time, over all clients
 
 
-class _Held(NamedTuple):
-    """An update in the file."""
+class Row(NamedTuple):
+    """What the sums need to know about one update beside its weights."""
 
-    at: int  # where it lies
-    bits: np.ndarray[Any, Any]  # its mask, packed
-    active: int
     n: int
+    active: int
 
 
-def trimmed_sums(layout: Layout, updates: Iterable[Update], trim: float) -> Sums:
-    """Sums of a round in which each weight counts by its trimmed mean over those who hold it.
+class Rows(Protocol):
+    """The updates of a round, as a matrix [clients, size] that is read a few columns at a time."""
 
-    Of h holders' values the floor(trim * h) smallest and largest are left out and the rest averaged, each client
-    alike. The sum is that mean times the holders' samples, so an average over holders (`wfa`) is the trimmed mean
-    itself, and `fedavg` still counts those who do not hold a weight as holding zero. Counts, loss and extras are added
-    up as ever.
+    rows: list[Row]
+
+    def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor: ...
+
+    def bits(self, start: int, stop: int) -> Tensor: ...
+
+
+def add_trimmed(sums: Sums, updates: Iterable[Update], trim: float, folder: Path | None = None) -> None:
+    """Add updates so that each weight counts by its trimmed mean over the clients that hold it; see `trim_rows`.
+
+    Counts, loss and extras are added as ever. `folder`: where the temporary file would be.
     """
-    sums = Sums(layout)
-    with tempfile.TemporaryFile() as file:
-        held: list[_Held] = []
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        held = _File(file)
         for update in updates:
-            add(sums, replace(update, weights=None))
-            if update.weights is None:
-                continue
-            if sums.holders is None:
-                sums.holders = torch.zeros(layout.prunable_size, dtype=torch.int64)
-            sums.holders.add_(update.weights.mask.bits.cpu(), alpha=update.n)
-            mask = update.weights.mask
-            held.append(_Held(file.tell(), mask.packed, mask.active, update.n))
-            file.write(update.weights.vector.cpu().numpy().tobytes())
-        if held:
-            sums.weights = _weights(layout, sums, file, held, trim)
-        for active in {one.active for one in held} if layout.size > layout.trained_size else ():
-            alike = [one for one in held if one.active == active]
-            values = torch.stack([_read(file, one.at, layout.trained_size, layout.size) for one in alike])
-            n = sum(one.n for one in alike)
-            add_statistics(sums, active, trimmed_mean(values, None, trim) * n, n)
-    return sums
+            add(sums, replace(update, mask=None, values=None))
+            if update.mask is not None:
+                held.add(update)
+        trim_rows(sums, held, trim)
 
 
-def _weights(layout: Layout, sums: Sums, file: Any, held: list[_Held], trim: float) -> Tensor:
-    out = torch.empty(layout.size, dtype=torch.float64)
-    most = max(1, _STRETCH // len(held))
+def trim_rows(sums: Sums, held: Rows, trim: float, device: torch.device | str = "cpu") -> None:
+    """Fill in the weights, holders and statistics of `sums`.
+
+    Of a weight's h holders, the floor(trim * h) smallest and largest values are dropped and the rest averaged, each
+    client alike. The sum is that mean times the holders' samples. So an average over holders (`wfa`) is the trimmed
+    mean itself, and `fedavg` still counts clients that do not hold a weight as holding zero.
+    """
+    if not held.rows:
+        return
+    layout, (weights, holders), every = sums.layout, sums.flat(device), range(len(held.rows))
+    shares = torch.tensor([row.n for row in held.rows]).to(weights.device)
+    most = max(1, _STRETCH // len(held.rows))
     for layer in layout.travelling:
         for start in range(layer.start, layer.stop, most):
             stop = min(start + most, layer.stop)
-            values = torch.stack([_read(file, one.at, start, stop) for one in held])
+            values = held.values(start, stop, every)
             if layer.kind == "prunable":
-                bits = torch.stack([_bits(one.bits, start, stop) for one in held])
-                assert sums.holders is not None
-                out[start:stop] = trimmed_mean(values, bits, trim) * sums.holders[start:stop]
+                bits = held.bits(start, stop)
+                holders[start:stop] = (bits * shares[:, None]).sum(0)
+                weights[start:stop] = trimmed_mean(values, bits, trim) * holders[start:stop]
             else:
-                out[start:stop] = trimmed_mean(values, None, trim) * sums.n
-    return out
+                weights[start:stop] = trimmed_mean(values, None, trim) * shares.sum()
+    for active in sorted({row.active for row in held.rows}) if layout.size > layout.trained_size else ():
+        alike = [i for i in every if held.rows[i].active == active]
+        values, n = held.values(layout.trained_size, layout.size, alike), sum(held.rows[i].n for i in alike)
+        add_statistics(sums, active, trimmed_mean(values, None, trim) * n, n)
 
 
-def _read(file: Any, at: int, start: int, stop: int) -> Tensor:
-    file.seek(at + 4 * start)
-    return torch.frombuffer(bytearray(file.read(4 * (stop - start))), dtype=torch.float32)
+class _File:
+    """Updates in a file, as dense vectors; their masks stay in memory at one bit a weight."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.rows: list[Row] = []
+        self._masks: list[np.ndarray[Any, Any]] = []
+
+    def add(self, update: Update) -> None:
+        assert update.weights is not None
+        mask, vector = update.weights.mask, update.weights.vector
+        self.rows.append(Row(update.n, mask.active))
+        self._masks.append(mask.packed)
+        self.file.write(vector.numpy().tobytes())
+        self._size = len(vector)
+
+    def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor:
+        return torch.stack([self._read(row, start, stop) for row in rows])
+
+    def _read(self, row: int, start: int, stop: int) -> Tensor:
+        self.file.seek(4 * (row * self._size + start))
+        return torch.frombuffer(bytearray(self.file.read(4 * (stop - start))), dtype=torch.float32)
+
+    def bits(self, start: int, stop: int) -> Tensor:
+        first, last = start // 8, (stop + 7) // 8
+        flags = np.unpackbits(np.stack([packed[first:last] for packed in self._masks]), axis=1, bitorder="little")
+        return torch.from_numpy(flags[:, start - 8 * first : stop - 8 * first].astype(bool))
 
 
-def _bits(packed: np.ndarray[Any, Any], start: int, stop: int) -> Tensor:
-    first = start // 8
-    bits = np.unpackbits(packed[first : (stop + 7) // 8], bitorder="little")[start - 8 * first : stop - 8 * first]
-    return torch.from_numpy(bits.astype(bool))
+class OnDevice:
+    """Updates as tensors of one device."""
+
+    def __init__(self, rows: list[Row], values: list[Tensor], bits: list[Tensor]) -> None:
+        self.rows, self._values, self._bits = rows, values, bits
+
+    def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor:
+        return torch.stack([self._values[row][start:stop] for row in rows])
+
+    def bits(self, start: int, stop: int) -> Tensor:
+        return torch.stack([bits[start:stop] for bits in self._bits])
 
 
 def trimmed_mean(values: Tensor, bits: Tensor | None, trim: float) -> Tensor:
-    """Column by column the mean of the values that `bits` marks (all), less the share `trim` of them at either end."""
+    """The mean of each column over the values that `bits` marks (all), without the share `trim` at either end."""
     bits = torch.ones_like(values, dtype=torch.bool) if bits is None else bits
     holders = bits.sum(0)
-    # Rounded down; the small addend undoes what binary fractions lose of a share such as 0.3 of 10.
+    # Rounded down; the small addend makes up for binary fractions: 0.3 of 10 is 3.
     cut = (holders.double() * trim + 1e-9).long()
-    ranked = torch.where(bits, values.double(), torch.inf).sort(0).values  # those who do not hold it come last
-    rank = torch.arange(len(values))[:, None]
+    ranked = torch.where(bits, values.double(), torch.inf).sort(0).values  # values of other clients come last
+    rank = torch.arange(len(values), device=values.device)[:, None]
     kept = (rank >= cut) & (rank < holders - cut)
     return torch.where(kept, ranked, 0.0).sum(0) / (holders - 2 * cut).clamp(min=1)

@@ -1,96 +1,154 @@
-"""Masks by hash, on disk: what clients remember and what both sides of the wire know.
+"""Masks by hash: what clients remember, what the server knows about them, what a run keeps as snapshots.
 
-One simulated server plays thousands of devices; their masks must not live in its memory. Files are written once,
-under the hash of their content, so a reader notices damage and a checkpoint needs to name hashes only.
+A mask is written once, under the hash of its content. So a reader notices damage, and a checkpoint only names hashes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-import numpy as np
-
 from ..core import files
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, FlashError
 from ..core.layout import Layout
 from ..core.mask import Mask
+from ..wire import mask_from_bytes, mask_to_bytes
+
+_HASH = re.compile("[0-9a-f]{16}")
 
 
-class MaskStore(Mapping[str, Mask]):
-    """hash -> Mask in a folder, with the recently used ones in memory."""
+class Folder(MutableMapping[str, bytes]):
+    """Bytes by hash in the files of a folder; without a path in a temporary folder that is removed with this object.
 
-    def __init__(self, layout: Layout, folder: Path | None = None, cache_bytes: int = 64 << 20) -> None:
-        self.layout = layout
-        if folder is None:
+    Every name must be a hash, 16 hex digits. No other name, whoever wrote it, leads to a file.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
             temporary = tempfile.TemporaryDirectory(prefix="flashfl-")
             self._finalizer = weakref.finalize(self, temporary.cleanup)
-            folder = Path(temporary.name)
-        self.folder = folder
-        self._cache: OrderedDict[str, Mask] = OrderedDict()
-        self._safe: set[str] = set()  # what has certainly reached the disk
-        self._room = max(2, cache_bytes // max(1, layout.prunable_size))
+            path = Path(temporary.name)
+        self.path = path
+        self._synced: set[str] = set()
 
-    def put(self, mask: Mask) -> str:
-        """Keep a mask; its hash."""
-        path = self._path(mask.hash)
-        if not path.exists():  # even if it is in our cache: another process may have dropped it from the folder
-            files.put(path, mask.packed.tobytes())
-        self._remember(mask)
-        return mask.hash
-
-    def __getitem__(self, digest: str) -> Mask:
-        if digest in self._cache:
-            self._cache.move_to_end(digest)
-            return self._cache[digest]
+    def __getitem__(self, digest: str) -> bytes:
         try:
-            packed = np.frombuffer(self._path(digest).read_bytes(), dtype=np.uint8)
+            return self._file(digest).read_bytes()
         except OSError:
             raise KeyError(digest) from None
-        if packed.size != (self.layout.prunable_size + 7) // 8 or (mask := self._read(packed)).hash != digest:
-            self._path(digest).unlink(missing_ok=True)  # or `put` would take it for the mask when that comes again
-            raise CheckpointError(f"{self._path(digest)} is damaged: its content does not have the hash it is named by")
-        self._remember(mask)
-        return mask
 
-    def _read(self, packed: np.ndarray) -> Mask:  # type: ignore[type-arg]
-        return Mask.unpack(self.layout, packed)
+    def __setitem__(self, digest: str, data: bytes) -> None:
+        files.put(self._file(digest), data)
+
+    def __delitem__(self, digest: str) -> None:
+        self._file(digest).unlink(missing_ok=True)
+        self._synced.discard(digest)
+
+    def __contains__(self, digest: object) -> bool:
+        return isinstance(digest, str) and _HASH.fullmatch(digest) is not None and self._file(digest).exists()
 
     def __iter__(self) -> Iterator[str]:
-        return (path.stem for path in self.folder.glob("*.mask"))
+        return (path.stem for path in self.path.glob("*.mask") if _HASH.fullmatch(path.stem))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __contains__(self, digest: object) -> bool:
-        return digest in self._cache or (isinstance(digest, str) and self._path(digest).exists())
-
-    def flush(self, digests: Iterable[str]) -> None:
-        """See to it that these masks survive a loss of power: a checkpoint is about to name them."""
-        for digest in set(digests) - self._safe:
-            with contextlib.suppress(FileNotFoundError), self._path(digest).open("rb") as file:
+    def sync(self, digests: Iterable[str]) -> None:
+        """Make these files survive a loss of power."""
+        for digest in set(digests) - self._synced:
+            with contextlib.suppress(FileNotFoundError), self._file(digest).open("rb") as file:
                 os.fsync(file.fileno())
-                self._safe.add(digest)
+                self._synced.add(digest)
+
+    def _file(self, digest: str) -> Path:
+        if not _HASH.fullmatch(digest):
+            raise CheckpointError(f"{digest[:40]!r} is not the name of a mask: expected 16 hex digits")
+        return self.path / f"{digest}.mask"
+
+
+class MaskStore(Mapping[str, Mask]):
+    """hash -> Mask over any mapping of bytes, with the recently used masks decoded in memory."""
+
+    def __init__(self, layout: Layout, backend: MutableMapping[str, bytes], cache_bytes: int = 64 << 20) -> None:
+        self.layout, self.backend = layout, backend
+        self._cache: OrderedDict[str, Mask] = OrderedDict()
+        self._room = max(2, cache_bytes // max(1, layout.prunable_size))
+
+    @staticmethod
+    def in_folder(layout: Layout, path: Path | None = None) -> MaskStore:
+        """A store in the files of a folder; by default a temporary one."""
+        return MaskStore(layout, Folder(path))
+
+    @property
+    def folder(self) -> Path | None:
+        return self.backend.path if isinstance(self.backend, Folder) else None
+
+    def put(self, mask: Mask) -> str:
+        """Store a mask; its hash."""
+        if mask.hash not in self.backend:  # even if it is cached: another process may have deleted the file
+            self.backend[mask.hash] = mask_to_bytes(mask)
+        if not mask.bits.is_cuda:
+            self._remember(mask.hash, mask)
+        return mask.hash
+
+    def __getitem__(self, digest: str) -> Mask:
+        """The mask. A missing one is a KeyError, a damaged one a CheckpointError that names it."""
+        mask = self._cache.get(digest)
+        if mask is None:
+            mask = self._read(digest)
+        self._remember(digest, mask)
+        return mask
+
+    def find(self, digest: str) -> Mask | None:
+        """The mask; None if it is missing or damaged."""
+        try:
+            return self[digest]
+        except (KeyError, FlashError):
+            return None
+
+    def _read(self, digest: str) -> Mask:
+        data = self.backend[digest]
+        try:
+            mask = mask_from_bytes(data, self.layout)
+            why = "" if mask.hash == digest else "its content does not match its name"
+        except FlashError as error:
+            why = str(error)
+        if why:
+            del self.backend[digest]  # or `put` would take it for the mask when that comes again
+            raise CheckpointError(f"{self._name(digest)} is damaged: {why}")
+        return mask
+
+    def _name(self, digest: str) -> str:
+        return str(self.folder / f"{digest}.mask") if self.folder else f"mask {digest}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.backend)
+
+    def __len__(self) -> int:
+        return len(self.backend)
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self.backend
+
+    def sync(self, digests: Iterable[str]) -> None:
+        """Make these masks survive a loss of power: a checkpoint is about to name them."""
+        if isinstance(self.backend, Folder):
+            self.backend.sync(digests)
 
     def keep_only(self, digests: Iterable[str]) -> None:
-        """Forget every mask that is not named."""
-        wanted = set(digests)
-        for digest in list(self):
-            if digest not in wanted:
-                self._path(digest).unlink(missing_ok=True)
-                self._cache.pop(digest, None)
-                self._safe.discard(digest)
+        """Delete all other masks."""
+        for digest in set(self) - set(digests):
+            del self.backend[digest]
+            self._cache.pop(digest, None)
 
-    def _path(self, digest: str) -> Path:
-        return self.folder / f"{digest}.mask"
-
-    def _remember(self, mask: Mask) -> None:
-        self._cache[mask.hash] = mask
-        self._cache.move_to_end(mask.hash)
+    def _remember(self, digest: str, mask: Mask) -> None:
+        self._cache[digest] = mask
+        self._cache.move_to_end(digest)
         while len(self._cache) > self._room:
             self._cache.popitem(last=False)

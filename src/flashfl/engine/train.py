@@ -18,9 +18,9 @@ from ..core.mask import Mask, Weights
 from ..data.sources import Inputs, Source, in_memory
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
-from ..wire.trust import all_finite
 from .replica import Replica
 from .step import MaskedStep, StepSettings
+from .trust import all_finite
 from .work import Schedule
 
 NOT_FINITE = "its weights or its loss are not finite after training"
@@ -78,7 +78,7 @@ class Trainer:
         if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
-        return Update(client, len(data), weights, mask.counts, {"loss": loss})
+        return Update.of(client, len(data), weights, mask.counts, {"loss": loss})
 
     def _epochs(self, schedule: Schedule, data: Source, mask: Mask) -> tuple[Mask, float]:
         """Every step of the client's work: its mask afterwards, and the mean loss."""

@@ -17,11 +17,11 @@ from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
 from ..core.mask import Weights
 from ..core.state import State
 from ..data.task import Task, accuracy
-from ..engine.memories import Memories
-from ..engine.server import ServerSide
+from ..engine.encoding import Server
+from ..engine.memory import ClientMemory
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
-from ..wire.trust import Trust
+from ..engine.trust import Trust
 from ..wire.values import Form
 from .jury import Jury
 from .options import FlowerOptions
@@ -49,18 +49,16 @@ class FlowerEngine:
         trim: float = 0.0,
     ) -> None:
         self.task, self.grid, self.roster, self.options = task, grid, roster, options or FlowerOptions()
-        self.server = ServerSide(task.layout, values, Trust(factor=self.options.trust), clip)
-        self.memory = Memories(MaskStore(task.layout, folder), self.server)
-        self.trim = trim
+        self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
+        self.server = Server(self.memory, values, Trust(factor=self.options.trust, clip=clip, trim=trim))
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
         self._late: dict[str, str] = {}  # messages whose answer is no longer waited for
 
     def open(self) -> Round:
         """A round to be."""
-        self.memory.begin()
         nodes = {client: entry.node for client, entry in self.roster.entries.items()}
-        return Round(self.server, nodes, self.options.timeout, self.trim)
+        return Round(self.server, nodes, self.options.timeout)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Send every order to its client and wait for all replies, or as long as a client has."""
@@ -79,7 +77,7 @@ class FlowerEngine:
     def finish(self, this: Round) -> Outcome:
         """What a round came to; the next look at the roster is a fresh one."""
         self.roster.stale = True
-        outcome = this.close(self.task.layout)
+        outcome = this.close()
         self.roster.doubt(this.doubtful)
         return outcome
 

@@ -19,12 +19,12 @@ from ..data.sources import Source
 from ..data.task import Task
 from ..engine.client import ClientSide
 from ..engine.replica import warn_of_buffers
+from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..wire import Message, UnknownMask, decode, encode
 from ..wire.frame import VERSION
 from .exchange import Answer, Held, Seat
 from .fixed import fingerprint
-from .memory import HeldMasks
 
 
 class Host:
@@ -56,10 +56,11 @@ class Host:
 
     def train(self, seat: Seat, data: bytes, held: Held) -> Answer:
         """Carry out an order."""
-        store = HeldMasks(self.task.layout, held.masks)
-        side = ClientSide(self.trainer, store, values=None)
+        masks = dict(held.masks)
+        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
         reply = side.work(seat.client, self._samples(seat), data, held.memory)
-        kept = Held(reply.memory, store.only(h for _, *named in reply.memory for h in named if h is not None))
+        names = {name for _, *names in reply.memory for name in names if name is not None}
+        kept = Held(reply.memory, {name: masks[name] for name in sorted(names)})
         return Answer("lack" if reply.lacks else "update", reply.data, held=kept)
 
     def judge(self, seat: Seat, data: bytes, held: Held) -> Answer:
@@ -67,9 +68,11 @@ class Host:
         samples, layout = self._judges(seat), self.task.layout
         if samples is None:
             raise ConfigError(f"client {seat.client} holds no samples back to judge on")
-        store = HeldMasks(layout, held.masks)
+        store = MaskStore(layout, dict(held.masks))
         try:
-            order = decode(data, layout, known={h: store[h] for h in held.masks})
+            order = decode(
+                data, layout, known={name: mask for name in held.masks if (mask := store.find(name)) is not None}
+            )
         except UnknownMask as error:
             return Answer("lack", encode(Message("lack", layout, (0, 0, 0), seat.client, lacks=error.hash)).data)
         statistics = order.local is None or order.local.statistics

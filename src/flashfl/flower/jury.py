@@ -10,9 +10,9 @@ from flwr.app import Message
 
 from ..core.errors import RunStopped
 from ..core.exchange import Client, Evaluation, Order, Traffic
-from ..engine.server import ServerSide
+from ..engine.encoding import Server
+from ..engine.trust import LARGEST_METRIC
 from ..wire import encode
-from ..wire.trust import LARGEST_METRIC
 from . import records
 from .roster import Entry
 
@@ -23,7 +23,7 @@ class Jury:
     """Sends a model to those who hold samples back and adds up what they find."""
 
     def __init__(
-        self, server: ServerSide, order: Order, entries: Mapping[int, Entry], timeout: float, share: bool = False
+        self, server: Server, order: Order, entries: Mapping[int, Entry], timeout: float, share: bool = False
     ) -> None:
         """`share`: the metric is a share of samples, as accuracy is, so nobody's is above 1."""
         self.server, self.order, self.entries, self.timeout, self.share = server, order, entries, timeout, share

@@ -9,12 +9,9 @@ from typing import Any
 
 from flwr.app import Message
 
-from ..aggregate import add
-from ..core.exchange import Client, Order, Outcome, Sums
-from ..core.layout import Layout
-from ..engine.robust import trimmed_sums
-from ..engine.server import Inbox, ServerSide
-from ..wire import WireError, decode
+from ..core.exchange import Client, Order, Outcome
+from ..engine.encoding import Server
+from ..wire import WireError
 from . import records
 
 log = logging.getLogger("flwr.flashfl")
@@ -27,7 +24,6 @@ class Post:
     client: Client
     order: Order
     metadata: Any  # of the Flower message; its id is known once it is pushed
-    reminded: bool = False
     done: bool = False
 
 
@@ -38,18 +34,15 @@ class Round:
     is logged and recorded.
     """
 
-    def __init__(self, server: ServerSide, nodes: Mapping[int, int] | Any, timeout: float, trim: float = 0.0) -> None:
-        self.server, self.nodes, self.timeout, self.trim = server, nodes, timeout, trim
-        self.inbox = Inbox(server)
+    def __init__(self, server: Server, nodes: Mapping[int, int] | Any, timeout: float) -> None:
+        self.nodes, self.timeout = nodes, timeout
+        self.account = server.open()
         self.posts: list[Post] = []
         self.doubtful: set[int] = set()  # clients that may not be what they said they are
 
     def post(self, client: Client, order: Order) -> Message:
         """The message that carries an order to its client."""
-        message = self.server.message(client, order)
-        encoded = self.server.encode(message)
-        self.inbox.sent(message, encoded)
-        sent = self._message(client, order, encoded.data)
+        sent = self._message(client, order, self.account.sent(client, order))
         self.posts.append(Post(client, order, sent.metadata))
         return sent
 
@@ -96,40 +89,31 @@ class Round:
         if kind == "lack":
             return self._remind(post, data)
         post.done = True
-        self.inbox.arrived(post.client.id, data)
+        self.account.received(post.client.id, data)
         return None
 
     def _remind(self, post: Post, data: bytes) -> Message | None:
         """A client lacks a mask: it is sent the full one, once."""
         try:
-            lack = decode(data, self.server.layout)
-            if lack.kind != "lack" or lack.parts is None or lack.client != post.client.id or post.reminded:
-                raise WireError("it says for no good reason that it lacks a mask")
+            full = self.account.lacking(post.client.id, data)
         except WireError as error:
             self._fail(post, f"{type(error).__name__}: {error}")
             return None
-        self.inbox.traffic += lack.parts.traffic("lack")
-        message, encoded = self.server.remind(post.client, post.order)
-        self.inbox.sent(message, encoded)
-        sent = self._message(post.client, post.order, encoded.data)
-        post.metadata, post.reminded = sent.metadata, True
+        sent = self._message(post.client, post.order, full)
+        post.metadata = sent.metadata
         return sent
 
     def _fail(self, post: Post, why: str) -> None:
         post.done = True
-        self.inbox.failed(post.client.id, why)
+        self.account.failed(post.client.id, why)
 
-    def close(self, layout: Layout) -> Outcome:
+    def close(self) -> Outcome:
         """What the good updates add up to; whoever has not answered by now is left out."""
         for post in self.posts:
             if not post.done:
                 self._fail(post, f"no reply within {self.timeout:g} s")
-        updates = self.inbox.updates()
-        sums = trimmed_sums(layout, updates, self.trim) if self.trim else Sums(layout)
-        for update in updates:  # nothing is left of them where they were trimmed
-            add(sums, update)
-        self.inbox.spool.close()
-        self.doubtful |= {c for c, why in self.inbox.failures.items() if why.startswith("WrongContent")}
-        for client, why in sorted(self.inbox.failures.items()):
+        outcome = self.account.close()
+        self.doubtful |= {c for c, why in outcome.failures.items() if why.startswith("WrongContent")}
+        for client, why in outcome.failures.items():
             log.warning("client %d is left out of this round: %s", client, why)
-        return Outcome(sums, self.inbox.traffic, dict(sorted(self.inbox.failures.items())))
+        return outcome

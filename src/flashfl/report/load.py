@@ -13,9 +13,8 @@ from typing import Any
 
 from ..core.errors import FlashError
 from ..measure.mismatch import pairwise
-from ..measure.snapshots import Snapshots
 from ..methods import METHODS
-from ..run.observe import SNAPSHOTS
+from ..run.observe import SNAPSHOTS, snapshots
 from ..run.results import RESULTS, read_run
 
 # Settings that say where or for how long something is done, not what: runs that differ in these alone are one group.
@@ -101,19 +100,18 @@ class RunData:
 
     def heat(self) -> tuple[list[int], Any]:
         """Rounds with a kept mask, and SM of every pair of them; damaged snapshots are passed over."""
-        sizes = [_size(shape) for _, shape in self.header["task"]["layers"]]
-        store, rounds, masks = Snapshots(self.folder / SNAPSHOTS), [], []
+        store, rounds, masks = snapshots(self.folder, self.header["task"]["layers"]), [], []
         known: dict[str, Any] = {}
         kept = [line for line in self.stage2 if line.get("snapshot")]
         for line in kept[:: -(-len(kept) // MOST_MASKS) or 1]:
             name = line["snapshot"]
             try:
-                known[name] = known[name] if name in known else store.get(name, sum(sizes))
-            except FlashError:
+                known[name] = known[name] if name in known else store[name].bits.numpy()
+            except (KeyError, FlashError):
                 continue
             rounds.append(line["round"] + 1)
             masks.append(known[name])
-        return rounds, pairwise(masks, sizes)[0] if len(masks) > 1 else None
+        return rounds, pairwise(masks, store.layout.sizes)[0] if len(masks) > 1 else None
 
 
 @dataclass

@@ -253,7 +253,7 @@ def _check_tensors(tensors: Path, recorded: object) -> None:
 
 def _check_masks(path: Path, memory: Mapping[str, Any], masks: Mapping[str, Mask]) -> None:
     """The masks of simulated clients must all be there. Real clients hold their own and are sent what they lack."""
-    for digest in memory.get("masks", ()) if memory.get("clients") else ():
+    for digest in memory.get("masks", ()) if memory.get("simulated") else ():
         try:
             masks[digest]
         except (KeyError, TypeError):

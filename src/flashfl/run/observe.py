@@ -5,27 +5,34 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ..core.exchange import Outcome, Traffic
+from ..core.layout import Layout
 from ..core.loop import Sent
 from ..core.mask import Mask
 from ..core.method import Method
 from ..core.record import PaperBytes, RoundRecord
 from ..core.state import State
 from ..data.task import Task
+from ..engine.store import MaskStore
 from ..measure.comms import dense_bytes, paper_bytes
 from ..measure.flops import Cost, order_flops, task_costs
-from ..measure.snapshots import Snapshots
 from ..sparsity import common, jaccard
 
 SNAPSHOTS = "snapshots"
 MOST_SNAPSHOTS = 32
 SNAPSHOT_BYTES = 64 << 20  # the most that snapshots may take in a run's folder
+
+
+def snapshots(folder: Path, layers: Iterable[tuple[str, Sequence[int]]]) -> MaskStore:
+    """The stored masks of a run. `layers`: the names and shapes of its prunable layers."""
+    layout = Layout.build({"prunable": [(name, tuple(shape)) for name, shape in layers]})
+    return MaskStore.in_folder(layout, folder / SNAPSHOTS)
 
 
 class Observer:
@@ -36,7 +43,8 @@ class Observer:
 
     def __init__(self, method: Method, task: Task, state: State, folder: Path | None = None) -> None:
         self.method, self.layout, self._task = method, task.layout, task
-        self._snapshots = Snapshots(folder / SNAPSHOTS) if folder else None
+        shapes = [(layer.name, layer.shape) for layer in self.layout.prunable]
+        self._snapshots = snapshots(folder, shapes) if folder else None
         self._costs: Mapping[str, Cost] | None = None
         self._before = state
         self._kept: tuple[Mask | None, str] = (None, "")
@@ -110,7 +118,7 @@ class Observer:
             return ""
         if self._kept[0] is not state.mask:
             try:
-                self._kept = (state.mask, self._snapshots.put(state.mask.bits.cpu().numpy()))
+                self._kept = (state.mask, self._snapshots.put(Mask(self._snapshots.layout, state.mask.bits)))
             except OSError as error:
                 warnings.warn(f"no more mask snapshots: one could not be written ({error})", RuntimeWarning)
                 self._snapshots = None

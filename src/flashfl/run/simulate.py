@@ -390,7 +390,7 @@ def _resume(run: Run, keeper: Keeper, plan: Plan) -> tuple[State | None, dict[st
         raise ConfigError("resume needs the folder of the run to continue: give `folder`")
     if not checkpoints.found_in(keeper.folder):
         return None, None
-    masks = MaskStore(plan.layout, keeper.folder.with_name("masks"))
+    masks = MaskStore.in_folder(plan.layout, keeper.folder.with_name("masks"))
     state, run.traffic = keeper.load(plan, masks)
     _note_extension(run, state)
     ends = run.method.done(state) or run.over_budget(Traffic())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .codec import decode, encode, size, size_with
 from .errors import Distrusted, UnknownMask, WireError
 from .frame import seal
-from .ledger import ClientLedger, ServerLedger
 from .masks import mask_from_bytes, mask_to_bytes
 from .message import Coding, Encoded, Message, Parts, value_key
 from .reader import Limits
@@ -13,7 +12,6 @@ from .sizes import MaskSizes, mask_sizes, rice_bits
 from .values import round_values, segments
 
 __all__ = [
-    "ClientLedger",
     "Coding",
     "Distrusted",
     "Encoded",
@@ -21,7 +19,6 @@ __all__ = [
     "MaskSizes",
     "Message",
     "Parts",
-    "ServerLedger",
     "UnknownMask",
     "WireError",
     "decode",

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...core.errors import ConfigError
-from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome, Sums
+from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights
 from ...core.state import State
@@ -20,9 +20,12 @@ from ...data.sources import on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
 from ...wire.values import Form
-from ..books import Books, Round, chunks, stacked
+from ..counting import Counting, chunks, stacked
 from ..cpu import drops
+from ..memory import ClientMemory
+from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
+from ..trust import Trust
 from ..work import Work
 from .batchable import no_mixing_layers, why_not_batched
 from .batched import Batched, has_convolutions
@@ -49,6 +52,7 @@ class GPUEngine:
         folder: Path | None = None,
         crew: str = "auto",
         compiled: bool = False,
+        trust: Trust | None = None,
     ) -> None:
         self.task, self.layout, self.device, self.dropout = task, task.layout, torch.device(device), dropout
         self.cuda = self.device.type == "cuda"
@@ -60,8 +64,8 @@ class GPUEngine:
         self.lanes_wanted, self.crew_wanted, self.compiled = lanes, crew, compiled
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
-        self.values = values
-        self.books = self.memory = Books(self.layout, values, folder, self.device)
+        self.values, self.trust = values, trust
+        self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -87,31 +91,31 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
-        round_ = self.books.open(s)
-        for local, works in itertools.groupby(self._works(s, orders, round_), key=lambda work: work.local):
+        account = Counting(self.memory, self.values, self.trust)
+        for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
             if local.report == "statistics":
-                self._gather(works, sums, round_)
+                self._gather(works, account)
             else:
                 for chunk in chunks(works, self._rows(s)):
-                    self._train(chunk, sums, round_)
-        return round_.close(sums)
+                    self._train(chunk, account)
+        return account.close()
 
-    def _works(self, s: State, orders: Iterable[tuple[Client, Order]], round_: Round) -> Iterator[Work]:
+    def _works(self, s: State, orders: Iterable[tuple[Client, Order]], account: Counting) -> Iterator[Work]:
         """What each client that can take part has to do."""
         for client, order in orders:
-            round_.sent(client, order)
+            account.sent(client, order)
             data = self.train_data[client.id]
             if self.dropout and drops(s, client.id, self.dropout):
-                round_.failed(client.id, DROPPED)
+                account.failed(client.id, DROPPED)
                 continue
             try:
                 batches = self.trainer.batches(data, order.local)
             except ClientFailed as error:
-                round_.failed(client.id, str(error))
+                account.failed(client.id, str(error))
                 continue
             order = self._received(client, order)
-            mask = self.books.remembered(client.id, order) or starting_mask(order, self.device)
+            own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
+            mask = own or starting_mask(order, self.device)
             yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts)
 
     def _rows(self, s: State) -> int:
@@ -151,7 +155,7 @@ class GPUEngine:
         self.crew = crews[0] if len(crews) == 1 else faster(crews, works)
         return self.crew
 
-    def _train(self, works: list[Work], sums: Sums, round_: Round) -> None:
+    def _train(self, works: list[Work], account: Counting) -> None:
         """Train a few clients side by side and add up their updates."""
         assert self.stack is not None
         stack, rows, local = self.stack, len(works), works[0].local
@@ -173,7 +177,7 @@ class GPUEngine:
             for row, work in enumerate(works):
                 key = value_key(work.key, "update", work.order.tag, work.client.id)
                 values[row] = self._rounded(Weights(work.mask, values[row]), key, local.statistics).vector
-        round_.received(works, values, crew.losses(rows), sums)
+        account.received(works, values, crew.losses(rows))
 
     def _received(self, client: Client, order: Order) -> Order:
         """The order as it arrives: with its values rounded if they travel in fewer bits."""
@@ -190,18 +194,18 @@ class GPUEngine:
         parts = segments(self.layout, counts, "all" if statistics else "weights", self.values)
         return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
 
-    def _gather(self, works: Iterable[Work], sums: Sums, round_: Round) -> None:
+    def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
         for work in works:
             client = work.client.id
             try:
                 update = self.trainer.train(work.order, client, self.train_data[client], work.mask)
             except ClientFailed as error:
-                round_.failed(client, str(error))
+                account.failed(client, str(error))
                 continue
             assert update.weights is not None
             loss = torch.tensor([update.metrics["loss"] * update.n], device=self.device)
-            round_.received([work], update.weights.vector[None], loss, sums)
+            account.received([work], update.weights.vector[None], loss)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""

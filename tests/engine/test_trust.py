@@ -1,4 +1,4 @@
-"""What a server refuses to believe."""
+"""Checks of an update against its order and its cohort."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from wire_support import changed, mask_of, order, small_layout, update
 
 from flashfl.core.exchange import Local
 from flashfl.core.mask import Weights
+from flashfl.engine.trust import Trust, change_norm, check_cohort, check_update, length
 from flashfl.wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
-from flashfl.wire.trust import Trust, change_norm, check_cohort, check_update, length
+from tests.wire.wire_support import changed, mask_of, order, small_layout, update
 
 LAYOUT = small_layout((400, 800))
 MASK = mask_of(LAYOUT, [0.2, 0.1], 1)
 ORDER, UPDATE = order(MASK), update(changed(MASK, 0.3, 2))
 
 
-def test_honest_updates_pass() -> None:
+def test_honest_update_passes() -> None:
     check_update(UPDATE, ORDER)
     counted = dataclasses.replace(UPDATE, mask=None, values=None, counts=(100, 60))
     check_update(counted, order(MASK, Local(report="counts")), active=160)
@@ -27,13 +27,13 @@ def test_honest_updates_pass() -> None:
     check_update(alone, order(MASK, Local(report="statistics")))
 
 
-def test_another_round_or_client() -> None:
+def test_update_of_another_round_or_client_is_rejected() -> None:
     for other in ({"tag": (2, 3, 1)}, {"client": 6}, {"kind": "order"}):
         with pytest.raises(WrongTag):
             check_update(dataclasses.replace(UPDATE, **other), ORDER)  # type: ignore[arg-type]
 
 
-def test_another_density() -> None:
+def test_wrong_density_is_rejected() -> None:
     dense = mask_of(LAYOUT, [0.2, 0.2], 1)
     with pytest.raises(WrongDensity, match="240"):
         check_update(update(dense), ORDER)
@@ -41,7 +41,7 @@ def test_another_density() -> None:
         check_update(UPDATE, ORDER, active=7)
 
 
-def test_something_else_than_was_asked_for() -> None:
+def test_wrong_content_is_rejected() -> None:
     wrong = [
         (dataclasses.replace(UPDATE, n=0), ORDER),
         (dataclasses.replace(UPDATE, values=None), ORDER),
@@ -64,7 +64,7 @@ def with_value(at: int, value: float) -> object:
     return dataclasses.replace(UPDATE, values=values)
 
 
-def test_variances() -> None:
+def test_negative_variance_and_nan_are_rejected() -> None:
     with pytest.raises(NegativeVariance, match="running_var"):
         check_update(with_value(-1, -0.1), ORDER)  # type: ignore[arg-type]
     check_update(with_value(-6, -0.1), ORDER)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_variances() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_norm_of_the_change(share: float) -> None:
+def test_change_norm_equals_the_dense_computation(share: float) -> None:
     """Against the dense vectors: over the new mask and the dense layers, weights outside the old mask from 0."""
     mask = changed(MASK, share, 3)
     new, old = torch.randn(LAYOUT.size), torch.randn(LAYOUT.size)
@@ -87,7 +87,7 @@ def test_norm_of_the_change(share: float) -> None:
         change_norm(dataclasses.replace(up, mask=None), down)
 
 
-def test_cohort() -> None:
+def test_change_far_above_the_median_is_rejected() -> None:
     norms = {1: 1.0, 2: 1.2, 3: 0.8, 4: 12.0}
     assert list(check_cohort(norms)) == [4]
     assert list(check_cohort({**norms, 5: float("nan")})) == [4, 5]
@@ -97,7 +97,7 @@ def test_cohort() -> None:
     assert check_cohort({1: 0.0, 2: 0.0, 3: 5.0}) == {}
 
 
-def test_a_cohort_that_has_converged_does_not_shut_out_who_brings_new_data() -> None:
+def test_small_change_is_accepted_in_a_converged_cohort() -> None:
     paces = {1: 1e-4, 2: 1e-4, 3: 1e-4, 4: 0.08}
     assert list(check_cohort(paces)) == [4]
     assert check_cohort(paces, reach={4: 0.1}) == {}
@@ -106,6 +106,6 @@ def test_a_cohort_that_has_converged_does_not_shut_out_who_brings_new_data() -> 
     assert list(check_cohort({**paces, 5: float("inf")}, reach={4: 0.1, 5: 0.1})) == [5]
 
 
-def test_the_length_of_an_order() -> None:
+def test_length_of_an_order() -> None:
     weights = ORDER.weights().vector[: LAYOUT.trained_size]
     assert np.isclose(length(ORDER), float(weights.double().norm()))

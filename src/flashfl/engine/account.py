@@ -1,0 +1,34 @@
+"""What one round costs and what its updates add up to."""
+
+from __future__ import annotations
+
+from ..core.exchange import Outcome, Sums, Tag, Traffic
+from .memory import ClientMemory, Kept
+from .trust import Trust
+
+
+class Account:
+    """The account of one round, from the first order to the sums of the accepted updates.
+
+    An engine reports each order by `sent`, each answer by `received` and each client that gives none by `failed`. Then
+    `close` settles the round. `Encoding` makes real bytes; `Counting` works out on the device what they would take.
+    """
+
+    def __init__(self, memory: ClientMemory, trust: Trust) -> None:
+        memory.begin()
+        self.memory, self.layout, self.trust = memory, memory.layout, trust
+        self.traffic = Traffic()
+        self.failures: dict[int, str] = {}
+        self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
+        self._accepted: dict[int, tuple[Tag, Kept, Kept | None]] = {}
+
+    def failed(self, client: int, why: str) -> None:
+        """A client is dropped from this round."""
+        self.failures[client] = why
+        self._accepted.pop(client, None)
+
+    def close(self) -> Outcome:
+        """What the round came to. Only now clients are known to hold what this round gave them."""
+        for client, (tag, order, own) in sorted(self._accepted.items()):
+            self.memory.accept(client, tag, order, own)
+        return Outcome(self.sums, self.traffic, dict(sorted(self.failures.items())))

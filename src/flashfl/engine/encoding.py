@@ -1,0 +1,229 @@
+"""A server that makes real bytes: orders are encoded, updates are decoded once and checked."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..aggregate import add
+from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
+from ..core.mask import Mask, Weights
+from ..sparsity import recipe_mask
+from ..wire import Encoded, Limits, Message, WireError, decode, encode
+from ..wire.errors import WrongContent
+from ..wire.values import Form
+from .account import Account
+from .held import Held
+from .memory import ClientMemory
+from .robust import add_trimmed
+from .trust import Cohort, Trust, check_update, shortened
+
+OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
+
+
+class Server:
+    """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
+
+    def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
+        self.memory, self.layout, self.values, self.trust = memory, memory.layout, values, trust or Trust()
+        self._tail = self.layout.size - self.layout.trained_size
+        self._packed: tuple[Weights | None, Tensor | None] = (None, None)
+
+    def open(self) -> Encoding:
+        """The account of a new round."""
+        return Encoding(self)
+
+    def message(self, client: Client, order: Order) -> Message:
+        """An order for a client as it will travel."""
+        return Message(
+            "order", self.layout, order.tag, client.id, client.n, order.key, start=self.memory.start(client.id),
+            own=self.memory.own_hash(client.id), local=order.local, mask=order.weights.mask,
+            values=self._pack(order), carries="all" if order.local.statistics else "weights", extra=order.extra,
+        )  # fmt: skip
+
+    def _pack(self, order: Order) -> Tensor:
+        """Packed once for all clients that get the same weights."""
+        if self._packed[0] is not order.weights:
+            self._packed = (order.weights, order.weights.packed().cpu())
+        values = self._packed[1]
+        assert values is not None
+        return values if order.local.statistics else values[: len(values) - self._tail]
+
+    def encode(self, message: Message) -> Encoded:
+        """An order as bytes; its mask leans on the one that the client acknowledged last."""
+        base = self.memory.base(message.client)
+        return encode(message, () if base is None else (base,), values=self.values)
+
+    def decode(self, data: bytes, order: Message) -> Message:
+        """The update that answers `order`, or the WireError that says why this is none."""
+        update = decode(data, self.layout, known=self._known(order), limits=_limits(order))
+        check_update(update, order, _expected(order), self.trust.factor > 0, self._frozen(order))
+        if update.n != order.n:  # averages are weighted by it, so the client must not change it
+            raise WrongContent(
+                f"client {update.client} reports {update.n} samples, expected {order.n} as it said first"
+            )
+        return update
+
+    def _known(self, order: Message) -> dict[str, Mask]:
+        """The masks that an update may lean on: its order's and the client's own."""
+        own = self.memory.own(order.client) if order.own is not None else None
+        return {mask.hash: mask for mask in (order.mask, own) if mask is not None}
+
+    def _frozen(self, order: Message) -> Mask | None:
+        """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
+        local = order.local
+        if local is None or local.adapt is not None:
+            return None
+        if "mask" in local.keep and order.start is not None:
+            return self.memory.own(order.client)
+        if local.start is not None:
+            return recipe_mask(self.layout, local.start)
+        return order.mask
+
+
+class Encoding(Account):
+    """The account of a round whose messages are real bytes.
+
+    Each update is decoded once, when it arrives, and then added in ascending client id: as soon as all clients before
+    it have answered or failed, or at the end if the whole cohort must be known first. Until then it waits in `Held`.
+    Orders must be sent in ascending client id.
+    """
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server.memory, server.trust)
+        self.server = server
+        self._orders: dict[int, Message] = {}  # clients that have not answered yet
+        self._turns: deque[int] = deque()  # clients whose update is not added yet
+        self._held = Held(self.layout, server.memory.store.folder)
+        self._cohort = Cohort(server.trust)
+        self._starts: dict[int, Message] = {}  # orders whose changes may be clipped
+        self._reminded: set[int] = set()
+
+    def sent(self, client: Client, order: Order) -> bytes:
+        """The bytes of an order that is sent now."""
+        message = self.server.message(client, order)
+        self._orders[client.id] = message
+        self._turns.append(client.id)
+        return self._count(self.server.encode(message))
+
+    def again(self, client: int) -> bytes:
+        """The bytes of an order once more. Nothing is counted: it does not travel again."""
+        return self.server.encode(self._orders[client]).data
+
+    def lacking(self, client: int, data: bytes) -> bytes:
+        """A client says that it lacks a mask: the order with the full mask, and with its own if it is known here.
+
+        Raises a WireError if this is not what the client says, or if it says so a second time.
+        """
+        lack, order = decode(data, self.layout), self._orders[client]
+        if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
+            raise WireError("the client reports a missing mask and has no reason to")
+        self._reminded.add(client)
+        self.traffic += lack.parts.traffic("lack")
+        own = self.memory.own(client)
+        if own is None:
+            self.memory.forget(client)
+        order = replace(order, start=self.memory.start(client), own=None if own is None else own.hash)
+        self._orders[client] = order
+        if own is not None:
+            order = replace(order, extra={**order.extra, OWN: Extra("bits", own.bits)})
+        return self._count(encode(order, (), values=self.server.values))
+
+    def _count(self, encoded: Encoded) -> bytes:
+        self.traffic += encoded.parts.traffic("order")
+        return encoded.data
+
+    def failed(self, client: int, why: str) -> None:
+        super().failed(client, why)
+        self._orders.pop(client, None)
+        self._add_ready()
+
+    def received(self, client: int, data: bytes) -> None:
+        """An answer. If it is not a good one, its client is dropped."""
+        order = self._orders[client]
+        try:
+            update = self.server.decode(data, order)
+        except WireError as error:
+            self.traffic += Traffic(up=len(data), overhead=len(data))
+            self.failed(client, f"{type(error).__name__}: {error}")
+            return
+        assert update.parts is not None
+        assert order.mask is not None
+        self.traffic += update.parts.traffic("update")
+        self._cohort.see(update, order)
+        keeps = update.mask is not None and order.local is not None and "mask" in order.local.keep
+        own = self.memory.keep(update.mask, own=True) if keeps and update.mask is not None else None
+        self._accepted[client] = (order.tag, self.memory.keep(order.mask), own)
+        if self.trust.clip:
+            self._starts[client] = order
+        del self._orders[client]
+        if self._turns[0] == client and not self.trust.needs_cohort:
+            self._turns.popleft()
+            add(self.sums, _update(update, order))
+        else:
+            self._held.put(_update(update, order), order.mask)
+        self._add_ready()
+
+    def _add_ready(self) -> None:
+        """Add the updates of all clients before the first one that has not answered."""
+        if self.trust.needs_cohort:
+            return
+        while self._turns and self._turns[0] not in self._orders:
+            client = self._turns.popleft()
+            if client in self._held:
+                add(self.sums, self._held.pop(client))
+
+    def close(self) -> Outcome:
+        for client in list(self._orders):
+            self.failed(client, "no answer")
+        if self.trust.needs_cohort:
+            for client, why in self._cohort.rejected().items():
+                self.failed(client, f"{type(why).__name__}: {why}")
+            if self.trust.trim:
+                add_trimmed(self.sums, self._updates(), self.trust.trim, self.memory.store.folder)
+            else:
+                for update in self._updates():
+                    add(self.sums, update)
+        self._held.close()
+        return super().close()
+
+    def _updates(self) -> Iterator[Update]:
+        """The accepted updates of the cohort, in ascending client id."""
+        shares = self._cohort.shares()
+        for client in self._held.clients():
+            if client in self.failures:
+                continue
+            update = self._held.pop(client)
+            yield shortened(update, self._starts[client], shares[client]) if client in shares else update
+
+
+def _expected(order: Message) -> int | None:
+    """How many active weights an answer must have if its client starts from a recipe."""
+    recipe = order.local.start if order.local is not None else None
+    return sum(recipe.budgets) if recipe is not None else None
+
+
+def _limits(order: Message) -> Limits:
+    """Reject more or larger extras than the order has, and a recipe unless the order allows one."""
+    most = max([order.layout.prunable_size, *(extra.value.numel() for extra in order.extra.values())])
+    local = order.local or Local()
+    # The mask that a client kept may have been a recipe, and be unknown here by now.
+    kept = "mask" in local.keep and order.start is not None and order.own is None
+    return Limits(extras=len(order.extra), elements=most, recipes=local.start is not None or kept)
+
+
+def _update(message: Message, order: Message) -> Update:
+    """A decoded update. What did not travel of its values counts as zero."""
+    layout, mask, values = message.layout, message.mask, message.values
+    if values is not None and message.carries == "statistics":
+        mask = order.mask
+        assert mask is not None
+        values = torch.cat([values.new_zeros(mask.active + layout.trained_size - layout.prunable_size), values])
+    elif values is not None and message.carries == "weights":
+        values = torch.cat([values, values.new_zeros(layout.size - layout.trained_size)])
+    counts = message.counts if message.counts is not None else (0,) * len(layout.prunable)
+    return Update(message.client, message.n, mask, values, counts, dict(message.metrics), dict(message.extra))

@@ -1,0 +1,251 @@
+"""What an engine knows about its clients between rounds: for each the last accepted round and the masks it holds.
+
+Once the server has accepted an update, its client holds the mask of the order it answered and, if it was told to keep
+it, the mask it reported. The next messages describe masks by their difference to these. In a simulation this is also
+everything that a simulated client remembers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..core.engine import JSON
+from ..core.errors import CheckpointError, FlashError
+from ..core.exchange import Tag
+from ..core.mask import Mask
+from .store import MaskStore
+
+HISTORY_MASKS = 1024
+HISTORY_BYTES = 128 << 20  # at one bit a weight
+_TIDY = 10  # rounds between two deletions of masks that nobody holds
+
+# What a client remembers, as JSON: for each of its last rounds the tag and the hashes of the order's mask and its own.
+Rounds = list[tuple[Tag, str | None, str | None]]
+
+
+@dataclass(eq=False)
+class Kept:
+    """A mask that a client holds. On a GPU the mask itself, as hashing it would wait for the GPU; else its hash."""
+
+    digest: str = ""
+    mask: Mask | None = None
+    own: bool = False  # the client's own mask, not that of an order
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The last accepted round of a client."""
+
+    tag: Tag
+    order: Kept
+    own: Kept | None
+
+
+@dataclass
+class _Table:
+    """What all clients hold. The server still knows the masks in `history`, oldest acknowledgement first."""
+
+    clients: dict[int, _Round] = field(default_factory=dict)
+    history: dict[Kept, int] = field(default_factory=dict)  # and how many clients hold each
+
+    def copy(self) -> _Table:
+        return _Table(dict(self.clients), dict(self.history))
+
+    def kept(self) -> set[Kept]:
+        """The masks in the history and those that clients keep for themselves."""
+        return {*self.history, *(held.own for held in self.clients.values() if held.own is not None)}
+
+
+class ClientMemory:
+    """The last accepted round of every client, and a bounded history of masks that both sides know.
+
+    The history holds at most `masks` masks and `bytes` bytes at one bit a weight. Masks that no client holds leave it
+    at once. Beyond the bounds the mask acknowledged longest ago goes first, and clients that held it are sent a full
+    mask next time. `simulated`: the clients live here, so their own masks are kept for them beyond these bounds.
+    """
+
+    def __init__(
+        self,
+        store: MaskStore,
+        device: torch.device | str = "cpu",
+        simulated: bool = True,
+        masks: int = HISTORY_MASKS,
+        bytes: int = HISTORY_BYTES,
+    ) -> None:
+        self.store, self.layout, self.device, self.simulated = store, store.layout, torch.device(device), simulated
+        each = (self.layout.prunable_size + 7) // 8
+        self.most = max(1, min(masks, bytes // max(1, each)))
+        self._now, self._before, self._saved = _Table(), _Table(), _Table()
+        self._pinned: set[str] = set()
+        self._rounds = 0
+
+    # -- what clients hold ---------------------------------------------------------------------------------------
+
+    def start(self, client: int) -> Tag | None:
+        """The last round accepted from this client: its next work starts from there."""
+        held = self._now.clients.get(client)
+        return held.tag if held else None
+
+    def base(self, client: int) -> Mask | None:
+        """The mask of the last order this client acknowledged, if the server still knows it."""
+        held = self._now.clients.get(client)
+        return self._mask(held.order) if held and held.order in self._now.history else None
+
+    def own(self, client: int) -> Mask | None:
+        """The mask this client keeps, if the server still knows it."""
+        kept = self._known_own(client)
+        return self._mask(kept) if kept else None
+
+    def owns(self, client: int) -> bool:
+        """Whether the server knows a mask that this client keeps."""
+        return self._known_own(client) is not None
+
+    def own_hash(self, client: int) -> str | None:
+        """The hash of `own`, without reading the mask."""
+        kept = self._known_own(client)
+        return kept.digest if kept and kept.digest in self.store else None
+
+    def remembered(self, client: int) -> Mask | None:
+        """The mask that a simulated client kept, whether or not the server knows it."""
+        held = self._now.clients.get(client)
+        return None if held is None or held.own is None else held.own.mask or self.store[held.own.digest]
+
+    def rounds(self, client: int) -> Rounds:
+        """What a simulated client remembers, as hashes of masks in the store."""
+        held = self._now.clients.get(client)
+        if held is None:
+            return []
+        own = held.own.digest if held.own is not None else None
+        if own is not None and own not in self.store:
+            raise CheckpointError(f"the mask {own} that client {client} keeps is gone; resume from a checkpoint")
+        return [(held.tag, held.order.digest if held.order in self._now.history else None, own)]
+
+    def _known_own(self, client: int) -> Kept | None:
+        held = self._now.clients.get(client)
+        return held.own if held and held.own in self._now.history else None
+
+    def _mask(self, kept: Kept) -> Mask | None:
+        """A mask the server knows; None if it is lost: its client is then sent a full one."""
+        return kept.mask or self.store.find(kept.digest)
+
+    # -- what happens to them ------------------------------------------------------------------------------------
+
+    def keep(self, mask: Mask, own: bool = False) -> Kept:
+        """A mask to be passed to `accept`. On a CPU it goes to the store now."""
+        return Kept(self.store.put(mask), None, own) if mask.bits.device.type == "cpu" else Kept("", mask, own)
+
+    def accept(self, client: int, tag: Tag, order: Kept, own: Kept | None = None) -> None:
+        """Record an accepted update: `order` is its order's mask, `own` the mask the client keeps, if any."""
+        history = self._now.history
+        order = self._find(order) or order
+        history[order] = history.pop(order, 0)  # acknowledged last
+        if own is not None:
+            history[own] = 0
+        self._set(client, _Round(tag, order, own))
+
+    def forget(self, client: int) -> None:
+        """The client holds nothing: it is sent full masks and starts afresh."""
+        self._set(client, None)
+
+    def _find(self, order: Kept) -> Kept | None:
+        """The order's mask in the history that equals this one: equal masks of orders count once."""
+        shared = [kept for kept in reversed(self._now.history) if not kept.own]
+        if order.mask is None:
+            return next((kept for kept in shared if kept.digest == order.digest), None)
+        # The very same object is the common case, and the only one that does not wait for the GPU.
+        same = next((kept for kept in shared if kept.mask is order.mask), None)
+        return same or next((kept for kept in shared if kept.mask and kept.mask.equal(order.mask)), None)
+
+    def _set(self, client: int, new: _Round | None) -> None:
+        history, old = self._now.history, self._now.clients.pop(client, None)
+        if new is not None:
+            self._now.clients[client] = new
+        for held, step in ((new, 1), (old, -1)):  # what stays is counted before it is released
+            for kept in () if held is None else (held.order, held.own):
+                if kept in history:
+                    history[kept] += step
+                    if not history[kept]:
+                        del history[kept]
+        while len(history) > self.most:
+            del history[next(iter(history))]
+
+    # -- rounds and checkpoints ----------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A round begins; `rollback` returns to this moment."""
+        self._before = self._now.copy()
+        self._rounds += 1
+        if self._rounds % _TIDY == 0:
+            self.keep_only(self._pinned)
+
+    def rollback(self) -> None:
+        self._now = self._before.copy()
+
+    def snapshot(self) -> None:
+        self._saved = self._now.copy()
+
+    def keep_only(self, pinned: set[str]) -> None:
+        self._pinned = pinned
+        held = self._now.kept() | self._before.kept() | self._saved.kept()
+        self.store.keep_only(pinned | {kept.digest for kept in held})
+
+    def save(self) -> dict[str, JSON]:
+        """Masks by place in a list: first the history in its order, then others that simulated clients keep."""
+        table = self._saved
+        kept = list(table.history)
+        if self.simulated:
+            owns = (held.own for held in table.clients.values())
+            kept += [own for own in owns if own is not None and own not in table.history]
+        for one in kept:
+            if one.mask is not None:  # on a GPU: only now it goes to the store
+                one.digest = self.store.put(one.mask)
+        place: dict[Kept | None, int] = {one: index for index, one in enumerate(kept)}
+        masks = [one.digest for one in kept]
+        self.store.sync(masks)
+        return {
+            "clients": {
+                str(client): [list(held.tag), place.get(held.order), place.get(held.own)]
+                for client, held in table.clients.items()
+            },
+            "masks": masks,
+            "known": len(table.history),
+            "simulated": self.simulated,
+        }
+
+    def load(self, saved: Mapping[str, JSON]) -> None:
+        """Restore what `save` gave. If masks of real clients are lost, those are sent full ones again."""
+        try:
+            table = self._read(saved)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the clients' memory in the checkpoint is damaged: {error!r}") from None
+        try:
+            for kept in table.kept():
+                found = self.store[kept.digest]
+                if self.device.type != "cpu":
+                    kept.mask = found.to(self.device)
+        except (KeyError, FlashError) as error:
+            if self.simulated:
+                raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
+            warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
+            table = _Table()
+        self._now, self._before, self._saved = table, table.copy(), table.copy()
+
+    def _read(self, saved: Mapping[str, Any]) -> _Table:
+        kept = [Kept(digest) for digest in saved["masks"]]
+        table = _Table(history=dict.fromkeys(kept[: saved["known"]], 0))
+        for client, ((phase, round, attempt), order, own) in saved["clients"].items():
+            held = _Round(
+                (phase, round, attempt), Kept() if order is None else kept[order], None if own is None else kept[own]
+            )
+            if own is not None:
+                kept[own].own = True
+            table.clients[int(client)] = held
+            for one in (held.order, held.own):
+                if one in table.history:
+                    table.history[one] += 1
+        return table

@@ -1,0 +1,291 @@
+"""Server and clients agree on who holds which mask: after lost updates, after restarts, after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashfl.core.errors import CheckpointError
+from flashfl.core.exchange import Local, Tag
+from flashfl.core.layout import Layout
+from flashfl.core.mask import Mask
+from flashfl.engine.client import ClientLedger
+from flashfl.engine.memory import ClientMemory
+from flashfl.engine.store import MaskStore
+from flashfl.wire import Message, UnknownMask, decode, encode
+from tests.wire.wire_support import changed, mask_of, small_layout, values_for
+
+LAYOUT = small_layout((2000, 5000))
+
+
+def mask(seed: int) -> Mask:
+    return mask_of(LAYOUT, [0.1, 0.05], seed)
+
+
+def memory(store: MaskStore | None = None, **bounds: Any) -> ClientMemory:
+    return ClientMemory(store if store is not None else MaskStore(LAYOUT, {}), **bounds)
+
+
+def accept(held: ClientMemory, client: int, tag: Tag, order: Mask, own: Mask | None = None) -> None:
+    held.accept(client, tag, held.keep(order), None if own is None else held.keep(own, own=True))
+
+
+class Play:
+    """A server and its clients over real bytes; a client may lose its update or its memory."""
+
+    def __init__(self, layout: Layout, **bounds: int) -> None:
+        self.layout, self.server = layout, memory(**bounds)
+        self.clients: dict[int, ClientLedger] = {}
+        self.sizes: list[int] = []
+        self.lacks: list[tuple[str | None, str]] = []  # what the server was told, what was meant
+
+    def order(self, client: int, tag: Tag, given: Mask, local: Local) -> Message:
+        return Message(
+            "order", self.layout, tag, client, key=1, local=local, mask=given, values=values_for(given),
+            start=self.server.start(client), own=self.server.own_hash(client),
+        )  # fmt: skip
+
+    def turn(
+        self, client: int, tag: Tag, given: Mask, move: float = 0.0, keep: bool = False, lost: bool = False
+    ) -> Mask:
+        """One order and its update; returns the mask the client ended with."""
+        held = self.clients.setdefault(client, ClientLedger())
+        local = Local(keep=("mask",) if keep else ())
+        try:
+            found = self._send(held, client, self.order(client, tag, given, local))
+        except UnknownMask as lack:
+            word = encode(Message("lack", self.layout, tag, client, lacks=lack.hash))
+            self.lacks.append((decode(word.data, self.layout).lacks, lack.hash))
+            self.server.forget(client)
+            found = self._send(held, client, self.order(client, tag, given, local))
+        start = held.own(found.start) or found.mask
+        assert start is not None
+        new = changed(start, move, sum(tag) + client) if move else start
+        report = Message("update", self.layout, tag, client, 10, mask=new, values=values_for(new))
+        up = encode(report, held.bases(found))
+        self.sizes.append(len(up.data))
+        held.finish(found, new if keep else None)
+        if not lost:
+            own = self.server.own(client)
+            known = {one.hash: one for one in (given, own) if one is not None}
+            update = decode(up.data, self.layout, known)
+            accept(self.server, client, tag, given, update.mask if keep else None)
+        return new
+
+    def _send(self, held: ClientLedger, client: int, order: Message) -> Message:
+        base = self.server.base(client)
+        sent = encode(order, () if base is None else (base,))
+        self.sizes.append(len(sent.data))
+        found = decode(sent.data, self.layout, held.known())
+        held.begin(found)
+        return found
+
+
+def small_message(play: Play, given: Mask) -> bool:
+    """Whether the last order said its mask by hash."""
+    return play.sizes[-2] < 4 * values_for(given).numel() + 200
+
+
+def test_frozen_mask_is_sent_once() -> None:
+    play, given = Play(LAYOUT), mask(1)
+    play.turn(1, (2, 0, 0), given)
+    assert not small_message(play, given)
+    play.turn(1, (2, 1, 0), Mask(LAYOUT, given.bits.clone()))
+    assert small_message(play, given)
+
+
+def test_both_sides_agree_after_a_lost_update() -> None:
+    play, first, second = Play(LAYOUT), mask(1), mask(2)
+    play.turn(1, (2, 0, 0), first)
+    play.turn(1, (2, 1, 0), second, lost=True)
+    assert play.server.start(1) == (2, 0, 0)
+    play.turn(1, (2, 1, 1), first)
+    assert small_message(play, first)
+    play.turn(1, (2, 2, 0), second, lost=True)
+    play.turn(1, (2, 3, 0), second, lost=True)
+    play.turn(1, (2, 4, 0), first)
+    assert small_message(play, first)
+
+
+def test_client_starts_from_its_last_accepted_mask() -> None:
+    """A client that keeps its mask tells the change to it; what it starts from is its last accepted one."""
+    play, given = Play(LAYOUT), Mask.full(LAYOUT)
+    new = play.turn(3, (2, 0, 0), given, move=0.0, keep=True)
+    mine = play.turn(3, (2, 1, 0), mask(5), move=0.1, keep=True)
+    assert new.equal(given)
+    play.turn(3, (2, 2, 0), given, move=0.1, keep=True, lost=True)
+    again = play.turn(3, (2, 2, 1), given, move=0.1, keep=True)
+    assert play.server.own(3).hash == again.hash  # type: ignore[union-attr]
+    assert changed(mine, 0.1, 2 + 2 + 1 + 3).equal(again)
+
+
+def test_client_without_memory_is_sent_the_full_mask() -> None:
+    play, given = Play(LAYOUT), mask(1)
+    play.turn(1, (2, 0, 0), given, move=0.1, keep=True)
+    play.clients.clear()
+    before = len(play.sizes)
+    play.turn(1, (2, 1, 0), given, move=0.1, keep=True)
+    assert len(play.sizes) == before + 3  # the order, the order again in full, the update
+    assert play.sizes[before] < play.sizes[before + 1]
+    assert play.lacks == [(given.hash, given.hash)]
+    assert play.server.start(1) == (2, 1, 0)
+
+
+def test_lost_own_mask_is_noticed() -> None:
+    held, given = ClientLedger(), mask(1)
+    order = Message("order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=given, start=(2, 0, 0), own=given.hash)
+    with pytest.raises(UnknownMask):
+        held.begin(order)
+
+
+def test_history_is_bounded() -> None:
+    each = (LAYOUT.prunable_size + 7) // 8
+    for bounds in ({"masks": 3}, {"bytes": 3 * each}):
+        held = memory(**bounds)
+        for client in range(5):
+            accept(held, client, (2, client, 0), mask(client))
+        assert [held.base(client) is not None for client in range(5)] == [False, False, True, True, True]
+        assert held.start(0) == (2, 0, 0)
+        accept(held, 2, (2, 9, 0), mask(2))  # acknowledged again: now the newest
+        accept(held, 6, (2, 9, 0), mask(6))
+        assert [held.base(client) is not None for client in (2, 3, 4, 6)] == [True, False, True, True]
+
+
+def test_own_mask_beyond_the_history_is_kept_for_a_simulated_client() -> None:
+    held = memory(masks=1)
+    for client in range(3):
+        accept(held, client, (2, 0, 0), mask(9), own=mask(client))
+    assert [held.own(client) is not None for client in range(3)] == [False, False, True]
+    assert [held.own_hash(client) for client in range(3)] == [None, None, mask(2).hash]
+    assert not held.owns(0)
+    for client in range(3):
+        found = held.remembered(client)
+        assert found is not None
+        assert found.equal(mask(client))
+        assert held.rounds(client) == [((2, 0, 0), None, mask(client).hash)]
+    held.snapshot()
+    held.keep_only(set())
+    again = memory(held.store, masks=1)
+    again.load(json.loads(json.dumps(held.save())))
+    assert again.save() == held.save()
+    assert [again.rounds(client) for client in range(3)] == [held.rounds(client) for client in range(3)]
+    assert [again.owns(client) for client in range(3)] == [False, False, True]
+    held.store.keep_only([])
+    with pytest.raises(CheckpointError, match="that client 0 keeps is gone; resume from a checkpoint"):
+        held.rounds(0)
+
+
+def test_masks_that_no_client_holds_are_dropped() -> None:
+    held = memory()
+    for round in range(5):
+        accept(held, 1, (2, round, 0), mask(round), own=mask(100 + round))
+    held.snapshot()
+    saved = held.save()
+    assert saved["masks"] == [mask(4).hash, mask(104).hash]
+    assert saved["known"] == 2
+    held.rollback()
+    held.keep_only(set())
+    assert set(held.store) == {mask(4).hash, mask(104).hash}
+
+
+def rounds(play: Play, first: int, last: int) -> None:
+    for round in range(first, last):
+        server = changed(mask(1), 0.1, round // 2)
+        for client in (round % 4, 4 + round % 3):
+            play.turn(client, (2, round, 0), server, move=0.1, keep=client > 3, lost=(round + client) % 5 == 0)
+
+
+def test_bytes_after_resume_equal_those_of_an_undisturbed_run() -> None:
+    whole, halted = Play(LAYOUT, masks=6), Play(LAYOUT, masks=6)
+    rounds(whole, 0, 20)
+    rounds(halted, 0, 9)
+    resumed = Play(LAYOUT, masks=6)
+    halted.server.snapshot()
+    resumed.server = memory(halted.server.store, masks=6)
+    resumed.server.load(json.loads(json.dumps(halted.server.save())))
+    resumed.clients = halted.clients
+    rounds(resumed, 9, 20)
+    assert halted.sizes + resumed.sizes == whole.sizes
+    for play in (whole, resumed):
+        play.server.snapshot()
+    assert whole.server.save() == resumed.server.save()
+
+
+def test_save_describes_the_last_snapshot() -> None:
+    """A run interrupted in the middle of a round is saved as it was before that round."""
+    held = memory()
+    accept(held, 0, (2, 0, 0), mask(1), own=mask(2))
+    held.snapshot()
+    before = held.save()
+    held.begin()
+    accept(held, 0, (2, 1, 0), mask(3), own=mask(4))
+    assert held.save() == before
+    held.keep_only(set())
+    assert mask(2).hash in held.store, "the snapshot needs it"
+    held.rollback()
+    assert held.start(0) == (2, 0, 0)
+    held.snapshot()
+    assert held.save() == before
+    own = held.own(0)
+    assert own is not None
+    assert own.equal(mask(2))
+
+
+def test_lost_masks_of_real_clients_are_a_warning(tmp_path: Path) -> None:
+    held = memory(MaskStore.in_folder(LAYOUT, tmp_path), simulated=False)
+    accept(held, 0, (2, 0, 0), mask(1), mask(1))
+    held.snapshot()
+    saved = held.save()
+    for path in tmp_path.glob("*.mask"):
+        path.unlink()
+    other = memory(MaskStore.in_folder(LAYOUT, tmp_path), simulated=False)
+    with pytest.warns(RuntimeWarning, match="they are sent full masks again"):
+        other.load(saved)
+    assert other.start(0) is None
+    with pytest.raises(CheckpointError, match="a mask that clients keep cannot be restored"):
+        memory(MaskStore.in_folder(LAYOUT, tmp_path)).load(saved)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"masks": 3}, {"known": "x"}, {"clients": {"a": 1}}, {"clients": {"0": [[2, 0], 0, None]}}, {"masks": []}, {}],
+)
+def test_damaged_memory_is_a_checkpoint_error(damage: dict[str, Any]) -> None:
+    held = memory()
+    accept(held, 0, (2, 0, 0), mask(1), mask(1))
+    held.snapshot()
+    saved = {**held.save(), **damage} if damage else {}
+    with pytest.raises(CheckpointError, match="memory in the checkpoint is damaged"):
+        memory(held.store).load(saved)
+
+
+def test_memory_names_what_a_client_holds() -> None:
+    play, given = Play(LAYOUT), mask(1)
+    play.turn(1, (2, 0, 0), given, move=0.2, keep=True)
+    [(tag, *named)] = play.server.rounds(1)
+    assert tag == (2, 0, 0)
+    assert set(named) == set(play.clients[1].known())
+
+
+@pytest.mark.gpu
+def test_masks_on_a_gpu_stay_there_until_they_are_saved() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    held, order, own = memory(device="cuda"), mask(1).to("cuda"), mask(2).to("cuda")
+    accept(held, 0, (2, 0, 0), order, own)
+    assert held.base(0) is order
+    assert held.remembered(0) is own
+    assert not len(held.store)
+    held.snapshot()
+    saved = held.save()
+    assert set(held.store) == {order.hash, own.hash}
+    again = memory(held.store, device="cuda")
+    again.load(saved)
+    found = again.remembered(0)
+    assert found is not None
+    assert found.bits.is_cuda
+    assert found.equal(own)
