@@ -135,9 +135,7 @@ def test_batched_agrees_with_the_cpu_engine(name: str, extra: dict[str, Any], de
 @pytest.mark.parametrize(
     ("kernel", "stride", "padding"), [(3, 1, 0), ((3, 2), (2, 1), (1, 0)), (5, 2, 2), (1, 3, "valid")]
 )
-def test_convolution_as_matrix_product_gives_the_same_output(
-    kernel: Any, stride: Any, padding: Any, device: str
-) -> None:
+def test_convolution_as_matrix_product_is_the_same(kernel: Any, stride: Any, padding: Any, device: str) -> None:
     conv = torch.nn.Conv2d(3, 4, kernel, stride, padding).to(device)
     x = torch.rand(2, 3, 8, 9, device=device)
     torch.testing.assert_close(batched._as_product(conv, x), conv(x), rtol=1e-4, atol=1e-4)
