@@ -11,11 +11,11 @@ from typing import Any
 
 from ..core.errors import ConfigError, FlashError, unknown
 from ..core.files import put
-from . import curves, paper
-from .gather import groups_of, titled
+from ..paper import published
+from . import curves
+from .groups import Groups, groups_of, titled
 from .load import RunData
 
-Groups = Mapping[str, Sequence[RunData]]
 _INK = ("#2563c9", "#d9621f", "#16915f", "#b8397f", "#7a4fd0", "#a3780a", "#0e8aa3", "#b3303b", "#5b6472", "#4f8a1c")
 
 
@@ -28,10 +28,10 @@ def accuracy_rounds(axes: Any, groups: Groups) -> None:
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
         _line(axes, shown["round"], shown, label, _ink(i))
-        there = paper.match(runs[0].settings)
-        if there and not there["differs"] and shown["round"]:
+        there = published.match(runs[0].settings)
+        if there and not there.differs and shown["round"]:
             at = shown["round"][-1]
-            axes.errorbar([at], [there["mean"]], [there["std"] or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
+            axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
     axes.set(xlabel="round", ylabel="accuracy (%)")
 
 
@@ -39,8 +39,8 @@ def accuracy_bytes(axes: Any, groups: Groups) -> None:
     """Test accuracy against bytes up and down, log scale."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
-        both = [curves.mean_at([curves.total_bytes(run, k) for run in runs], shown["round"]) for k in ("up", "down")]
-        _line(axes, [(u + d) / 1e6 for u, d in zip(*both, strict=True)], shown, label, _ink(i))
+        sent = [curves.over_rounds(run, lambda record: record.total.up + record.total.down) for run in runs]
+        _line(axes, [b / 1e6 for b in curves.mean_at(sent, shown["round"])], shown, label, _ink(i))
     axes.set(xlabel="communicated (MB, up and down)", ylabel="accuracy (%)", xscale="log")
     _decades(axes.xaxis)
 
@@ -68,9 +68,9 @@ def mismatch_rounds(axes: Any, groups: Groups) -> None:
 def layer_sensitivity(axes: Any, groups: Groups) -> None:
     """Layer densities: as stage 1 measured them where there was one (dashed), and at the end."""
     for i, (label, runs) in enumerate(groups.items()):
-        final = curves.mean_densities(runs, lambda run: run.stage2[-1] if run.stage2 else None)
+        final = curves.final_densities(runs)
         axes.plot(range(1, len(final) + 1), final, "o-", color=_ink(i), label=label, markersize=3, linewidth=1.4)
-        learned = [line["cohort_densities"] for run in runs for line in run.rounds if _learned(line)]
+        learned = [r.cohort_densities for run in runs for r in run.rounds if not r.counts and r.cohort_densities]
         if learned:
             means = [sum(column) / len(learned) for column in zip(*learned, strict=True)]
             axes.plot(range(1, len(means) + 1), means, "--", color=_ink(i), linewidth=1, label=f"{label}, stage 1")
@@ -78,15 +78,10 @@ def layer_sensitivity(axes: Any, groups: Groups) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _learned(line: Mapping[str, Any]) -> bool:
-    return line["stage"] == 1 and "cohort_densities" in line
-
-
 def flops_bytes(axes: Any, groups: Groups) -> None:
     """Training FLOPs against bytes, both in all, one point a run."""
     for i, (label, runs) in enumerate(groups.items()):
-        points = [(sum(run.rounds[-1]["total"].values()) / 1e6, curves.total_flops(run)) for run in runs]
-        known = [(b, list(f.values())[-1]) for b, f in points if f]
+        known = [((n.up + n.down) / 1e6, n.flops) for n in (run.numbers for run in runs) if n.flops]
         if known:
             axes.plot(*zip(*known, strict=True), "o", color=_ink(i), label=label)
     axes.set(xlabel="communicated (MB, up and down)", ylabel="training FLOPs", xscale="log", yscale="log")

@@ -63,7 +63,7 @@ class MLflow:
         if not known:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(run.info.run_id)
-            self._mlflow.log_params({k: str(v)[:500] for k, v in _flat(about.settings).items()})
+            self._mlflow.log_params({k: str(v)[:500] for k, v in flat(about.settings).items()})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step)
@@ -167,11 +167,12 @@ def _need(module: str, package: str) -> Any:
         raise ConfigError(f"track = {package!r} needs the {package} package: pip install {package}") from None
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their full names, such as `method.adapt.growth`."""
     out: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            out |= _flat(value, f"{prefix}{name}.")
+            out |= flat(value, f"{prefix}{name}.")
         else:
             out[f"{prefix}{name}"] = value
     return out
