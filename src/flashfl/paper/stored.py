@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..core.files import put
 from ..run.config import OUTSIDE
 from ..run.lock import claim
 from .cells import Cell
-from .result import Record, stale
+from .result import Record, numbers_of, stale
 
 _OUTSIDE = (*OUTSIDE, "threads", "lanes")  # they change the last bits of a result at most
 
@@ -68,7 +69,7 @@ class Stored:
         path = self._path(cell)
         line = json.dumps(record)
         with _alone(path.with_name(f".{path.name}.lock")):
-            lines = {_place(text): text for text in _lines(path)} | {record["place"]: line}
+            lines = {_parse(text)["place"]: text for text in _lines(path)} | {record["place"]: line}
             put(path, "".join(f"{lines[place]}\n" for place in sorted(lines)).encode())
         return path
 
@@ -82,7 +83,10 @@ class Stored:
             return {}
         stamp = (stat.st_mtime_ns, stat.st_size)
         if path not in self._read or self._read[path][0] != stamp:
-            self._read[path] = (stamp, _read(path))
+            found = [_parse(text) for text in _lines(path)]
+            if lost := [number for number, record in enumerate(found, 1) if len(record) == 1]:
+                warnings.warn(f"{path}: lines {lost} are not results and are skipped", RuntimeWarning)
+            self._read[path] = (stamp, {record["place"]: record for record in found})
         return self._read[path][1]
 
 
@@ -90,24 +94,13 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def _place(text: str) -> str:
-    """The place a line belongs to. A line that cannot be read stays as it is, and belongs to nobody."""
+def _parse(text: str) -> Record:
+    """A line's record. A line that cannot be read becomes a record without numbers, at a place nobody asks for."""
     try:
-        return str(json.loads(text)["place"])
+        record = json.loads(text)
+        return {**record, "place": str(record["place"])}
     except (ValueError, LookupError, TypeError, RecursionError):
-        return text
-
-
-def _read(path: Path) -> dict[str, Record]:
-    found = {}
-    for number, text in enumerate(_lines(path), 1):
-        try:
-            record = json.loads(text)
-            found[str(record["place"])] = dict(record)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            why = f"{type(error).__name__}: {error}"
-            warnings.warn(f"{path}, line {number} is skipped: it is not a result ({why[:80]})", RuntimeWarning)
-    return found
+        return {"place": text}
 
 
 @contextmanager
@@ -121,27 +114,25 @@ def _alone(path: Path) -> Iterator[None]:
         time.sleep(0.05)
 
 
-def _wrong(found: Record, cell: Cell, seed: int) -> str:
+def _wrong(record: Record, cell: Cell, seed: int) -> str:
     """Why this is not a result of the cell and the seed. Empty if it is."""
-    sent, views = found.get("bytes"), found.get("views", {})
-    numbers = {name: found.get(name) for name in ("recipe", "seed", "accuracy", "best", "seconds")}
-    numbers |= {f"view {name}": value for name, value in (views.items() if isinstance(views, dict) else [("", None)])}
-    above: dict[str, Any] = {name: found.get(name) for name in ("rounds", "clients_per_round", "values")}
-    above |= {f"bytes {way}": sent.get(way) if isinstance(sent, dict) else None for way in ("up", "down")}
-    curve = found.get("curve", [])
-    rows = curve if isinstance(curve, list) else [None]
-    if odd := [name for name, value in numbers.items() if not _is_number(value)]:
-        return f"its {', '.join(odd)} is missing or not a number"
-    if odd := [name for name, value in above.items() if not _is_number(value) or value <= 0]:
-        return f"its {', '.join(odd)} is missing or not above 0"
-    if not all(isinstance(row, list) and len(row) == 4 and all(map(_is_number, row)) for row in rows):
-        return "its curve does not consist of rounds, accuracies and bytes"
-    if found["seed"] != seed:
-        return f"it has seed {found['seed']}"
-    return "" if stale(found, cell) else _other_settings(found.get("config"), cell, seed)
+    try:
+        numbers = {name: value for name, value in asdict(numbers_of(record)).items() if value is not None}
+        numbers |= {name: record[name] for name in ("recipe", "seed")}
+        curve = all(len(row) == 4 and all(map(_is_number, row)) for row in record.get("curve", []))
+    except (LookupError, TypeError, AttributeError) as error:
+        return f"it lacks a number ({type(error).__name__}: {error})"
+    above = ("up", "down", "rounds", "orders", "dense")
+    odd = [name for name, value in numbers.items() if not _is_number(value) or (name in above and value <= 0)]
+    odd += [name for name in ("accuracy", "best") if name not in numbers]
+    if odd or not curve:
+        return f"its {', '.join(odd) or 'curve'} cannot be used"
+    if record["seed"] != seed:
+        return f"it has seed {record['seed']}"
+    return "" if stale(record, cell) else _other_settings(record.get("config"), cell, seed)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..report.summary import Summary, summarise
-from ..report.table import Entry, Table, with_spread
+from ..report.summary import summarise
+from ..report.table import COLUMNS, Entry, Table, with_spread
 from ..run.progress import amount
 from .cells import Cell, load_table
 from .result import numbers_of, stale
@@ -42,35 +42,27 @@ def _place(cell: Cell) -> dict[str, Entry]:
 
 
 def _row(cell: Cell, found: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
-    theirs = cell.paper
+    theirs = cell.paper or {}
     row = {"ours %": Entry("not run"), "paper %": Entry("-")}
     if theirs:
         row["paper %"] = Entry(with_spread(theirs["mean"], theirs.get("std")), theirs["mean"])
     if not found:
         return row
     ours = summarise([numbers_of(record) for record in found])
-    mean = 100 * (ours.accuracy or 0.0)
+    row |= {name: COLUMNS[name](ours) for name in ("best %", "seeds")}
+    row |= {"before %": COLUMNS["before %"](ours)} if ours.before is not None else {}
+    mean, dropped = COLUMNS["accuracy %"](ours), ours.dropped * ours.seeds
     marks = " (stale)" if any(stale(record, cell) for record in found) else ""
-    marks += f" ({ours.dropped} clients dropped)" if ours.dropped else ""
-    row["ours %"] = Entry(with_spread(mean, None if ours.std is None else 100 * ours.std) + marks, mean)
-    if ours.best is not None:
-        row["best %"] = Entry(f"{100 * ours.best:.2f}", ours.best)
-    if ours.before is not None:
-        row["before %"] = Entry(f"{100 * ours.before:.2f}", ours.before)
-    if theirs:
-        row["difference"] = Entry(f"{mean - theirs['mean']:+.2f}", mean - theirs["mean"])
-    row["seeds"] = Entry(str(ours.seeds), ours.seeds)
-    row["seconds"] = Entry(f"{ours.seconds:.0f}", ours.seconds)
-    return row | _bytes(ours, theirs or {})
-
-
-def _bytes(ours: Summary, theirs: Mapping[str, float]) -> dict[str, Entry]:
-    ways = {"up": (ours.up_client, ours.up_saving), "down": (ours.down_client, ours.down_saving)}
-    row = {}
-    for way, (sent, saving) in ways.items():
+    marks += f" ({dropped:.0f} clients dropped)" if dropped else ""
+    row["ours %"] = Entry(mean.text + marks, mean.value)
+    if theirs and ours.accuracy is not None:
+        apart = 100 * ours.accuracy - theirs["mean"]
+        row["difference"] = Entry(f"{apart:+.2f}", apart)
+    for way, sent in (("up", ours.up), ("down", ours.down)):
+        each, saving = sent / ours.orders, ours.dense / 2 / sent
         said = f", paper {theirs[way]:g}x" if way in theirs else ""
-        row[f"{way} / client"] = Entry(f"{amount(sent)} ({saving or 0.0:.1f}x{said})", sent)
-    return row
+        row[f"{way} / client"] = Entry(f"{amount(each)} ({saving:.1f}x{said})", each)
+    return row | {"seconds": Entry(f"{ours.seconds:.0f}", ours.seconds)}
 
 
 def panels(cells: Sequence[Cell], seeds: int | None, stored: Stored) -> dict[str, dict[str, list[Any]]]:

@@ -1,4 +1,4 @@
-"""The paper's figures by name, from any runs, through matplotlib (the optional extra `plots`)."""
+"""The paper's figures by name, drawn from any runs with matplotlib (the optional extra `plots`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _ink(i: int) -> str:
 
 
 def accuracy_rounds(axes: Any, groups: Groups) -> None:
-    """Test accuracy against rounds, mean and standard deviation over seeds; the paper's figure where it applies."""
+    """Test accuracy by round, mean and standard deviation over seeds, and the paper's figure if it has one."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
         _line(axes, shown["round"], shown, label, _ink(i))
@@ -36,7 +36,7 @@ def accuracy_rounds(axes: Any, groups: Groups) -> None:
 
 
 def accuracy_bytes(axes: Any, groups: Groups) -> None:
-    """Test accuracy against bytes up and down, log scale."""
+    """Test accuracy by bytes sent up and down, on a log scale."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
         sent = [curves.over_rounds(run, lambda record: record.total.up + record.total.down) for run in runs]
@@ -53,12 +53,12 @@ def _line(axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], l
 
 
 def _dot(x: Sequence[float]) -> str:
-    """How a curve is drawn: one of a single point has no line to see."""
+    """How to draw a curve: a single point has no line."""
     return "o" if len(x) == 1 else "-"
 
 
 def mismatch_rounds(axes: Any, groups: Groups) -> None:
-    """SM between the masks of consecutive rounds."""
+    """Mismatch between the masks of consecutive rounds."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.mismatch(run) for run in runs])
         axes.plot(shown["round"], shown["mean"], _dot(shown["round"]), color=_ink(i), label=label, linewidth=1.6)
@@ -66,7 +66,7 @@ def mismatch_rounds(axes: Any, groups: Groups) -> None:
 
 
 def layer_sensitivity(axes: Any, groups: Groups) -> None:
-    """Layer densities: as stage 1 measured them where there was one (dashed), and at the end."""
+    """Layer densities at the end, and as a first stage measured them (dashed)."""
     for i, (label, runs) in enumerate(groups.items()):
         final = curves.final_densities(runs)
         axes.plot(range(1, len(final) + 1), final, "o-", color=_ink(i), label=label, markersize=3, linewidth=1.4)
@@ -79,7 +79,7 @@ def layer_sensitivity(axes: Any, groups: Groups) -> None:
 
 
 def flops_bytes(axes: Any, groups: Groups) -> None:
-    """Training FLOPs against bytes, both in all, one point a run."""
+    """Training FLOPs against bytes, one point for each run."""
     for i, (label, runs) in enumerate(groups.items()):
         known = [((n.up + n.down) / 1e6, n.flops) for n in (run.numbers for run in runs) if n.flops]
         if known:
@@ -129,7 +129,7 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
     if not runs:
-        raise FlashError("there is no run to draw: give the folders of runs")
+        raise FlashError("there is no run to draw: give folders that contain runs")
     groups = titled(groups_of(runs))
     if name in ONE:
         made = _blank((6.4, 4))
@@ -141,8 +141,10 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
 
 
 def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]) -> Any:
-    """Accuracy against bytes from stored results: a panel for each title, in it for each label a curve a seed, whose
-    points are round, accuracy, bytes up, bytes down."""
+    """Accuracy by bytes from stored results: title -> label -> one curve for each seed.
+
+    The points of a curve are round, accuracy, bytes up, bytes down.
+    """
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     made = _blank((3.8 * columns + 0.6, 3.4 * rows + 0.4))
@@ -168,13 +170,13 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
 
 
 def _panels(name: str, groups: Groups) -> Any:
-    """One panel for each group that has something to show, on one common scale."""
+    """One panel for each group that has something to show, all on one scale."""
     tables = {label: _table(name, runs) for label, runs in groups.items()}
     asked, groups = groups, {label: runs for label, runs in groups.items() if tables[label]}
     if not groups:
         if any(curves.heat(runs)["sm"] for runs in asked.values()):
             raise FlashError(f"{name}: the masks of these runs never move, so there is no mismatch to draw")
-        raise FlashError(f"{name}: these runs kept no masks that could be compared")
+        raise FlashError(f"{name}: these runs stored no masks that could be compared")
     most = 1.02 * max([0.1, *(float(v) for table in tables.values() for row in table for v in row)])
     columns = min(3, len(groups))
     rows = math.ceil(len(groups) / columns)
@@ -192,12 +194,12 @@ def _panels(name: str, groups: Groups) -> Any:
 
 
 def _broken(label: str, letters: int) -> str:
-    """A label on as many lines as it takes; a dollar in it begins no formula."""
+    """A label on several lines. A dollar in it must not begin a formula."""
     return textwrap.fill(label.replace("$", r"\$"), letters)
 
 
 def _decades(axis: Any) -> None:
-    """On a logarithmic axis, numbers at decades, at 1, 2 and 5 where these are few: more would be over one another."""
+    """Tick labels of a logarithmic axis that do not overlap: at decades, or at 1, 2 and 5 if there are few of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -208,7 +210,7 @@ def _decades(axis: Any) -> None:
 
 
 def _table(name: str, runs: Sequence[RunData]) -> list[list[float]]:
-    """The numbers a panel shows; none where masks never move or were not kept."""
+    """The numbers a panel shows. None if masks never move or were not stored."""
     if name == "sm-heatmap":
         return list(curves.heat(runs)["sm"])
     table = curves.layer_mismatch(runs)["layers"]
@@ -216,9 +218,9 @@ def _table(name: str, runs: Sequence[RunData]) -> list[list[float]]:
 
 
 def overview(runs: Sequence[RunData]) -> Any:
-    """What a paper shows on one page: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
+    """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
     if not runs:
-        raise FlashError("there is no run to draw: give the folders of runs")
+        raise FlashError("there is no run to draw: give folders that contain runs")
     groups, made = titled(groups_of(runs)), _blank((14, 8))
     every = made.subplots(2, 3).flatten()
     for axes, draw in zip(every, ONE.values(), strict=False):
@@ -230,7 +232,7 @@ def overview(runs: Sequence[RunData]) -> Any:
 
 
 def _legend(made: Any, axes: Any) -> None:
-    """What the curves are: below all of them, where it hides none, in a figure made so much higher."""
+    """A legend below the panels, in a figure that is made higher for it."""
     lines, labels = axes.get_legend_handles_labels()
     if not labels:
         return
@@ -255,7 +257,7 @@ def _blank(size: tuple[float, float]) -> Any:
 
 
 def save(made: Any, path: Path) -> Path:
-    """Write a figure; the name's ending says how (png, svg, pdf)."""
+    """Write a figure. The file's ending decides the format (png, svg, pdf)."""
     drawn = BytesIO()
     try:
         made.savefig(drawn, dpi=160, format=path.suffix.lower().removeprefix(".") or "png")
