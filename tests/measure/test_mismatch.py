@@ -1,4 +1,4 @@
-"""Mismatch and snapshots, against numbers counted by hand and the definition written out."""
+"""Mismatch and snapshots, against numbers counted by hand and the definition."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from flashfl.core.errors import DataError
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
-from flashfl.measure.mismatch import _shared_on_device, counts_of, jaccard, pairwise, shared
+from flashfl.measure.mismatch import pairwise
 from flashfl.measure.snapshots import Snapshots, pack, unpack
-from flashfl.sparsity import layer_mismatch, mismatch
+from flashfl.sparsity import common, jaccard, layer_mismatch, mismatch
 
 LAYOUT = Layout.build({"prunable": [("a", (2, 2)), ("b", (4,))]})
 
@@ -22,17 +22,12 @@ def mask(*bits: int) -> Mask:
     return Mask(LAYOUT, torch.tensor(bits, dtype=torch.bool))
 
 
-def test_shared_counts_what_two_masks_have_in_common() -> None:
+def test_common_counts_weights_active_in_both_masks() -> None:
     before, after = mask(1, 1, 0, 0, 1, 0, 1, 0), mask(1, 0, 1, 0, 1, 1, 1, 0)
-    common, counts = shared(before, after)
-    assert common == (1, 2)
-    assert counts == (2, 3) == counts_of(after)
-    assert _shared_on_device(before, after) == (common, counts)
-    assert _shared_on_device(before, Mask(LAYOUT, after.bits, counts)) == (common, counts)
+    assert common(before, after) == (1, 2)
+    assert after.counts == (2, 3)
     assert jaccard(3, 4, 5) == pytest.approx(0.5) == pytest.approx(mismatch(before, after))
-    assert [jaccard(*x) for x in zip(common, (2, 2), counts, strict=True)] == pytest.approx(
-        layer_mismatch(before, after)
-    )
+    assert [jaccard(1, 2, 2), jaccard(2, 2, 3)] == pytest.approx(layer_mismatch(before, after))
 
 
 def test_two_empty_masks_do_not_differ() -> None:
@@ -52,7 +47,7 @@ def test_pairwise_is_the_definition_for_every_pair(rows: list[list[bool]]) -> No
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 9))
-def test_a_packed_mask_comes_back(size: int, density: float, seed: int) -> None:
+def test_packed_mask_round_trips(size: int, density: float, seed: int) -> None:
     bits = np.random.default_rng(seed).random(size) < density
     assert np.array_equal(unpack(pack(bits), size), bits)
 
@@ -62,7 +57,7 @@ def test_snapshots_are_near_the_entropy_bound() -> None:
     assert len(pack(bits)) < 1.02 * 1_000_000 * 0.2864 / 8
 
 
-def test_a_mask_that_stays_is_written_once(tmp_path) -> None:
+def test_unchanged_mask_is_written_once(tmp_path) -> None:
     store, bits = Snapshots(tmp_path / "s"), np.arange(100) % 7 == 0
     assert store.put(bits) == store.put(bits.copy())
     assert len(list((tmp_path / "s").iterdir())) == 1
@@ -70,7 +65,7 @@ def test_a_mask_that_stays_is_written_once(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"x123", b"gnot zlib", b"b12"])
-def test_a_damaged_snapshot_is_an_error_that_says_so(tmp_path, damage: bytes) -> None:
+def test_damaged_snapshot_raises(tmp_path, damage: bytes) -> None:
     store = Snapshots(tmp_path)
     name = store.put(np.arange(100) % 7 == 0)
     store.path(name).write_bytes(damage)
@@ -78,7 +73,7 @@ def test_a_damaged_snapshot_is_an_error_that_says_so(tmp_path, damage: bytes) ->
         store.get(name, 100)
 
 
-def test_a_snapshot_of_another_mask_is_found_out(tmp_path) -> None:
+def test_swapped_snapshot_raises(tmp_path) -> None:
     store = Snapshots(tmp_path)
     one, other = store.put(np.arange(100) % 7 == 0), store.put(np.arange(100) % 9 == 0)
     store.path(one).write_bytes(store.path(other).read_bytes())
@@ -86,6 +81,6 @@ def test_a_snapshot_of_another_mask_is_found_out(tmp_path) -> None:
         store.get(one, 100)
 
 
-def test_names_cannot_lead_out_of_the_folder(tmp_path) -> None:
+def test_snapshot_names_cannot_leave_the_folder(tmp_path) -> None:
     with pytest.raises(DataError, match="not the name"):
         Snapshots(tmp_path).get("../x", 8)

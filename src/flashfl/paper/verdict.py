@@ -16,12 +16,13 @@ _SAID = {  # how two methods stand: the beginning of the sentence, and the words
 
 def verdict(found: Mapping[str, Summary]) -> str:
     """How spdst and jmwst stand against pdst and nst. Only methods that were run are named."""
-    ours = [n for n in ("spdst", "jmwst") if n in found]
-    theirs = [n for n in ("pdst", "nst") if n in found]
+    accuracy = {name: 100 * s.accuracy for name, s in found.items() if s.accuracy is not None}
+    ours = [n for n in ("spdst", "jmwst") if n in accuracy]
+    theirs = [n for n in ("pdst", "nst") if n in accuracy]
     pairs: dict[str, list[str]] = {}
     for a, b in ((a, b) for a in ours for b in theirs):
         how = _standing(found[a], found[b])
-        values = [f"{n} ({100 * (found[n].accuracy or 0.0):.2f})" for n in (a, b)]
+        values = [f"{n} ({accuracy[n]:.2f})" for n in (a, b)]
         pairs.setdefault(how, []).append(f" {_SAID[how][1]} ".join(values))
     if list(pairs) == ["above"]:
         which, end = ("methods that agree", "end") if len(ours) > 1 else ("a method that agrees", "ends")
