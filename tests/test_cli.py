@@ -55,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 1) -> s
     return lines[0]
 
 
-# -- help --------------------------------------------------------------------------------------------------------
+# -- help ---------------------------------------------------------------------------------------------------------
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,7 +401,7 @@ def test_central_is_one_client_with_all_data(tmp_path: Path, capsys: pytest.Capt
     assert [r.cohort for r in Results.read(tmp_path / "x").rounds] == [(0,), (0,)]
 
 
-# -- custom methods -----------------------------------------------------------------------------------------
+# -- custom methods -----------------------------------------------------------------------------------------------
 
 OWN = """
 from dataclasses import dataclass, field

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashfl as fl
-from flashfl.core.layout import Layout
 from flashfl.core.exchange import Local
+from flashfl.core.layout import Layout
 from flashfl.data.task import Task
 from flashfl.measure.flops import Cost, layer_costs, order_flops, sample_flops, samples_of, task_costs
 from flashfl.models import build_model

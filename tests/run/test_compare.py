@@ -76,7 +76,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     assert Results.read(folder / "pdst-seed0").end is None
 
 
-# -- runs that are there -----------------------------------------------------------------------------------------------------
+# -- runs that are there ------------------------------------------------------------------------------------------
 
 
 def test_runs_with_the_same_code_are_reused(
@@ -238,7 +238,7 @@ def test_code_is_recorded_beside_the_settings(tmp_path: Path) -> None:
     assert export_run(tmp_path / "pdst-seed0").exists()
 
 
-# -- the table and the verdict -----------------------------------------------------------------------------------------
+# -- the table and the verdict ------------------------------------------------------------------------------------
 
 
 def some(*accuracies: float) -> Summary:
