@@ -7,7 +7,7 @@ import io
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from .report.command import add_commands
 from .run.datacli import add_data
 
 if TYPE_CHECKING:
+    from .report.load import Published
     from .run.config import RunConfig
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
@@ -124,7 +125,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW].safetensors)")
     export.add_argument("--view", default="", help="export another model than the reported one, e.g. 'density 0.1'")
     add_data(add)
-    add_commands(add)
+    add_commands(add, _published)
     methods = add("methods", _methods, "list every method with its settings and defaults")
     add("settings", _settings, "list every setting of training and tasks with its default")
     for command in (run, comparison):
@@ -138,6 +139,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
         command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
     return parser, made
+
+
+def _published(settings: Mapping[str, Any]) -> Published:
+    from .paper.published import lookup
+
+    return lookup(settings)
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
@@ -213,7 +220,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     if text := verdict(found):
         print(text)
     print(f"results in {args.out}")
-    if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
+    if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder], _published):
         print(f"page: {page}")
     return 0
 

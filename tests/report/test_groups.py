@@ -15,12 +15,14 @@ import pytest
 
 from flashfl import PDST, HeteroJMWST, PruneRegrow, simulate, tasks
 from flashfl.cli import main
+from flashfl.data.task import Task
 from flashfl.paper import published
 from flashfl.report import figures
 from flashfl.report.groups import groups_of, groups_table, rounds_table
 from flashfl.report.load import Found, load
 from flashfl.report.page import page_data
 from flashfl.report.watch import Feed
+from tests.conftest import DropoutNet, blobs
 from tests.report.runs import edited
 
 
@@ -48,7 +50,7 @@ def test_python_runs_on_other_tasks_are_not_averaged(from_python: Path) -> None:
     seeds = {label: row[0] for label, row in rows_of(found).items()}
     assert seeds == {"pdst · alpha 0.1": "2", "pdst · alpha 100.0": "1"}
     assert found.problems == []
-    assert published.match(found.runs[0].settings) is None
+    assert published.lookup(found.runs[0].settings).mean is None
 
 
 def _config(header: dict[str, Any], **changed: Any) -> dict[str, Any]:
@@ -235,3 +237,13 @@ def test_watch_follows_run_at_any_depth(compared: Path, tmp_path: Path) -> None:
     assert feed.data()["groups"][1]["rounds"] == "2 of 5"
     shutil.copy(compared / "nst-seed1" / "results.jsonl", deep / "b" / "results.jsonl")
     assert [(g["label"], g["seeds"]) for g in feed.data()["groups"]] == [("nst", 2)]
+
+
+def test_custom_tasks_with_other_data_are_not_averaged(tmp_path: Path) -> None:
+    """Model, name and numbers of samples are the same."""
+    first = [blobs(8, (6,), i) for i in range(3)]
+    other = [(x, y.flip(0)) for x, y in first]
+    for i, (clients, seed) in enumerate(((first, 0), (first, 1), (other, 2))):
+        task = Task(DropoutNet, clients, blobs(9, (6,), 9))
+        simulate(PDST(0.3), task, 1, folder=tmp_path / str(i), per_round=2, seed=seed, workers=1, device="cpu")
+    assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2, 1]

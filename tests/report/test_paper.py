@@ -12,7 +12,7 @@ from flashfl.data import registry
 from flashfl.paper import cells, published
 from flashfl.report import figures
 from flashfl.report.groups import groups_of, groups_table
-from flashfl.report.load import load
+from flashfl.report.load import Published, load
 from flashfl.run.config import load_toml, make_config
 from flashfl.run.track import flat
 from tests.report.runs import edited
@@ -34,14 +34,13 @@ SETTING: dict[str, Any] = {
     ({"method.name": "hetero-spdst", "method.densities": [0.1, 0.15, 0.2]}, 86.16),
 ])  # fmt: skip
 def test_paper_figure_is_found_only_for_its_settings(change: dict[str, Any], mean: float | None) -> None:
-    found = published.match({**SETTING, **change})
-    assert (found and found.mean) == mean
-    assert not found or found.differs == ()
+    found = published.lookup({**SETTING, **change})
+    assert found.mean == mean
+    assert found.differs == ()
 
 
 def test_other_model_and_rounds_are_named() -> None:
-    found = published.match({**SETTING, "train.rounds": 60, "task.model": "vgg16"})
-    assert found
+    found = published.lookup({**SETTING, "train.rounds": 60, "task.model": "vgg16"})
     assert found.differs == ("model vgg16 here, resnet18 there", "rounds 60 here, 600 there")
 
 
@@ -61,31 +60,28 @@ def test_other_model_and_rounds_are_named() -> None:
 def test_every_change_of_the_paper_configuration_is_named(option: str, said: str) -> None:
     words = option.split()
     change = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    found = published.match(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
-    assert found
+    found = published.lookup(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
     assert said in found.differs
     assert all("shares" in other for other in found.differs if other != said)
 
 
 def test_device_and_speed_settings_are_no_change() -> None:
     change = {"device": "cpu", "workers": "3", "seed": "4", "eval_every": "7", "precision": "fp32", "track": "mlflow"}
-    found = published.match(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
-    assert found == published.Published(85.64, 0.58, ())
+    found = published.lookup(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
+    assert found == Published(85.64, 0.58, (), 19.5)
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100", "tinyimagenet", "femnist", "sst2"])
 def test_paper_configuration_files_match_the_paper(name: str) -> None:
-    found = published.match(flat(make_config(load_toml(PAPER / f"{name}.toml"), {}).to_json()))
-    assert found
+    found = published.lookup(flat(make_config(load_toml(PAPER / f"{name}.toml"), {}).to_json()))
     assert found.differs == ()
 
 
 @pytest.mark.parametrize("table", cells.table_names())
 def test_every_cell_matches_its_own_figure(table: str) -> None:
     for cell in cells.load_table(table).cells:
-        found = published.match(flat(cell.config(seed=1).to_json()))
+        found = published.lookup(flat(cell.config(seed=1).to_json()))
         if cell.paper:
-            assert found
             assert (found.mean, found.differs) == (cell.paper["mean"], ())
 
 
@@ -104,9 +100,9 @@ def test_config_files_repeat_the_settings_of_cells(name: str) -> None:
 def test_paper_figure_is_not_shown_beside_another_model(compared: Path, tmp_path: Path) -> None:
     for model, known in (("resnet18", True), ("vgg16", False)):
         told = make_config(load_toml(PAPER / "cifar10.toml"), {"model": model}).to_json()
-        found = load([edited(compared / "spdst-seed0", tmp_path / model, partial(dict, config=told))])
+        found = load([edited(compared / "spdst-seed0", tmp_path / model, partial(dict, config=told))], published.lookup)
         assert ("85.64 ± 0.58" in groups_table(found).markdown()) is known
-        assert (published.saving(found.runs[0].settings) is not None) is known
+        assert (found.runs[0].published.saving is not None) is known
         axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
         figures.accuracy_rounds(axes, groups_of(found.runs))
         assert bool(axes.containers) is known  # the diamond with its error bar

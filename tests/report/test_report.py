@@ -21,7 +21,7 @@ from flashfl.core.errors import ConfigError, FlashError
 from flashfl.report import curves, figures
 from flashfl.report.command import page_for
 from flashfl.report.groups import groups_of, groups_table, rounds_table, summary_of
-from flashfl.report.load import load
+from flashfl.report.load import load, nothing_published
 from flashfl.report.page import page, page_data, script_json
 from flashfl.report.table import Entry, Table
 from flashfl.report.watch import Feed, serve
@@ -39,7 +39,7 @@ def test_comparison_writes_a_page(compared: Path) -> None:
 def test_unwritable_page_is_a_warning(compared: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="could not be written"):
-        assert page_for(tmp_path / "file" / "below", [compared / "nst-seed0"]) is None
+        assert page_for(tmp_path / "file" / "below", [compared / "nst-seed0"], nothing_published) is None
 
 
 def test_seeds_are_one_group_and_settings_separate_groups(compared: Path, tmp_path: Path) -> None:

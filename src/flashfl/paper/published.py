@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from ..data import registry
 from ..methods import METHODS
+from ..report.load import Published
 from ..run.track import flat
 from .cells import Cell, load_table, table_names
 
@@ -27,29 +28,17 @@ _UNSTATED = ("train.lr", "train.lr_end")  # for SST-2
 _OF_BYTES = ("task.model", "task.prunable", "train.values")
 
 
-@dataclass(frozen=True)
-class Published:
-    """The paper's accuracy in percent. `differs` names the settings in which the run is not the paper's."""
-
-    mean: float
-    std: float | None
-    differs: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return f"{self.mean:.2f}" + ("" if self.std is None else f" ± {self.std:.2f}")
-
-
-def match(settings: Mapping[str, Any]) -> Published | None:
-    """The paper's accuracy for the same data, split, method and density, if it reports one."""
+def lookup(settings: Mapping[str, Any]) -> Published:
+    """The paper's accuracy for the same data, split, method and density, and its saving of bytes, if it has them."""
+    saving = _saving(settings)
     for at, cell in enumerate(_cells()):
         if cell.paper and _same_data(cell, settings) and _same_method(cell, settings):
             differs = _differences(_settings(at), settings)
-            return Published(cell.paper["mean"], cell.paper.get("std"), tuple(differs.values()))
-    return None
+            return Published(cell.paper["mean"], cell.paper.get("std"), tuple(differs.values()), saving)
+    return Published(saving=saving)
 
 
-def saving(settings: Mapping[str, Any]) -> float | None:
+def _saving(settings: Mapping[str, Any]) -> float | None:
     """How many times fewer bytes the paper says this method sends with this model, if it says so."""
     for at, cell in enumerate(_cells()):
         stated = cell.paper and cell.paper.get("up")

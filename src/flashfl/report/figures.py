@@ -11,7 +11,6 @@ from typing import Any
 
 from ..core.errors import ConfigError, FlashError, unknown
 from ..core.files import put
-from ..paper import published
 from . import curves
 from .groups import Groups, groups_of, titled
 from .load import RunData
@@ -28,8 +27,8 @@ def accuracy_rounds(axes: Any, groups: Groups) -> None:
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
         _line(axes, shown["round"], shown, label, _ink(i))
-        there = published.match(runs[0].settings)
-        if there and not there.differs and shown["round"]:
+        there = runs[0].published
+        if there.applies and shown["round"]:
             at = shown["round"][-1]
             axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
     axes.set(xlabel="round", ylabel="accuracy (%)")

@@ -8,10 +8,9 @@ from typing import Any
 
 from ..core.record import RoundRecord
 from ..methods import METHODS
-from ..paper import published
 from .load import ELSEWHERE, Found, RunData
 from .summary import PHASES, Summary, summarise
-from .table import Entry, Table, Value, summary_table
+from .table import Entry, Table, Value, summary_table, with_spread
 
 DIGESTS = ("task.layout", "task.holdings", "task.samples")  # they tell runs apart, but tell a reader nothing
 Groups = Mapping[str, Sequence[RunData]]
@@ -111,17 +110,16 @@ def groups_table(found: Found, marked: bool = False) -> Table:
     """
     groups = titled(groups_of(found.runs))
     table = summary_table({label: summary_of(runs) for label, runs in groups.items()}, _COLUMNS)
-    theirs = {label: published.match(runs[0].settings) for label, runs in groups.items()}
     entries, notes = [], []
     for label, runs in groups.items():
-        there = theirs[label]
-        if there is None or (there.differs and not marked):
-            entries.append(Entry("–"))
+        there = runs[0].published
+        if there.mean is not None and (marked or there.applies):
+            text = with_spread(there.mean, there.std) + (" †" if there.differs else "")
+            entries.append(Entry(text, there.mean))
         else:
-            entries.append(Entry(there.text + (" †" if there.differs else ""), there.mean))
-            notes += [f"† {label}: {'; '.join(there.differs)}."] if there.differs else []
-        if marked and (times := published.saving(runs[0].settings)) is not None:
-            notes.append(f"{label}: the paper states a saving of {times:g}×.")
+            entries.append(Entry("–"))
+        notes += [f"† {label}: {'; '.join(there.differs)}."] if there.differs else []
+        notes += [f"{label}: the paper states a saving of {there.saving:g}×."] if there.saving is not None else []
     if not marked:
         notes = [f"not shown: {problem.why}" for problem in found.problems]
     at = table.head.index("density")

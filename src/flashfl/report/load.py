@@ -6,7 +6,7 @@ import ast
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,28 @@ MOST_MASKS = 48  # a heatmap with more rows cannot be read on a screen
 
 
 @dataclass(frozen=True)
+class Published:
+    """What a paper reports for the settings of a run. `differs` names the settings in which the run is another."""
+
+    mean: float | None = None  # accuracy in percent
+    std: float | None = None
+    differs: tuple[str, ...] = ()
+    saving: float | None = None
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is a figure for exactly these settings."""
+        return self.mean is not None and not self.differs
+
+
+Lookup = Callable[[Mapping[str, Any]], Published]
+
+
+def nothing_published(settings: Mapping[str, Any]) -> Published:
+    return Published()
+
+
+@dataclass(frozen=True)
 class Problem:
     """A folder that cannot be shown, and why."""
 
@@ -45,6 +67,7 @@ class RunData:
     rounds: list[RoundRecord]
     end: Mapping[str, Any] | None
     written: float = 0.0  # when the results file last changed, in seconds
+    lookup: Lookup = nothing_published
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -95,6 +118,10 @@ class RunData:
         return [record for record in self.rounds if record.counts]
 
     @cached_property
+    def published(self) -> Published:
+        return self.lookup(self.settings)
+
+    @cached_property
     def numbers(self) -> Numbers:
         return numbers_of(self.header, self.rounds)
 
@@ -136,15 +163,16 @@ class Found:
     problems: list[Problem] = field(default_factory=list)
 
 
-def load(paths: Iterable[Path]) -> Found:
+def load(paths: Iterable[Path], lookup: Lookup = nothing_published) -> Found:
     """Every run in these folders. A folder may be a run or hold runs; if it is neither, that is a problem.
 
-    If several runs have the same settings and seed, one counts. The others are problems too.
+    If several runs have the same settings and seed, one counts. The others are problems too. lookup: finds what a paper
+    reports for the settings of a run.
     """
     found = Found()
     for folder in folders(paths):
         try:
-            found.runs.append(_read(folder))
+            found.runs.append(_read(folder, lookup))
         except FlashError as error:
             found.problems.append(Problem(str(folder), str(error)))
         except Exception as error:  # a damaged file must not hide the other runs
@@ -197,10 +225,10 @@ def _once(found: Found) -> None:
                 found.problems.append(Problem(str(run.folder), why))
 
 
-def _read(folder: Path) -> RunData:
+def _read(folder: Path, lookup: Lookup) -> RunData:
     """A run that can be shown, or the error that says what is missing."""
     found = Results.read(folder)
-    run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime)
+    run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime, lookup)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
     _try(run)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from ..measure.comms import per_client
-from ..paper import published
 from . import curves
 from .groups import groups_of, groups_table, rounds_of, state_of
 from .load import Found, RunData
@@ -90,13 +89,12 @@ def _group(label: str, runs: Sequence[RunData], heat: Heat) -> dict[str, Any]:
     rounds = shown["round"]
     shown |= {k: curves.mean_at([curves.total_bytes(run, k) for run in runs], rounds) for k in ("up", "down")}
     last = max(runs, key=lambda run: len(run.counted))
-    theirs = published.match(last.settings)
     return {
         "label": label,
         "seeds": len(runs),
         "state": state_of(runs),
         "rounds": rounds_of(runs),
-        "paper": theirs and asdict(theirs),
+        "paper": asdict(last.published) if last.published.mean is not None else None,
         "accuracy": shown,
         "mismatch": curves.band([curves.mismatch(run) for run in runs]),
         "layers": last.layers,

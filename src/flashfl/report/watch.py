@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..core.errors import ConfigError
 from ..run.results import RESULTS
-from .load import RunData, folders, load
+from .load import Lookup, RunData, folders, load, nothing_published
 from .page import clean, page, page_data
 
 REFRESH_MS = 2000
@@ -22,8 +22,8 @@ _HOSTS = ("127.0.0.1", "localhost")
 class Feed:
     """The page's data for a folder of runs, computed again only when a results file has changed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, lookup: Lookup = nothing_published) -> None:
+        self.folder, self.lookup = folder, lookup
         self._lock = threading.Lock()
         self._stamp, self._data = "", {}  # type: str, dict[str, Any]
         self._heats: dict[tuple[str, ...], tuple[list[int], Any]] = {}
@@ -32,7 +32,11 @@ class Feed:
         with self._lock:
             stamp = self._now()
             if stamp != self._stamp:
-                self._data = {**page_data(load([self.folder]), self._heat), "live": REFRESH_MS, "stamp": stamp}
+                self._data = {
+                    **page_data(load([self.folder], self.lookup), self._heat),
+                    "live": REFRESH_MS,
+                    "stamp": stamp,
+                }
                 self._stamp = stamp
             return self._data
 
@@ -88,11 +92,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: a line for every refresh would hide what matters."""
 
 
-def serve(folder: Path, port: int = 8327, ready: Callable[[str], None] = print) -> ThreadingHTTPServer:
+def serve(
+    folder: Path, port: int = 8327, ready: Callable[[str], None] = print, lookup: Lookup = nothing_published
+) -> ThreadingHTTPServer:
     """A server for this folder that only this machine can reach. `ready` gets its address."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: give the folder of your runs, for example runs")
-    handler = type("Handler", (_Handler,), {"feed": Feed(folder)})
+    handler = type("Handler", (_Handler,), {"feed": Feed(folder, lookup)})
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port {port}: must be between 0 and 65535")
     try:
