@@ -109,7 +109,7 @@ def _attention(
 
 
 def task_costs(task: Any) -> dict[str, Cost]:
-    """`layer_costs` of a task's model on one of its samples. Empty if there is no sample."""
+    """`layer_costs` of a task's model on one of its samples; empty where there is no sample to try."""
     for source in [*task.judges, *task.train]:
         if len(source):
             inputs, _ = source.fetch(torch.arange(1))
