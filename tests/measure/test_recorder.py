@@ -20,6 +20,10 @@ from flashfl.run.results import Results
 SETTINGS: dict[str, Any] = {"per_round": 3, "batch": 4, "workers": 1, "eval_every": 2, "device": "cpu"}
 
 
+class Stopped(Exception):
+    """Ends a run in the middle."""
+
+
 def records(folder: Path) -> list[RoundRecord]:
     """The rounds of a run without their times."""
     return [replace(record, seconds=dict.fromkeys(record.seconds, 0.0)) for record in Results.read(folder).rounds]
@@ -82,11 +86,11 @@ def test_resumed_run_has_the_same_records(small_task: Task, tmp_path: Path) -> N
 
     def stop(state: fl.State, record: RoundRecord) -> None:
         if state.counted == 5:
-            raise KeyboardInterrupt
+            raise Stopped
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fl.simulate(method, small_task, 8, folder=whole, **SETTINGS)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         fl.simulate(method, small_task, 8, folder=parts, watch=stop, checkpoint_every=2, **SETTINGS)
     fl.simulate(method, small_task, 8, folder=parts, resume=True, checkpoint_every=2, **SETTINGS)
     assert records(whole) == records(parts)

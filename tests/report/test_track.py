@@ -18,6 +18,10 @@ from flashfl.run.track import Tracking, values_of
 SETTINGS: dict[str, Any] = {"per_round": 2, "batch": 4, "workers": 1, "device": "cpu", "eval_every": 1}
 
 
+class Stopped(Exception):
+    """Ends a run in the middle."""
+
+
 def scalars(folder: Path, tag: str) -> dict[int, float]:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
@@ -31,10 +35,10 @@ def test_tensorboard_shows_every_round_once_after_a_resume(small_task: Task, tmp
 
     def stop(state: Any, record: Any) -> None:
         if state.round == 3:
-            raise KeyboardInterrupt
+            raise Stopped
 
     method, settings = fl.NST(density=0.3), {**SETTINGS, "track": "tensorboard", "checkpoint_every": 2}
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         fl.simulate(method, small_task, 5, folder=tmp_path, watch=stop, **settings)
     fl.simulate(method, small_task, 5, folder=tmp_path, resume=True, **settings)
     rounds = Results.read(tmp_path).rounds

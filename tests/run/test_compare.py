@@ -61,17 +61,21 @@ def edit(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return changed
 
 
+class Stopped(Exception):
+    """Ends a run in the middle."""
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """A comparison of one run, cut off after its second round."""
     calls = iter(range(9))
 
     def stop(self: object, state: object, line: object) -> None:
         if next(calls) == 1:
-            raise KeyboardInterrupt
+            raise Stopped
 
     with monkeypatch.context() as patch:
         patch.setattr("flashfl.run.progress.Display.__call__", stop)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Stopped):
             compare(base, ["pdst"], [0], folder)
     assert Results.read(folder / "pdst-seed0").end is None
 
@@ -198,11 +202,11 @@ def test_resume_with_other_code_warns_and_matches_neither(
     changed = pytest.warns(RuntimeWarning, match=r"the code of flashfl changed since this run began")
 
     def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise Stopped
 
     with pytest.MonkeyPatch.context() as before:
         before.setattr(CPUEngine, "train", interrupted)
-        with changed, pytest.raises(KeyboardInterrupt):
+        with changed, pytest.raises(Stopped):
             comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)
     assert Results.read(folder).header["code"] == old, "no round is of the other code yet"
     with changed:
