@@ -21,7 +21,7 @@ import torch
 from gpu_round import round_of, task_of, timed
 
 from flashfl import aggregate
-from flashfl.engine import counting as counts
+from flashfl.engine import counting as accounting
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.gpu.batched import Batched
 from flashfl.engine.gpu.lanes import Lanes
@@ -67,11 +67,11 @@ def waits(work: Callable[[], Any]) -> None:
 
 def counting(work: Callable[[], Any], rounds: int) -> None:
     """Rounds with and without counting, in turn: sizes of masks on the device, of messages on the host."""
-    ways = {True: (counts.mask_sizes, counts.size_with), False: (_no_sizes, lambda *_: Parts())}
+    ways = {True: (accounting.mask_sizes, accounting.size_with), False: (_no_sizes, lambda *_: Parts())}
     spent: dict[bool, list[float]] = {True: [], False: []}
     for at in range(2 * rounds):
         counts = at % 2 == 0
-        counts.mask_sizes, counts.size_with = ways[counts]  # type: ignore[assignment]
+        accounting.mask_sizes, accounting.size_with = ways[counts]  # type: ignore[assignment]
         spent[counts].append(timed(work, 1))
     counted, plain = statistics.median(spent[True]), statistics.median(spent[False])
     print(f"{1000 * counted:.2f} ms a round, {1000 * plain:.2f} without counting: {100 * (counted / plain - 1):+.1f} %")
@@ -125,9 +125,9 @@ def main() -> None:
         (Batched, "advance", "advance (training steps)"), (Batched, "_stage", "  stage"),
         (PruneRegrow, "move", "move"), (PruneRegrow, "_shares", "  shares"), (rules, "hash_rows", "  hash"),
         (rules, "lowest_by_layer", "  select"), (Stack, "load", "stack load"), (Stack, "read", "stack read"),
-        (Stack, "logical", "stack logical"), (counts, "mask_sizes", "count mask bytes"),
-        (counts.Counting, "received", "received"), (counts.Counting, "close", "close"),
-        (counts.Counting, "_add", "  add"),
+        (Stack, "logical", "stack logical"), (accounting, "mask_sizes", "count mask bytes"),
+        (accounting.Counting, "received", "received"), (accounting.Counting, "close", "close"),
+        (accounting.Counting, "_add", "  add"),
         (aggregate, "fedavg", "average"), (jmwst, "top_mask", "top mask"),
     ]  # fmt: skip
     for owner, name, label in parts:

@@ -1,4 +1,4 @@
-"""The command line, in process: what it prints, what it returns, and one clear line for whatever is wrong."""
+"""The command line: what it prints, what it returns, and one clear line for each error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from safetensors import safe_open
@@ -19,7 +19,7 @@ from flashfl import cli
 from flashfl.core.parts import _PARTS
 from flashfl.run import compare as comparing
 from flashfl.run.config import RunConfig
-from flashfl.run.results import read_run
+from flashfl.run.results import Results
 
 TINY = [
     "--rounds", "2", "--per-round", "2", "--clients", "4", "--limit", "80", "--max-steps", "1", "--eval-every", "1",
@@ -36,8 +36,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+def end_of(folder: Path) -> dict[str, Any]:
+    """The last line of a run's results."""
+    end = Results.read(folder).end
+    assert end is not None
+    return end
+
+
 def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 1) -> str:
-    """The one line a refused command says."""
+    """The one line that a failing command prints."""
     assert cli.main([*words]) == code
     said = capsys.readouterr()
     assert not said.out
@@ -48,7 +55,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 1) -> s
     return lines[0]
 
 
-# -- words --------------------------------------------------------------------------------------------------------
+# -- help ---------------------------------------------------------------------------------------------------------
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,12 +89,12 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert "usage: flashfl" in capsys.readouterr().out
 
 
-def test_nothing_is_answered_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     assert "usage: flashfl" in capsys.readouterr().out
 
 
-def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["train"])
     assert caught.value.code == 2
@@ -121,7 +128,7 @@ class Needy(fl.Method):
         return fl.PDST(density=self.density).aggregate(s, sums)
 
 
-def test_a_method_may_have_settings_without_a_default(
+def test_method_settings_without_a_default_are_required(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(fl.METHODS, "needy", Needy)
@@ -137,7 +144,7 @@ def test_a_method_may_have_settings_without_a_default(
     assert cli.main(["run", "--method", "needy", "--density", "0.3", "--out", "b", "--quiet", *words]) == 0
 
 
-def test_settings_lists_every_setting_and_each_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["settings"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     listed = {line[0][2:].replace("-", "_") for line in lines if line and line[0].startswith("--")}
@@ -155,7 +162,7 @@ def test_run_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "density 0.0200" in said.out, "the embedded task's default"
     assert "results in one" in said.out
     assert "round 2/2" in said.err
-    end = read_run(tmp_path / "one")["end"]
+    end = end_of(tmp_path / "one")
     assert f"checksum {end['checksum']}" in said.out
 
     assert cli.main(["export", "one"]) == 0
@@ -166,7 +173,9 @@ def test_run_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks) == pytest.approx(0.02, abs=1e-4)
 
 
-def test_a_run_is_replaced_only_by_one_that_can_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overwrite_keeps_the_old_run_if_the_new_one_cannot_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["run", *TINY, "--out", "one"]) == 0
     before = sorted(path for path in (tmp_path / "one").rglob("*") if path.is_file())
     capsys.readouterr()
@@ -182,7 +191,7 @@ def test_a_run_is_replaced_only_by_one_that_can_begin(tmp_path: Path, capsys: py
     assert not (tmp_path / "one" / "model.safetensors").exists(), "that of the run before"
 
 
-def test_a_data_sets_path_is_no_place_for_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_data_set_does_not_become_a_path_of_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = pytest.importorskip("PIL.Image")
     for name in ("a/1.png", "b/1.png", "a/2.png", "b/2.png"):
         path = tmp_path / "ü b" / "img" / name
@@ -200,7 +209,7 @@ def test_a_data_sets_path_is_no_place_for_results(tmp_path: Path, capsys: pytest
     assert [path.name for path in (tmp_path / "deep" / "runs").iterdir()] == ["folder-..-ü-b-img-dense-seed0"]
 
 
-def test_what_an_encoding_cannot_say_does_not_end_a_command(tmp_path: Path) -> None:
+def test_unencodable_character_does_not_end_a_command(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "flashfl.cli", "reproduce", "main", "--dataset", "mnist", "--results"]
     made = subprocess.run(
         [*words, str(Path(__file__).parents[1] / "results")], env={**os.environ, "PYTHONIOENCODING": "ascii"},
@@ -210,7 +219,7 @@ def test_what_an_encoding_cannot_say_does_not_end_a_command(tmp_path: Path) -> N
     assert b" ? " in made.stdout
 
 
-def test_quiet_shows_the_final_line_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_shows_only_the_final_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", *PLAIN, "--method", "dense", "--quiet"]) == 0
     said = capsys.readouterr()
     assert not said.err
@@ -218,18 +227,18 @@ def test_quiet_shows_the_final_line_only(capsys: pytest.CaptureFixture[str]) -> 
     assert "results in runs/digits-dense-seed0" in said.out
 
 
-def test_a_file_and_settings_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_file_with_settings_in_every_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.toml").write_text("[train]\nrounds = 9\n[method]\nname = 'jmwst'\ndensity = 0.5\n")
     words = ["run", "c.toml", *TINY, "--out", "x", "--quiet", "--density=0.3", "--adapt.growth", "gradient", "--seed=4"]
     assert cli.main(words) == 0
-    config = read_run(tmp_path / "x")["header"]["config"]
+    config = Results.read(tmp_path / "x").header["config"]
     assert config["method"]["name"] == "jmwst"
     assert config["method"]["density"] == 0.3
     assert config["method"]["adapt"]["growth"] == "gradient"
     assert (config["train"]["rounds"], config["train"]["seed"]) == (2, 4)
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten_unasked(
+def test_folder_with_a_run_is_not_overwritten_without_the_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["run", *PLAIN, "--method", "pdst", "--out", "x", "--quiet"]
@@ -243,11 +252,11 @@ def test_a_folder_that_holds_a_run_is_not_overwritten_unasked(
     assert "--overwrite" in said
     assert (tmp_path / "x" / "results.jsonl").read_bytes() == before
     assert cli.main([*words, "--overwrite", "--seed", "5"]) == 0
-    assert read_run(tmp_path / "x")["header"]["config"]["train"]["seed"] == 5
+    assert Results.read(tmp_path / "x").header["config"]["train"]["seed"] == 5
     assert (tmp_path / "x" / "notes.txt").read_text() == "mine"
 
 
-def test_interrupted_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupted_run_resumes_to_the_same_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["run", *TINY, "--rounds", "4", "--method", "jmwst", "--quiet"]
     assert cli.main([*words, "--out", "whole"]) == 0
     capsys.readouterr()
@@ -258,13 +267,13 @@ def test_interrupted_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[
             if next(calls) == 2:
                 signal.raise_signal(signal.SIGTERM)
 
-        patch.setattr("flashfl.run.display.Display.__call__", interrupt)
+        patch.setattr("flashfl.run.progress.Display.__call__", interrupt)
         assert cli.main([*words, "--out", "cut"]) == 130
     said = capsys.readouterr()
-    assert said.err.strip() == "flashfl: interrupted; if a round had ended, --resume goes on from there"
-    assert len(read_run(tmp_path / "cut")["rounds"]) == 3
+    assert said.err.strip() == "flashfl: interrupted; continue with --resume if a round has finished"
+    assert len(Results.read(tmp_path / "cut").rounds) == 3
     assert cli.main([*words, "--out", "cut", "--resume"]) == 0
-    ends = [read_run(tmp_path / name)["end"] for name in ("whole", "cut")]
+    ends = [end_of(tmp_path / name) for name in ("whole", "cut")]
     assert ends[0]["checksum"] == ends[1]["checksum"]
     assert ends[0]["bytes"] == ends[1]["bytes"]
 
@@ -273,8 +282,8 @@ def test_interrupted_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("words", "said"),
     [
         (["run", "--denisty", "0.1"], "unknown option 'denisty': did you mean 'density'?"),
-        (["run", "--density", "2"], "density = 2.0: must be above 0 and at most 1"),
-        (["run", "--density", "0"], "density = 0.0: must be above 0"),
+        (["run", "--density", "2"], "density = 2.0: must be a number above 0 and at most 1"),
+        (["run", "--density", "0"], "density = 0.0: must be a number above 0"),
         (["run", "--density"], "--density needs a value: --density VALUE"),
         (["run", "--static-bn", "--rounds", "3"], "--static-bn needs a value"),
         (["run", "--rounds", "ten"], "--rounds ten: expected int"),
@@ -293,7 +302,7 @@ def test_interrupted_then_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["reproduce", "tabel"], "unknown table 'tabel'"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in refused(capsys, *words)
     assert not Path("runs/compare").exists(), "and nothing has been run"
 
@@ -301,7 +310,7 @@ def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.C
 # -- compare ------------------------------------------------------------------------------------------------------
 
 
-def test_compare_prints_a_table_and_does_nothing_twice(
+def test_compare_prints_a_table_and_runs_nothing_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["compare", *TINY, "--methods", "dense,nst,spdst", "--seeds", "2", "--out", "c", "--density", "0.1"]
@@ -309,13 +318,13 @@ def test_compare_prints_a_table_and_does_nothing_twice(
     first = capsys.readouterr()
     assert "[6/6] spdst seed 1" in first.err
     for name in ("dense", "nst", "spdst"):
-        assert f"│ {name} " in first.out
-    assert "mask mismatch" in first.out
+        assert f"\n{name} " in first.out
+    assert max(map(len, first.out.split("\n\n")[1].splitlines())) <= 80
     assert "paper" in first.out, "it says how the ordering stands against the paper's"
     for name, density in (("dense", 1.0), ("spdst", 0.1)):
-        ends = [read_run(tmp_path / "c" / f"{name}-seed{seed}") for seed in (0, 1)]
-        assert ends[0]["end"]["checksum"] != ends[1]["end"]["checksum"]
-        assert ends[0]["rounds"][-1]["density"] == pytest.approx(density, abs=1e-3)
+        folders = [tmp_path / "c" / f"{name}-seed{seed}" for seed in (0, 1)]
+        assert end_of(folders[0])["checksum"] != end_of(folders[1])["checksum"]
+        assert Results.read(folders[0]).rounds[-1].density == pytest.approx(density, abs=1e-3)
 
     def never(*given: object, **named: object) -> object:
         raise AssertionError("nothing is left to run")
@@ -323,11 +332,11 @@ def test_compare_prints_a_table_and_does_nothing_twice(
     monkeypatch.setattr(comparing, "simulate", never)
     assert cli.main(words) == 0
     again = capsys.readouterr()
-    assert again.err.count(": taken from the run in c/") == len(again.err.splitlines()) == 6
+    assert again.err.count(": reused from c/") == len(again.err.splitlines()) == 6
     assert again.out == first.out
 
 
-def test_compare_goes_on_where_it_was_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_continues_after_an_interruption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["compare", *PLAIN, "--rounds", "4", "--methods", "dense,pdst", "--seeds", "1", "--quiet"]
     assert cli.main([*words, "--out", "whole"]) == 0
     rounds = []
@@ -338,17 +347,17 @@ def test_compare_goes_on_where_it_was_interrupted(tmp_path: Path, capsys: pytest
             if len(rounds) == 6:
                 signal.raise_signal(signal.SIGTERM)
 
-        patch.setattr("flashfl.run.display.Display.__call__", count)
+        patch.setattr("flashfl.run.progress.Display.__call__", count)
         assert cli.main([*words, "--out", "cut"]) == 130
-        assert capsys.readouterr().err.strip().endswith("the same command goes on from here")
+        assert capsys.readouterr().err.strip().endswith("run the same command again to continue")
         assert cli.main([*words, "--out", "cut"]) == 0
     assert len(rounds) == 8, "no round is done twice"
     for name in ("dense-seed0", "pdst-seed0"):
-        ends = [read_run(tmp_path / each / name)["end"] for each in ("whole", "cut")]
+        ends = [end_of(tmp_path / each / name) for each in ("whole", "cut")]
         assert ends[0]["checksum"] == ends[1]["checksum"]
 
 
-def test_compare_replaces_runs_of_other_settings_only_when_told(
+def test_compare_replaces_other_settings_only_with_overwrite(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["compare", *PLAIN, "--methods", "pdst", "--seeds", "1", "--out", "c", "--quiet"]
@@ -357,21 +366,21 @@ def test_compare_replaces_runs_of_other_settings_only_when_told(
     assert "c/pdst-seed0 holds a run with other settings" in capsys.readouterr().err
     assert cli.main([*words, "--rounds", "1", "--overwrite"]) == 0
     capsys.readouterr()
-    run = read_run(tmp_path / "c" / "pdst-seed0")
-    assert len(run["rounds"]) == 1
+    run = Results.read(tmp_path / "c" / "pdst-seed0")
+    assert len(run.rounds) == 1
     names = sorted(p.name for p in (tmp_path / "c" / "pdst-seed0" / "checkpoints").glob("*.json"))
     assert names == ["checkpoint-00000001.json"]
     assert cli.main(["export", "c/pdst-seed0"]) == 0
 
 
-def test_in_a_comparison_a_setting_reaches_the_methods_that_have_it(
+def test_compare_gives_a_setting_to_the_methods_that_have_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     methods = "dense,hetero-spdst,pdst"
     assert cli.main(["compare", *TINY, "--methods", methods, "--seeds", "1", "--density", "0.3", "--quiet"]) == 0
     capsys.readouterr()
     densities = {
-        name: read_run(tmp_path / "runs" / "compare" / f"{name}-seed0")["header"]["config"]["method"]
+        name: Results.read(tmp_path / "runs" / "compare" / f"{name}-seed0").header["config"]["method"]
         for name in methods.split(",")
     }
     assert densities["pdst"]["density"] == 0.3
@@ -382,22 +391,22 @@ def test_in_a_comparison_a_setting_reaches_the_methods_that_have_it(
 def test_quick_shrinks_any_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--quick", "--workers", "1", "--device", "cpu", "--out", "q", "--quiet"]) == 0
     assert "results in q" in capsys.readouterr().out
-    assert len([r for r in read_run(tmp_path / "q")["rounds"] if r["stage"] == 2]) == 2
+    assert len([r for r in Results.read(tmp_path / "q").rounds if r.counts]) == 2
 
 
 def test_central_is_one_client_with_all_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--rounds", "2", "--limit", "80", "--max-steps", "2", "--workers", "1", "--device", "cpu"]
     assert cli.main(["run", *words, "--central", "--method", "sparse", "--out", "x", "--quiet"]) == 0
     capsys.readouterr()
-    assert [r["cohort"] for r in read_run(tmp_path / "x")["rounds"]] == [[0], [0]]
+    assert [r.cohort for r in Results.read(tmp_path / "x").rounds] == [(0,), (0,)]
 
 
-# -- methods of one's own -----------------------------------------------------------------------------------------
+# -- custom methods -----------------------------------------------------------------------------------------------
 
 OWN = """
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flashfl as fl
 from flashfl.core.parts import part
@@ -442,13 +451,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     _PARTS.pop("Still", None)
 
 
-def test_a_method_of_ones_own_is_loaded_from_its_file(
-    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_custom_method_is_loaded_from_its_file(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--load FILE.py" in refused(capsys, "run", "--method", "own", *PLAIN)
     words = ["--load", own, "--quiet", *PLAIN]
     assert cli.main(["run", "--method", "own", "--still.rate", "0.1", "--out", "a", *words]) == 0
-    header = read_run(tmp_path / "a")["header"]
+    header = Results.read(tmp_path / "a").header
     assert header["config"]["method"]["still"] == {"rate": 0.1}
     assert list(header["code"]) == ["flashfl", "a_method_of_mine"]
     assert cli.main(["run", "--method", "own", "--still.rate", "0.1", "--out", "a", "--resume", *words]) == 0
@@ -460,26 +467,26 @@ def test_a_method_of_ones_own_is_loaded_from_its_file(
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])
-def test_worker_processes_know_its_rules_too(own: str, tmp_path: Path, threads: str) -> None:
+def test_worker_processes_know_custom_rules(own: str, tmp_path: Path, threads: str) -> None:
     """Two threads: workers are not forked, and import the file themselves."""
     words = ["run", "--method", "own", "--load", own, "--threads", threads, *PLAIN]
     script = [sys.executable, "-m", "flashfl.cli", *words, "--workers", "2", "--out", "a"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert not any(line["failures"] for line in read_run(tmp_path / "a")["rounds"])
+    assert not any(r.failures for r in Results.read(tmp_path / "a").rounds)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("nowhere.py", None, "there is no such Python file"),
-        ("mine.txt", "", "there is no such Python file"),
-        ("json.py", "", "another module is called json too; give the file another name"),
-        ("broken_one.py", "x = (", "it cannot be imported (SyntaxError: "),
-        ("broken_two.py", "import no_such_thing", "it cannot be imported (ModuleNotFoundError: No module named"),
+        ("nowhere.py", None, "it is not a Python file that exists"),
+        ("mine.txt", "", "it is not a Python file that exists"),
+        ("json.py", "", "another module is also called json; rename the file"),
+        ("broken_one.py", "x = (", "importing it failed (SyntaxError: "),
+        ("broken_two.py", "import no_such_thing", "importing it failed (ModuleNotFoundError: No module named"),
     ],
 )
-def test_a_file_that_cannot_be_loaded(
+def test_file_that_cannot_be_loaded(
     name: str, text: str | None, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -488,7 +495,7 @@ def test_a_file_that_cannot_be_loaded(
     assert f"--load {name}: {said}" in refused(capsys, "methods", "--load", name)
 
 
-def test_a_method_registered_by_another_name_than_its_own(
+def test_method_registered_under_another_name_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its records would be taken for those of the method that has the name."""

@@ -5,28 +5,33 @@ from __future__ import annotations
 import argparse
 import io
 import re
-import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .core.errors import ConfigError, FlashError
-from .report.command import add_commands, page_for
+from .paper.command import add_reproduce
+from .report.command import add_commands
 from .run.datacli import add_data
 
+if TYPE_CHECKING:
+    from .report.load import Published
+    from .run.config import RunConfig
+
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
+_COMPARED = ("accuracy %", "best %", "density", "up / round", "down / round", "mask mismatch", "time (s)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, dispatch, and turn errors the user can mend into one clear line."""
+    """Run a command. An error that the user can fix becomes one clear line."""
     parser, commands = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what an encoding cannot say must not end what has been computed
+        if isinstance(stream, io.TextIOWrapper):  # a character that cannot be encoded must not end a command
             stream.reconfigure(errors="replace")
     try:
         overrides: dict[str, str] = {}
@@ -46,15 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         again = {
-            "run": "; if a round had ended, --resume goes on from there",
-            "compare": "; the same command goes on from here",
-            "reproduce": "; the same command goes on from here",
+            "run": "; continue with --resume if a round has finished",
+            "compare": "; run the same command again to continue",
+            "reproduce": "; run the same command again to continue",
         }
         print(f"\nflashfl: interrupted{again.get(words[0] if words else '', '')}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 0
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # for example a full disk
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
 
@@ -64,7 +69,7 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _settings_apart(words: list[str], command: argparse.ArgumentParser) -> tuple[list[str], dict[str, str]]:
-    """Split `--name value` and `--name=value` settings from the options a command has of its own."""
+    """Separate settings, `--name value` or `--name=value`, from the command's own options."""
     own, settings = [], {}
     rest = iter(words)
     for word in rest:
@@ -84,16 +89,15 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     parser = argparse.ArgumentParser(
         prog="flashfl",
         description="Sparse federated learning that is real: FLASH and its rivals, with bytes that are really saved.",
-        epilog="Any setting can be given as --name value, for instance --density 0.05 --rounds 100 --alpha 0.1; "
-        "`flashfl methods` lists those of the methods, `flashfl settings` all others.",
+        epilog="Give any setting as --name value, for instance --density 0.05 --rounds 100 --alpha 0.1. "
+        "`flashfl methods` lists the settings of methods, `flashfl settings` all others.",
     )
     parser.add_argument("--version", action="version", version=f"flashfl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-
     made: dict[str, argparse.ArgumentParser] = {}
 
     def add(name: str, go: Callable[..., Any], help: str, settings: bool = False) -> argparse.ArgumentParser:
-        epilog = "Any setting can be given as --name value; see `flashfl methods` and `flashfl settings`."
+        epilog = "Give any setting as --name value; `flashfl methods` and `flashfl settings` list them."
         sub = commands.add_parser(
             name, help=help, description=help, allow_abbrev=False, epilog=epilog if settings else None
         )
@@ -101,220 +105,124 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         made[name] = sub
         return sub
 
-    said = "train one method, from a TOML configuration or on the embedded digits (there at density 0.02 unless given)"
-    run = add("run", _run, said, settings=True)
-    run.add_argument("config", nargs="?", type=Path, help="a TOML file with tables task, train, method")
+    run = add("run", _run, "train one method on one task", settings=True)
     run.add_argument("--out", type=Path, help="folder for results and checkpoints (default: runs/TASK-METHOD-SEED)")
-    run.add_argument("--resume", action="store_true", help="go on from the last checkpoint in that folder")
-    run.add_argument("--overwrite", action="store_true", help="start anew even if the folder holds a run")
-    run.add_argument("--quick", action="store_true", help="shrink everything to a smoke run of about a minute")
-    run.add_argument("--data-root", dest="root", help="where data sets lie (default: FLASHFL_DATA, else ./data)")
-    run.add_argument("--quiet", action="store_true", help="show the final line only")
+    run.add_argument("--resume", action="store_true", help="continue from the last checkpoint in that folder")
+    run.add_argument("--overwrite", action="store_true", help="start again even if the folder holds a run")
+    run.add_argument("--quiet", action="store_true", help="show only the final line")
 
-    comparison = add("compare", _compare, "train several methods over several seeds and print a table", settings=True)
-    comparison.add_argument("config", nargs="?", type=Path, help="a TOML file (default: the embedded digits)")
+    comparison = add("compare", _compare, "train several methods with several seeds and print a table", settings=True)
     comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
-    comparison.add_argument(
-        "--overwrite", action="store_true", help="replace runs of other settings or code in that folder"
-    )
-    comparison.add_argument("--quick", action="store_true", help="shrink everything to a smoke run")
-    comparison.add_argument("--data-root", dest="root", help="where data sets lie")
-    comparison.add_argument("--quiet", action="store_true", help="show the table only")
+    said = "replace runs with other settings or code in that folder"
+    comparison.add_argument("--overwrite", action="store_true", help=said)
+    comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
-    again = add("reproduce", _reproduce, "run the missing cells of a table of the paper, and show ours beside theirs")
-    again.add_argument("table", help="main, savings, hetero, r_int, stage1, initialisation, nm, static_bn or wfa")
-    for name in ("dataset", "alpha", "density", "method"):
-        again.add_argument(f"--{name}", default="", help="only these cells (comma-separated)")
-    again.add_argument("--seeds", type=int, help="seeds a cell (default: 1 to run, all there are to show)")
-    again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default): only show")
-    again.add_argument("--results", type=Path, default=Path("results"), help="where results lie (default: results)")
-    again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="where cells are run")
-    again.add_argument("--data-root", dest="root", default="", help="where data sets lie (default: FLASHFL_DATA)")
-    again.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    said = "also write the table there (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf)"
-    again.add_argument("--out", type=Path, help=said)
-
-    export = add("export", _export, "write a run's final model as safetensors, with its masks in a file beside it")
-    export.add_argument("run", type=Path, help="the folder of a run")
-    export.add_argument("--to", type=Path, help="the file to write (default: RUN/model[-VIEW].safetensors)")
-    export.add_argument("--view", default="", help="another model than the reported one: 'density 0.1' of several, say")
-
+    add_reproduce(add)
+    export = add("export", _export, "write a run's final model as safetensors, with its masks in a second file")
+    export.add_argument("run", type=Path, help="folder of a run")
+    export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW].safetensors)")
+    export.add_argument("--view", default="", help="export another model than the reported one, e.g. 'density 0.1'")
     add_data(add)
-    add_commands(add)
-    for command in (run, comparison):
-        command.add_argument("--central", action="store_true", help="one client holding all data; a round is an epoch")
+    add_commands(add, _published)
     methods = add("methods", _methods, "list every method with its settings and defaults")
-    for command in (run, comparison, export, methods):
-        said = "a Python file to import first, which registers methods of your own: flashfl.METHODS[NAME] = CLASS"
-        command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
     add("settings", _settings, "list every setting of training and tasks with its default")
+    for command in (run, comparison):
+        said = "TOML file with tables task, train and method (default: the embedded digits, at density 0.02)"
+        command.add_argument("config", nargs="?", type=Path, help=said)
+        command.add_argument("--quick", action="store_true", help="shrink everything to a smoke test of about a minute")
+        command.add_argument("--central", action="store_true", help="one client holds all data; a round is an epoch")
+        said = "folder of data sets (default: FLASHFL_DATA, or ./data)"
+        command.add_argument("--data-root", dest="root", help=said)
+    for command in (run, comparison, export, methods):
+        said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
+        command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
     return parser, made
 
 
-def _config(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
+def _published(settings: Mapping[str, Any]) -> Published:
+    from .paper.published import lookup
+
+    return lookup(settings)
+
+
+def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
     from .run.config import load_toml, make_config
-    from .run.quick import quick
+    from .run.quick import central, quick
 
     data = load_toml(args.config) if args.config else {}
     if args.root:
         overrides = {**overrides, "data_root": args.root}
     if args.central:
-        alone = {"clients": "1", "per_round": "1", "partition": "iid"}
-        if taken := sorted({name.rpartition(".")[2] for name in overrides} & alone.keys()):
-            raise ConfigError(f"--central leaves no choice of {', '.join(taken)}: one client holds all data")
-        overrides = {**overrides, **alone}
+        overrides = central(overrides)
     names = {name.rpartition(".")[2]: value for name, value in overrides.items()}
     if args.config is None and "density" not in names and names.get("dataset", "digits") == "digits":
-        # The embedded task is small: at 2 % the methods differ visibly, at 5 % hardly (see LOG.md).
+        # The embedded task is small: methods differ visibly at 2 %, and hardly at 5 % (see LOG.md).
         data = {**data, "method": {"density": 0.02}}
     return quick(data, overrides) if args.quick else make_config(data, overrides)
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from .run.compare import run_config
+    from .run.compare import clear, run_config
     from .run.lock import alone
     from .run.progress import amount
     from .run.results import RESULTS
 
     config = _config(args, overrides)
-    dataset = re.sub(r"[^\w.]+", "-", config.task.dataset).strip("-.")  # folder:PATH is no place for results
+    dataset = re.sub(r"[^\w.]+", "-", config.task.dataset).strip("-.")  # folder:PATH must not become a path here
     folder = args.out or Path("runs") / f"{dataset}-{config.method.name}-seed{config.train.seed}"
     with alone(folder if folder.is_dir() else None):
         if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
             raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
                               "or choose another folder with --out")  # fmt: skip
         fresh = args.overwrite and not args.resume
-        result = run_config(
-            config, folder, resume=args.resume, quiet=args.quiet, ready=(lambda: _clear(folder)) if fresh else None
-        )
-    end, run = result["end"], result["run"]
+        ready = (lambda: clear(folder)) if fresh else None
+        run = run_config(config, folder, resume=args.resume, quiet=args.quiet, ready=ready)
     print(
-        f"{config.method.name}: accuracy {100 * end['accuracy']:.2f} % (best {100 * end['best']:.2f} %), "
-        f"density {run.weights.mask.density:.4f}, up {amount(end['bytes']['up'])}, "
-        f"down {amount(end['bytes']['down'])}, {end['seconds']:.1f} s, checksum {end['checksum']}"
-        + (f"; stopped early: {run.stopped}" if run.stopped else "")
+        f"{config.method.name}: accuracy {100 * run.accuracy:.2f} % (best {100 * run.best:.2f} %), "
+        f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
+        f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
     return 0
 
 
-def _clear(folder: Path) -> None:
-    """Remove what a run writes, and nothing else; its results are set aside once the new run begins."""
-    for name in ("checkpoints", "masks", "snapshots", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("model.safetensors", "model.masks.safetensors"):
-        (folder / name).unlink(missing_ok=True)
-
-
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    from .run.compare import COLUMNS, compare, replace_seed, rows, verdict
+    from .paper.verdict import verdict
+    from .report.command import page_for
+    from .report.summary import numbers_of, summarise
+    from .report.table import summary_table
+    from .run.compare import check_settings, compare, replace_seed, settings_for
 
     names = list(dict.fromkeys(name.strip() for name in args.methods.split(",") if name.strip()))
     if not names:
         raise ConfigError("--methods names no method: `flashfl methods` lists them")
     if args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
-    for name, instead in (("seed", "--seeds N takes the seeds 0 to N-1"), ("method", "--methods names the methods")):
-        if name in overrides or f"train.{name}" in overrides:
-            raise ConfigError(f"--{name} does not go with a comparison: {instead}")
-    _known_to_some(names, overrides)
+    check_settings(names, overrides)
 
-    def base(name: str, seed: int) -> Any:
-        return replace_seed(_config(args, {**_only_known(name, overrides), "method": name}), seed)
+    def base(name: str, seed: int) -> RunConfig:
+        return replace_seed(_config(args, {**settings_for(name, overrides), "method": name}), seed)
 
     first = [base(name, 0) for name in names]  # every name and setting is checked before anything runs
     runs = compare(base, names, range(args.seeds), args.out, args.quiet, args.overwrite)
+    found = {name: summarise([numbers_of(r.header, r.rounds) for r in group]) for name, group in runs.items()}
     train, task = first[0].train, first[0].task
-    density = {getattr(c.method, "density", 1.0) for c in first} - {1.0}
-    table = Table(
-        *COLUMNS,
-        title=f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, "
-        f"target density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)",
+    density = {c.to_json()["method"].get("density", 1.0) for c in first} - {1.0}
+    title = (
+        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, "
+        f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
     )
-    for row in rows(runs):
-        table.add_row(*row)
-    for column in table.columns:
-        column.no_wrap = True
-    # A terminal that is too narrow wraps the lines; cut to its width they would lose digits.
-    console = Console(width=max(110, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 120)
-    console.print(table)
-    print("Bytes are those of the encoded messages, stage 1 included, averaged over rounds. Mask mismatch: between the "
-          "server's masks of consecutive rounds, over the last sixth of the run.")  # fmt: skip
-    if text := verdict(runs):
+    print(summary_table(found, _COMPARED, title).terminal())
+    print("\nBytes are those of the encoded messages, stage 1 included, averaged over rounds.")
+    print("Mask mismatch: between the server's masks of consecutive rounds, over the last\nsixth of the run.")
+    if text := verdict(found):
         print(text)
     print(f"results in {args.out}")
-    if page := page_for(args.out, [run["folder"] for group in runs.values() for run in group]):
+    if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder], _published):
         print(f"page: {page}")
     return 0
-
-
-def _only_known(method: str, overrides: dict[str, str]) -> dict[str, str]:
-    """In a comparison a setting reaches the methods that have it; dense FedAvg has no density."""
-    from .methods import METHODS
-
-    if method not in METHODS:
-        return overrides
-    every, own = _options(list(METHODS)), _options([method])
-    return {k: v for k, v in overrides.items() if k in own or k not in every}
-
-
-def _known_to_some(methods: Sequence[str], overrides: dict[str, str]) -> None:
-    """A method's setting that none of the methods compared has is a mistake."""
-    from .methods import METHODS
-
-    here = [name for name in methods if name in METHODS]
-    for name in overrides:
-        if here and name in _options(list(METHODS)) - _options(here):
-            raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(here)} has such a setting")
-
-
-def _options(methods: Sequence[str]) -> set[str]:
-    """What settings of these methods may be called on the command line: by short and by full name."""
-    from .methods import METHODS
-    from .run.config import options_of
-
-    short = {name for method in methods for name in options_of(METHODS[method])}
-    return short | {f"method.{name}" for name in short}
-
-
-def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from .core.files import put
-    from .run.cells import chosen, load_table
-    from .run.reproduce import markdown, page, panels, reproduce
-
-    if args.seeds is not None and args.seeds < 1:
-        raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
-    plot, text_too = (".png", ".svg", ".pdf"), (".md", ".html")
-    if args.out and args.out.suffix not in plot + text_too:
-        raise ConfigError(f"--out {args.out}: must end in one of {', '.join(text_too + plot)}")
-    _, _, cells = load_table(args.table)
-    cells = chosen(cells, args.dataset, args.alpha, args.density, args.method)
-    if not args.budget_minutes >= 0:  # nor a number that is none
-        raise ConfigError(f"--budget-minutes {args.budget_minutes:g}: must be 0 (only show) or more")
-    if not args.budget_minutes and not args.results.is_dir():
-        raise ConfigError(f"there is no folder {args.results}: --results says where they lie (the checkout has some)")
-    failed = 0
-    if args.budget_minutes > 0:
-        settings = {"device": args.device, "data_root": args.root}
-        _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
-    text = markdown(args.table, cells, args.seeds, args.results)
-    print(text)
-    if args.out and args.out.suffix in plot:
-        from .report.figures import accuracy_bytes_of_cells, save
-
-        shown = panels(cells, args.seeds, args.results)
-        if not shown:
-            raise ConfigError(f"--out {args.out}: none of these cells has been run, so there is nothing to draw")
-        print(save(accuracy_bytes_of_cells(shown), args.out), file=sys.stderr)
-    elif args.out:
-        html = args.out.suffix == ".html"
-        put(args.out, (page(args.table, cells, args.seeds, args.results) if html else text).encode())
-    return 1 if failed else 0
 
 
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -333,7 +241,7 @@ def _methods(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     for name, cls in METHODS.items():
         said = [cls.__doc__ or ""]
-        # What a method takes over from another is explained there, below the first paragraph.
+        # What a method inherits is explained by its parent, below the first paragraph.
         parents = [base for base in cls.__mro__[1:] if issubclass(base, Method) and base is not Method]
         said += [(base.__dict__.get("__doc__") or "").partition("\n\n")[2] for base in parents]
         text = "\n\n".join(inspect.cleandoc(each).strip() for each in said if each.strip())

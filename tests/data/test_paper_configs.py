@@ -117,10 +117,10 @@ def run_quick(path: Path, root: Path, **settings: Any) -> None:
     """The whole way, on made-up data, with the model at its full size."""
     config = small(path, **LEAST, **settings, data_root=root)
     done = run_config(config, None, quiet=True)
-    task, [last] = done["run"].task, [line for line in done["rounds"] if line["stage"] == 2]
-    assert (last["cohort"], last["failures"]) == ([0, 1], {})
-    assert math.isfinite(last["loss"])
-    assert done["run"].weights.mask.density == pytest.approx(config.method.density, rel=0.2)  # nst: a union of masks
+    task, [last] = done.task, [record for record in done.history if record.counts]
+    assert (last.cohort, last.failures) == ((0, 1), {})
+    assert math.isfinite(last.loss)
+    assert done.weights.mask.density == pytest.approx(config.method.density, rel=0.2)  # nst: a union of masks
     assert all(len(client) >= config.train.batch * config.train.max_steps == 4 for client in task.train)
     assert len(task.test) == config.task.limit
     assert config.task.model == load_toml(path)["task"]["model"]
@@ -142,8 +142,8 @@ def test_quick_runs_bert_with_two_clients_and_two_steps(warmup: int, tmp_path: P
 def test_quick_runs_every_method(method: str, tmp_path: Path) -> None:
     config = small(FOLDER / "mnist.toml", method=method, data_root=tmp_path, workers=1, device="cpu")
     done = run_config(config, None, quiet=True)
-    assert len([line for line in done["rounds"] if line["stage"] == 2]) == 2
-    assert not any(line["failures"] for line in done["rounds"])
+    assert len([record for record in done.history if record.counts]) == 2
+    assert not any(record.failures for record in done.history)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -89,4 +89,4 @@ def test_mnistnet_learns_mnist() -> None:
     config = make_config(load_toml(path), asked)
     assert (config.task.alpha, config.task.clients, config.task.limit) == (1.0, 100, 0)
     done = run_config(config, None, quiet=True)
-    assert done["end"]["accuracy"] > 0.9
+    assert done.accuracy > 0.9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +13,47 @@ from flashfl.cli import main
 from flashfl.core.errors import ConfigError
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
+from flashfl.core.record import RoundRecord
 from flashfl.data.task import Task
 from flashfl.methods import METHODS
+from flashfl.run.results import Results
 
 SETTINGS: dict[str, Any] = {"per_round": 3, "batch": 4, "workers": 1, "device": "cpu"}
 
 
-def rounds(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["type"] == "round" and line["stage"] == 2]
+def rounds(folder: Path) -> list[RoundRecord]:
+    return [record for record in Results.read(folder).rounds if record.counts]
 
 
-def test_one_client_holds_everything_and_its_masks_settle(tmp_path: Path) -> None:
+def test_masks_of_centralised_training_settle(tmp_path: Path) -> None:
     words = "--central --method sparse --rounds 6 --limit 200 --density 0.1 --workers 1 --device cpu --quiet --out"
     assert main(["run", *words.split(), str(tmp_path)]) == 0
-    header = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[0])
+    header = Results.read(tmp_path).header
     assert (header["task"]["clients"], header["task"]["samples"]) == (1, 200)
-    moved = [line["mismatch"] for line in rounds(tmp_path)]
+    moved = [record.mismatch or 0.0 for record in rounds(tmp_path)]
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] < moved[0] / 3
-    assert [line["density"] for line in rounds(tmp_path)] == pytest.approx([0.1] * 6, abs=1e-4)
+    assert [record.density for record in rounds(tmp_path)] == pytest.approx([0.1] * 6, abs=1e-4)
 
 
 @pytest.mark.parametrize("sm", [0.0, 0.5, 0.8, 1.0])
-def test_masks_differ_by_exactly_what_was_asked_in_the_layers_asked(
-    small_task: Task, tmp_path: Path, sm: float
-) -> None:
+def test_masks_differ_exactly_as_asked(small_task: Task, tmp_path: Path, sm: float) -> None:
     method = METHODS["disagree"](density=0.2, sm=sm, first=2, warmup_clients=0)  # type: ignore[call-arg]
     fl.simulate(method, small_task, 4, folder=tmp_path, **SETTINGS)
-    lines = rounds(tmp_path)
-    assert lines[0]["mismatch"] == 0  # the first round trains the first mask
-    sizes, counts = small_task.layout.sizes, [lines[0]["layer_densities"]]
-    for line in lines[1:]:
-        assert line["layer_densities"] == counts[0]
-        shown = line["layer_mismatch"] or [0.0] * len(sizes)
+    first, *others = rounds(tmp_path)
+    assert first.mismatch == 0  # the first round trains the first mask
+    sizes, densities = small_task.layout.sizes, first.layer_densities
+    for record in others:
+        assert record.layer_densities == densities
+        shown = record.layer_mismatch or (0.0,) * len(sizes)
         assert shown[0] == 0
-        for k, density, found in list(zip(sizes, counts[0], shown, strict=True))[1:]:
+        for k, density, found in list(zip(sizes, densities, shown, strict=True))[1:]:
             b = round(k * density)
             i = round(2 * b * (1 - sm) / (2 - sm))  # the nearest a whole number of weights can come
             assert found == pytest.approx(1 - i / (2 * b - i), abs=1e-5)
 
 
-def test_a_layer_too_dense_to_change_changes_as_much_as_it_can() -> None:
+def test_dense_layer_changes_as_much_as_it_can() -> None:
     from flashfl.core.mask import Weights
     from flashfl.core.state import Plan, State
 
@@ -70,6 +68,6 @@ def test_a_layer_too_dense_to_change_changes_as_much_as_it_can() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"sm": 1.5}, {"first": 0}, {"nm": 4}])
-def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_settings_raise(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         METHODS["disagree"](**wrong)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashfl.core.exchange import Local
+from flashfl.core.exchange import Local, Traffic
 from flashfl.core.layout import Layout
+from flashfl.core.record import RoundRecord
 from flashfl.measure.comms import csr_bytes, dense_bytes, paper_bytes, per_client
 from flashfl.models import build_model
 from flashfl.sparsity import PruneRegrow, allocate
@@ -14,12 +15,12 @@ LAYOUT = Layout.build({"prunable": [("w", (2, 4))], "dense": [("b", (3,))], "sta
 
 
 def test_sizes_by_hand() -> None:
-    assert dense_bytes(LAYOUT) == 4 * 11  # the statistics are left out
+    assert dense_bytes(LAYOUT) == 4 * 11  # without statistics
     assert csr_bytes(LAYOUT, [2], frozen=True) == 4 * (3 + 2)
     assert csr_bytes(LAYOUT, [2], frozen=False) == 4 * (3 + 2 + 2 + 3)  # and two indices, three row pointers
 
 
-def test_a_moving_mask_costs_its_indices_and_counts_cost_four_bytes_a_layer() -> None:
+def test_moving_mask_costs_indices_and_counts_cost_four_bytes() -> None:
     assert paper_bytes(LAYOUT, Local(), [2], [2]) == (20, 20)
     assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow()), [4], [2]) == (56, 40)
     assert paper_bytes(LAYOUT, Local(adapt=PruneRegrow(), report="counts"), [2], [2]) == (40, 4)
@@ -33,8 +34,9 @@ def test_resnet18_saves_what_the_paper_says(density: float, saving: float) -> No
     assert dense_bytes(layout) / csr_bytes(layout, counts, frozen=True) == pytest.approx(saving, rel=0.003)
 
 
-def test_bytes_a_client_and_round_add_up() -> None:
-    line = {"cohort": [0, 1], "bytes": {"up": 10, "down": 20, "values": 24, "mask": 4, "overhead": 2}}
-    share = per_client([line, line])
+def test_bytes_per_client_add_up() -> None:
+    traffic = Traffic(up=10, down=20, values=24, mask=4, overhead=2)
+    record = RoundRecord("training", True, 0, 0, (0, 1), {}, 0.5, traffic)
+    share = per_client([record, record])
     assert (share.up, share.down) == (5, 10)
     assert share.values + share.mask + share.overhead == share.up + share.down

@@ -75,7 +75,7 @@ def test_costs_of_attention_and_recurrent_layers_by_hand() -> None:
     assert costs["across.out_proj.weight"].fwd == 2 * 36
 
 
-def test_growth_by_score_needs_the_whole_gradient_and_random_growth_does_not() -> None:
+def test_only_growth_by_score_needs_the_dense_gradient() -> None:
     module = net()
     layout = Layout.of(module, "conv")
     costs = layer_costs(module, layout, (torch.zeros(1, 1, 4, 4),))
@@ -87,7 +87,7 @@ def test_growth_by_score_needs_the_whole_gradient_and_random_growth_does_not() -
     assert only_forward == 10 * (576 + 576 + 96)
 
 
-def test_clients_of_several_densities_are_counted_each_by_its_own() -> None:
+def test_clients_of_several_densities_are_counted_separately() -> None:
     clients = [blobs(90, (1, 4, 4), 1), blobs(10, (1, 4, 4), 2)]
     task = Task(net, clients, blobs(9, (1, 4, 4), 3), prunable="conv", densities=[0.2, 0.8])
     method = fl.METHODS["hetero-spdst"](densities=(0.2, 0.8), shares=(0.5, 0.5), warmup_clients=0)
@@ -97,7 +97,7 @@ def test_clients_of_several_densities_are_counted_each_by_its_own() -> None:
     for view, n in (("density 0.2", 90), ("after", 10)):
         mask = method.view(run.state, view).mask
         expected += order_flops(layout, costs, Local(), n, mask.layer_densities)
-    assert run.history[0]["flops"] == pytest.approx(expected, rel=1e-5)
+    assert run.history[0].flops == pytest.approx(expected, rel=1e-5)
 
 
 def test_samples_of_an_order() -> None:
@@ -109,7 +109,7 @@ def test_samples_of_an_order() -> None:
 @pytest.mark.parametrize(("name", "options", "shape"), [
     ("resnet18", {"channels": 3, "size": 32}, (3, 32, 32)), ("digits", {}, (1, 8, 8)), ("mnistnet", {}, (1, 28, 28)),
 ])  # fmt: skip
-def test_forward_flops_are_those_torch_counts(name: str, options: dict, shape: tuple[int, ...]) -> None:
+def test_forward_flops_match_torch(name: str, options: dict, shape: tuple[int, ...]) -> None:
     try:
         module = build_model(name, classes=10, **options)
     except Exception as error:
@@ -121,7 +121,7 @@ def test_forward_flops_are_those_torch_counts(name: str, options: dict, shape: t
     assert found == counter.get_total_flops()
 
 
-def test_costs_of_a_task_come_from_one_of_its_samples(small_task: Task) -> None:
+def test_task_costs_use_one_of_its_samples(small_task: Task) -> None:
     costs = task_costs(small_task)
     assert {layer.name for layer in small_task.layout.prunable} < set(costs)
     assert all(cost.fwd > 0 for cost in costs.values())

@@ -1,94 +1,99 @@
-"""What a run writes down: it is true, it is small, and a resumed run neither loses nor doubles any of it."""
+"""What a run records about its rounds: correct, small, and the same after a resume."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import flashfl as fl
+from flashfl.core.record import RoundRecord
 from flashfl.data.task import Task
 from flashfl.measure.flops import sample_flops, task_costs
 from flashfl.measure.mismatch import pairwise
-from flashfl.run.observe import MOST_SNAPSHOTS, SNAPSHOTS, snapshot_every, snapshots
-from flashfl.run.results import read_run
+from flashfl.run.observe import MOST_SNAPSHOTS, SNAPSHOTS, Observer, snapshot_every, snapshots
+from flashfl.run.results import Results
 
 SETTINGS: dict[str, Any] = {"per_round": 3, "batch": 4, "workers": 1, "eval_every": 2, "device": "cpu"}
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """The rounds of a run without the one thing that never repeats."""
-    return [{**line, "seconds": set(line["seconds"])} for line in read_run(folder)["rounds"]]
+class Stopped(Exception):
+    """Ends a run in the middle."""
 
 
-def test_mismatch_in_the_record_is_that_of_the_masks_kept(small_task: Task, tmp_path: Path) -> None:
+def records(folder: Path) -> list[RoundRecord]:
+    """The rounds of a run without their times."""
+    return [replace(record, seconds=dict.fromkeys(record.seconds, 0.0)) for record in Results.read(folder).rounds]
+
+
+def test_recorded_mismatch_is_that_of_the_stored_masks(small_task: Task, tmp_path: Path) -> None:
     fl.simulate(fl.JMWST(density=0.3, warmup_clients=2, warmup_epochs=2), small_task, 6, folder=tmp_path, **SETTINGS)
-    rounds = [line for line in read_run(tmp_path)["rounds"] if line["stage"] == 2]
+    rounds = [record for record in Results.read(tmp_path).rounds if record.counts]
     layout = small_task.layout
     store = snapshots(tmp_path, [(layer.name, layer.shape) for layer in layout.prunable])
-    masks = [store[line["snapshot"]].bits.numpy() for line in rounds]
+    masks = [store[record.snapshot].bits.numpy() for record in rounds]
     found = pairwise(masks, layout.sizes)
-    for i, line in enumerate(rounds[1:], start=1):
-        assert line["mismatch"] == pytest.approx(found[0, i - 1, i])
-        assert line["layer_mismatch"] == pytest.approx(found[1:, i - 1, i], abs=1e-5)
-        assert line["density"] == pytest.approx(masks[i].mean())
-    assert any(line["mismatch"] > 0 for line in rounds)
+    for i, record in enumerate(rounds[1:], start=1):
+        assert record.mismatch == pytest.approx(found[0, i - 1, i])
+        assert record.layer_mismatch == pytest.approx(found[1:, i - 1, i], abs=1e-5)
+        assert record.density == pytest.approx(masks[i].mean())
+    assert any(record.mismatch for record in rounds)
 
 
-def test_a_frozen_mask_is_kept_once_and_never_mismatches(small_task: Task, tmp_path: Path) -> None:
+def test_frozen_mask_is_stored_once_and_has_no_mismatch(small_task: Task, tmp_path: Path) -> None:
     fl.simulate(fl.PDST(density=0.3), small_task, 5, folder=tmp_path, **SETTINGS)
-    rounds = read_run(tmp_path)["rounds"]
-    assert {line["mismatch"] for line in rounds} == {0.0}
-    assert len({line["snapshot"] for line in rounds}) == 1 == len(list((tmp_path / SNAPSHOTS).iterdir()))
+    rounds = Results.read(tmp_path).rounds
+    assert {record.mismatch for record in rounds} == {0.0}
+    assert len({record.snapshot for record in rounds}) == 1 == len(list((tmp_path / SNAPSHOTS).iterdir()))
 
 
-def test_a_dense_run_keeps_no_masks_and_counts_every_flop(small_task: Task, tmp_path: Path) -> None:
+def test_dense_run_stores_no_masks_and_counts_every_flop(small_task: Task, tmp_path: Path) -> None:
     fl.simulate(fl.Dense(), small_task, 2, folder=tmp_path, **SETTINGS)
     costs, layout = task_costs(small_task), small_task.layout
     each = sample_flops(layout, costs, [1.0] * len(layout.prunable))
-    for line in read_run(tmp_path)["rounds"]:
-        samples = sum(small_task.clients[c].n for c in line["cohort"])
-        assert line["flops"] == pytest.approx(samples * each, rel=1e-5)
-        assert line["paper_bytes"]["up"] == line["paper_bytes"]["down"] == 3 * 4 * layout.trained_size
-        assert line["paper_bytes"]["dense"] == 6 * 4 * layout.trained_size
+    for record in Results.read(tmp_path).rounds:
+        samples = sum(small_task.clients[c].n for c in record.cohort)
+        assert record.flops == pytest.approx(samples * each, rel=1e-5)
+        assert record.paper_bytes.up == record.paper_bytes.down == 3 * 4 * layout.trained_size
+        assert record.paper_bytes.dense == 6 * 4 * layout.trained_size
     assert not (tmp_path / SNAPSHOTS).exists()
 
 
-def test_stage_one_records_what_clients_learned(small_task: Task, tmp_path: Path) -> None:
+def test_first_stage_records_client_densities(small_task: Task, tmp_path: Path) -> None:
     method = fl.SPDST(density=0.3, warmup_clients=4, warmup_epochs=3)
     fl.simulate(method, small_task, 1, folder=tmp_path, **SETTINGS)
-    first, second = read_run(tmp_path)["rounds"]
-    assert first["stage"] == 1
-    assert len(first["cohort_densities"]) == len(small_task.layout.prunable)
-    assert first["flops"] > second["flops"]
-    assert first["paper_bytes"]["up"] == 4 * 4 * len(small_task.layout.prunable)
+    first, second = Results.read(tmp_path).rounds
+    assert not first.counts
+    assert len(first.cohort_densities) == len(small_task.layout.prunable)
+    assert first.flops > second.flops
+    assert first.paper_bytes.up == 4 * 4 * len(small_task.layout.prunable)
 
 
-def test_clients_that_dropped_out_spend_no_flops(small_task: Task, tmp_path: Path) -> None:
+def test_dropped_clients_spend_no_flops(small_task: Task, tmp_path: Path) -> None:
     fl.simulate(fl.PDST(density=0.3), small_task, 6, folder=tmp_path, dropout=0.5, **SETTINGS)
-    rounds = read_run(tmp_path)["rounds"]
+    rounds = Results.read(tmp_path).rounds
     costs, layout = task_costs(small_task), small_task.layout
-    assert any(line["failures"] for line in rounds)
-    for line in rounds:
-        samples = sum(small_task.clients[c].n for c in line["cohort"] if str(c) not in line["failures"])
-        assert line["flops"] == pytest.approx(samples * sample_flops(layout, costs, line["layer_densities"]), rel=1e-4)
+    assert any(record.failures for record in rounds)
+    for record in rounds:
+        samples = sum(small_task.clients[c].n for c in record.cohort if c not in record.failures)
+        assert record.flops == pytest.approx(samples * sample_flops(layout, costs, record.layer_densities), rel=1e-4)
 
 
-def test_a_resumed_run_has_the_record_of_an_undisturbed_one(small_task: Task, tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_records(small_task: Task, tmp_path: Path) -> None:
     method = fl.JMWST(density=0.3, warmup_clients=2, warmup_epochs=2)
 
-    def stop(state: Any, line: dict[str, Any]) -> None:
-        if state.stage == 2 and state.round == 5:
-            raise KeyboardInterrupt
+    def stop(state: fl.State, record: RoundRecord) -> None:
+        if state.counted == 5:
+            raise Stopped
 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fl.simulate(method, small_task, 8, folder=whole, **SETTINGS)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Stopped):
         fl.simulate(method, small_task, 8, folder=parts, watch=stop, checkpoint_every=2, **SETTINGS)
     fl.simulate(method, small_task, 8, folder=parts, resume=True, checkpoint_every=2, **SETTINGS)
-    assert lines(whole) == lines(parts)
+    assert records(whole) == records(parts)
     names = [sorted(p.name for p in (folder / SNAPSHOTS).iterdir()) for folder in (whole, parts)]
     assert names[0] == names[1]
 
@@ -96,12 +101,13 @@ def test_a_resumed_run_has_the_record_of_an_undisturbed_one(small_task: Task, tm
 def test_snapshots_are_bounded(small_task: Task) -> None:
     from flashfl.run.config import TrainConfig, plan_of
 
-    plan = plan_of(TrainConfig(rounds=1000), small_task, small_task.clients)
+    plan = plan_of(TrainConfig(rounds=1000), small_task, len(small_task.clients))
     state = fl.PDST(density=0.3).init(plan)
     assert 1000 / snapshot_every(state) <= MOST_SNAPSHOTS
 
 
-def test_a_model_that_cannot_be_tried_has_no_flops_and_goes_on(small_task: Task, tmp_path: Path) -> None:
+def test_model_that_fails_on_one_sample_has_no_flops(small_task: Task, tmp_path: Path) -> None:
+    from flashfl.run.config import TrainConfig, plan_of
 
     class Broken:
         layout, evaluation, train = small_task.layout, small_task.evaluation, small_task.train
@@ -109,7 +115,9 @@ def test_a_model_that_cannot_be_tried_has_no_flops_and_goes_on(small_task: Task,
         def build(self) -> Any:
             raise RuntimeError("not here")
 
-    recorder: Any = Recorder(Broken(), small_task.clients)  # type: ignore[arg-type]
+    method = fl.PDST(density=0.3)
+    state = method.init(plan_of(TrainConfig(), small_task, len(small_task.clients)))
+    observer = Observer(method, Broken(), state)  # type: ignore[arg-type]
     with pytest.warns(RuntimeWarning, match="FLOPs are not counted"):
-        assert recorder.costs == {}
-    assert np.isfinite(sample_flops(small_task.layout, recorder.costs, [1.0] * len(small_task.layout.prunable)))
+        assert observer.costs == {}
+    assert sample_flops(small_task.layout, observer.costs, [1.0] * len(small_task.layout.prunable)) == 0

@@ -15,16 +15,22 @@ import pytest
 
 from flashfl import PDST, HeteroJMWST, PruneRegrow, simulate, tasks
 from flashfl.cli import main
-from flashfl.report import figures, paper, tables
-from flashfl.report.gather import groups_of, page_data
+from flashfl.data.task import Task
+from flashfl.paper import published
+from flashfl.report import figures
+from flashfl.report.groups import groups_of, groups_table, rounds_table
 from flashfl.report.load import Found, load
+from flashfl.report.page import page_data
 from flashfl.report.watch import Feed
+from tests.conftest import DropoutNet, blobs
 from tests.report.runs import edited
 
 
 def rows_of(found: Found) -> dict[str, list[str]]:
     """The rows of the Markdown table by their label."""
-    lines = [line.strip("| ").split(" | ") for line in tables.markdown(found).splitlines() if line.startswith("|")]
+    lines = [
+        line.strip("| ").split(" | ") for line in groups_table(found).markdown().splitlines() if line.startswith("|")
+    ]
     return {line[0]: line[1:] for line in lines[2:]}
 
 
@@ -39,12 +45,12 @@ def from_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_runs_from_python_on_other_tasks_are_not_averaged(from_python: Path) -> None:
+def test_python_runs_on_other_tasks_are_not_averaged(from_python: Path) -> None:
     found = load([from_python])
     seeds = {label: row[0] for label, row in rows_of(found).items()}
     assert seeds == {"pdst · alpha 0.1": "2", "pdst · alpha 100.0": "1"}
     assert found.problems == []
-    assert paper.match(found.runs[0].settings) is None
+    assert published.lookup(found.runs[0].settings).mean is None
 
 
 def _config(header: dict[str, Any], **changed: Any) -> dict[str, Any]:
@@ -56,7 +62,7 @@ def _config(header: dict[str, Any], **changed: Any) -> dict[str, Any]:
     return {**header, "config": config}
 
 
-def test_labels_name_the_methods_settings_first_and_tell_every_group_apart(compared: Path, tmp_path: Path) -> None:
+def test_labels_name_method_settings_first_and_are_unique(compared: Path, tmp_path: Path) -> None:
     changes: list[dict[str, Any]] = [
         {"method_density": 0.1, "train_lr": 0.1},
         {"method_density": 0.2, "train_lr": 0.1, "task_clients": 5, "task_alpha": 2.0, "task_limit": 90},
@@ -71,14 +77,14 @@ def test_labels_name_the_methods_settings_first_and_tell_every_group_apart(compa
     ]
 
 
-def test_labels_that_cannot_differ_are_counted(compared: Path, tmp_path: Path) -> None:
+def test_equal_labels_are_numbered(compared: Path, tmp_path: Path) -> None:
     for i in range(4):
         edited(compared / "nst-seed0", tmp_path / str(i), lambda h, i=i: _config(h, task_model="x" * 60 + str(i)))
     base = "nst · model " + "x" * 37 + "..."
     assert list(groups_of(load([tmp_path]).runs)) == [base, *(f"{base} ({n})" for n in (2, 3, 4))]
 
 
-def test_the_settings_of_a_method_from_python_are_told_one_by_one(from_python: Path, tmp_path: Path) -> None:
+def test_settings_of_python_methods_are_shown_one_by_one(from_python: Path, tmp_path: Path) -> None:
     jmwst = HeteroJMWST(densities=(0.1, 0.3), shares=(0.5, 0.5), warmup_clients=2)
     more = {"a": jmwst, "b": replace(jmwst, warmup_clients=3), "c": replace(jmwst, adapt=PruneRegrow(rate=0.5))}
     for name, method in more.items():
@@ -117,7 +123,7 @@ def _shards(header: dict[str, Any], classes: int) -> dict[str, Any]:
     (lambda h: h, lambda h: {**h, "identity": {**h["identity"], "layout": "other"}}),
     (lambda h: _shards(h, 2), lambda h: _shards(h, 5)),
 ])  # fmt: skip
-def test_what_is_recorded_of_a_task_tells_runs_from_python_apart(
+def test_python_runs_are_grouped_by_their_recorded_task(
     from_python: Path, tmp_path: Path, one: Callable[[Any], Any], other: Callable[[Any], Any]
 ) -> None:
     edited(from_python / "alpha0.1-seed0", tmp_path / "a", one)
@@ -128,7 +134,7 @@ def test_what_is_recorded_of_a_task_tells_runs_from_python_apart(
     assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [1, 1]
 
 
-def test_a_task_split_by_another_seed_is_no_copy(from_python: Path, tmp_path: Path) -> None:
+def test_task_split_with_another_seed_is_not_a_copy(from_python: Path, tmp_path: Path) -> None:
     edited(from_python / "alpha0.1-seed0", tmp_path / "a")
     edited(
         from_python / "alpha0.1-seed0",
@@ -138,7 +144,7 @@ def test_a_task_split_by_another_seed_is_no_copy(from_python: Path, tmp_path: Pa
     assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2]
 
 
-def test_a_copy_of_a_run_counts_once_and_both_are_named(
+def test_copied_run_counts_once_and_is_reported(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b"):
@@ -152,7 +158,7 @@ def test_a_copy_of_a_run_counts_once_and_both_are_named(
     assert [p["folder"] for p in page_data(load([tmp_path]))["problems"]] == [str(tmp_path / "b")]
 
 
-def test_of_two_runs_of_a_seed_the_one_last_written_to_counts(compared: Path, tmp_path: Path) -> None:
+def test_latest_of_two_runs_with_one_seed_counts(compared: Path, tmp_path: Path) -> None:
     edited(compared / "nst-seed0", tmp_path / "a", rounds=3)
     edited(compared / "nst-seed0", tmp_path / "b", rounds=2)
     for newest, oldest in (("a", "b"), ("b", "a")):
@@ -160,11 +166,11 @@ def test_of_two_runs_of_a_seed_the_one_last_written_to_counts(compared: Path, tm
         os.utime(tmp_path / newest / "results.jsonl", (2, 2))
         found = load([tmp_path])
         assert [run.folder.name for run in found.runs] == [newest]
-        why = f"{tmp_path / oldest} has the settings and the seed of {tmp_path / newest}, which alone is counted"
+        why = f"{tmp_path / oldest} has the settings and the seed of {tmp_path / newest}; only the latter counts"
         assert [p.why for p in found.problems] == [why]
 
 
-def test_a_run_cut_short_is_no_part_of_a_mean(compared: Path, tmp_path: Path) -> None:
+def test_unfinished_run_is_not_averaged(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared / "nst-seed0", tmp_path / "a")
     alone = rows_of(load([tmp_path]))["nst"]
     edited(compared / "nst-seed1", tmp_path / "b", rounds=2)
@@ -173,7 +179,7 @@ def test_a_run_cut_short_is_no_part_of_a_mean(compared: Path, tmp_path: Path) ->
     assert list(rows) == ["nst", "nst · seed 1 (unfinished, round 2 of 5)"]
     assert rows["nst"] == alone
     data = page_data(found)
-    assert [(g["label"], g["summary"]["state"]) for g in data["groups"]] == [
+    assert [(g["label"], g["state"]) for g in data["groups"]] == [
         ("nst", "finished"),
         ("nst · seed 1", "unfinished"),
     ]
@@ -181,12 +187,12 @@ def test_a_run_cut_short_is_no_part_of_a_mean(compared: Path, tmp_path: Path) ->
     pytest.importorskip("matplotlib")
     legend = figures.figure("accuracy-rounds", found.runs).axes[0].get_legend_handles_labels()[1]
     assert legend == list(rows)
-    assert {row["run"] for row in csv.DictReader(io.StringIO(tables.rounds_csv(found)))} == {
+    assert {row["run"] for row in csv.DictReader(io.StringIO(rounds_table(found).csv()))} == {
         str(tmp_path / "a"), str(tmp_path / "b"),
     }  # fmt: skip
 
 
-def test_where_no_run_is_finished_the_row_says_how_far_they_are(compared: Path, tmp_path: Path) -> None:
+def test_row_of_unfinished_runs_says_how_far_they_are(compared: Path, tmp_path: Path) -> None:
     edited(compared / "nst-seed0", tmp_path / "a", rounds=2)
     assert list(rows_of(load([tmp_path]))) == ["nst (unfinished, round 2 of 5)"]
     edited(compared / "nst-seed1", tmp_path / "b", rounds=4)
@@ -195,7 +201,7 @@ def test_where_no_run_is_finished_the_row_says_how_far_they_are(compared: Path, 
     }
 
 
-def test_a_run_stopped_by_a_limit_that_is_not_recorded_is_no_part_of_a_mean(from_python: Path, tmp_path: Path) -> None:
+def test_run_stopped_by_unrecorded_limit_is_not_averaged(from_python: Path, tmp_path: Path) -> None:
     shutil.copytree(from_python / "alpha0.1-seed0", tmp_path / "a")
     shutil.copytree(from_python / "alpha0.1-seed1", tmp_path / "b")
     path = tmp_path / "b" / "results.jsonl"
@@ -203,7 +209,7 @@ def test_a_run_stopped_by_a_limit_that_is_not_recorded_is_no_part_of_a_mean(from
     assert list(rows_of(load([tmp_path]))) == ["pdst", "pdst · seed 1 (stopped, round 1 of 1)"]
 
 
-def test_runs_are_found_at_any_depth_and_not_inside_runs(compared: Path, tmp_path: Path) -> None:
+def test_runs_are_found_at_any_depth_but_not_inside_runs(compared: Path, tmp_path: Path) -> None:
     deep = tmp_path / "recipe1" / "mnist" / "alpha1"
     for name in ("nst-seed0", "nst-seed1"):
         shutil.copytree(compared / name, deep / name)
@@ -221,13 +227,23 @@ def test_runs_are_found_at_any_depth_and_not_inside_runs(compared: Path, tmp_pat
     assert main(["figure", "sm-heatmap", str(tmp_path), "--out", str(tmp_path / "r.png")]) == 0
 
 
-def test_watching_follows_a_run_at_any_depth_beside_a_finished_one(compared: Path, tmp_path: Path) -> None:
+def test_watch_follows_run_at_any_depth(compared: Path, tmp_path: Path) -> None:
     deep = tmp_path / "recipe1" / "mnist" / "alpha1"
     shutil.copytree(compared / "nst-seed0", deep / "a")
     edited(compared / "nst-seed1", deep / "b", rounds=2)
     feed = Feed(tmp_path)
     shown = {g["label"]: g["accuracy"]["round"] for g in feed.data()["groups"]}
     assert shown == {"nst": [1, 2, 3, 4, 5], "nst · seed 1": [1, 2]}
-    assert feed.data()["groups"][1]["summary"]["rounds"] == "2 of 5"
+    assert feed.data()["groups"][1]["rounds"] == "2 of 5"
     shutil.copy(compared / "nst-seed1" / "results.jsonl", deep / "b" / "results.jsonl")
-    assert [(g["label"], g["summary"]["seeds"]) for g in feed.data()["groups"]] == [("nst", 2)]
+    assert [(g["label"], g["seeds"]) for g in feed.data()["groups"]] == [("nst", 2)]
+
+
+def test_custom_tasks_with_other_data_are_not_averaged(tmp_path: Path) -> None:
+    """Model, name and numbers of samples are the same."""
+    first = [blobs(8, (6,), i) for i in range(3)]
+    other = [(x, y.flip(0)) for x, y in first]
+    for i, (clients, seed) in enumerate(((first, 0), (first, 1), (other, 2))):
+        task = Task(DropoutNet, clients, blobs(9, (6,), 9))
+        simulate(PDST(0.3), task, 1, folder=tmp_path / str(i), per_round=2, seed=seed, workers=1, device="cpu")
+    assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2, 1]

@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, answers, fits, and asks the network for nothing."""
+"""The page in a real browser: it draws, reacts, fits the screen, and uses no network."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_nothing_is_fetched(page: str, open_page: Open) -> None:
     assert "http://" not in browser.page_source.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_on_a_narrow_screen_long_names_leave_room_for_numbers(compared: Path, tmp_path: Path, open_page: Open) -> None:
+def test_long_names_leave_room_on_a_narrow_screen(compared: Path, tmp_path: Path, open_page: Open) -> None:
     long = "nst as somebody who has much to say would call it"
     for name in ("one", "two"):
         method = {"name": f"{long}, number {name}"}
@@ -99,7 +99,7 @@ def test_on_a_narrow_screen_long_names_leave_room_for_numbers(compared: Path, tm
     assert seen == [True] * 6
 
 
-def test_a_total_stands_at_the_end_of_its_bar_and_not_at_the_mark(page: str, open_page: Open) -> None:
+def test_total_stands_at_the_end_of_its_bar(page: str, open_page: Open) -> None:
     ends = open_page(page).execute_script(
         "const s = document.querySelector('#bytes-a-client-and-round svg');"
         "const box = (n) => n.getBoundingClientRect(), of = (k) => [...s.querySelectorAll(k)].map(box);"
@@ -129,17 +129,17 @@ def test_hovering_shows_values(page: str, open_page: Open, where: str, says: lis
         assert word in said, (where, said)
 
 
-def test_a_value_under_the_pointer_is_the_value_recorded(page: str, compared: Path, open_page: Open) -> None:
+def test_hovered_value_is_the_recorded_value(page: str, compared: Path, open_page: Open) -> None:
     said = hover(open_page(page), "#accuracy-by-round .catch", x=0.999)
     runs = [run for run in load([compared]).runs if run.method == "spdst"]
-    mean = sum(run.stage2[-1]["metrics"]["after"]["metric"] for run in runs) / len(runs)
+    mean = sum(run.counted[-1].metrics["after"].metric for run in runs) / len(runs)
     assert said.startswith("round 5")
     shown = re.search(r"spdst\n([\d.]+) %", said)
     assert shown
     assert float(shown[1]) == pytest.approx(100 * mean, abs=0.006)
 
 
-def test_the_legend_switches_methods_on_and_off_everywhere(page: str, open_page: Open) -> None:
+def test_legend_hides_and_shows_methods(page: str, open_page: Open) -> None:
     browser = open_page(page)
     before = {s: count(browser, f"#{s} svg .line") for s in ("accuracy-by-round", "mask-mismatch-between-rounds")}
     assert set(before.values()) == {4}
@@ -154,7 +154,7 @@ def test_the_legend_switches_methods_on_and_off_everywhere(page: str, open_page:
     assert errors(browser) == []
 
 
-def test_three_runs_are_laid_over_each_other(compared: Path, tmp_path: Path, open_page: Open) -> None:
+def test_three_runs_share_one_chart(compared: Path, tmp_path: Path, open_page: Open) -> None:
     chosen = [compared / f"{name}-seed0" for name in ("nst", "spdst", "jmwst")]
     browser = open_page(write(load(chosen), tmp_path / "three.html").as_uri())
     assert count(browser, "#accuracy-by-round svg .line") == 3
@@ -163,21 +163,22 @@ def test_three_runs_are_laid_over_each_other(compared: Path, tmp_path: Path, ope
     assert all(name in said for name in ("nst", "spdst", "jmwst"))
 
 
-def test_a_heading_sorts_the_table(page: str, open_page: Open) -> None:
+def test_heading_sorts_the_table(page: str, open_page: Open) -> None:
     browser = open_page(page)
 
     def column(name: str) -> list[str]:
         script = "return [...document.querySelectorAll(`td[data-column='${arguments[0]}']`)].map(t => t.innerText)"
         return list(browser.execute_script(script, name))
 
+    name = "mask mismatch"
     press = "[...document.querySelectorAll('.sum th')].find(t => t.innerText.startsWith(arguments[0])).click()"
-    browser.execute_script(press, "mismatch")
-    assert column("mismatch") == sorted(column("mismatch"), reverse=True)
-    browser.execute_script(press, "mismatch")
-    assert column("mismatch") == sorted(column("mismatch"))
+    browser.execute_script(press, name)
+    assert column(name) == sorted(column(name), reverse=True)
+    browser.execute_script(press, name)
+    assert column(name) == sorted(column(name))
 
 
-def test_the_theme_can_be_switched(page: str, open_page: Open) -> None:
+def test_theme_can_be_switched(page: str, open_page: Open) -> None:
     browser = open_page(page)
     shade = "return getComputedStyle(document.body).backgroundColor"
     before = browser.execute_script(shade)
@@ -186,7 +187,7 @@ def test_the_theme_can_be_switched(page: str, open_page: Open) -> None:
     assert browser.execute_script(shade) != before
 
 
-def test_damaged_runs_are_named_and_break_nothing(damaged: Path, tmp_path: Path, open_page: Open) -> None:
+def test_damaged_runs_are_reported(damaged: Path, tmp_path: Path, open_page: Open) -> None:
     browser = open_page(write(load([damaged]), tmp_path / "damaged.html").as_uri())
     named = browser.execute_script("return document.getElementById('problems').innerText")
     assert all(name in named for name in ("headless", "binary", "fields", "unbegun", "empty"))
@@ -194,7 +195,7 @@ def test_damaged_runs_are_named_and_break_nothing(damaged: Path, tmp_path: Path,
     assert errors(browser) == []
 
 
-def test_names_are_shown_and_never_run(compared: Path, tmp_path: Path, open_page: Open) -> None:
+def test_names_are_never_executed(compared: Path, tmp_path: Path, open_page: Open) -> None:
     evil = "</script><img src=x onerror=document.title='no'>"
     lines = (compared / "nst-seed0" / "results.jsonl").read_text().splitlines()
     header = json.loads(lines[0])
@@ -208,13 +209,13 @@ def test_names_are_shown_and_never_run(compared: Path, tmp_path: Path, open_page
     assert errors(browser) == []
 
 
-def test_a_page_without_runs_says_so(tmp_path: Path, open_page: Open) -> None:
+def test_page_without_runs_says_so(tmp_path: Path, open_page: Open) -> None:
     browser = open_page(write(load([tmp_path / "none"]), tmp_path / "none.html").as_uri())
     assert "No runs to show" in browser.execute_script("return document.body.innerText")
     assert errors(browser) == []
 
 
-def test_watching_follows_a_run_as_it_goes(compared: Path, tmp_path: Path, open_page: Open) -> None:
+def test_watch_follows_a_running_run(compared: Path, tmp_path: Path, open_page: Open) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
     lines = (compared / "jmwst-seed0" / "results.jsonl").read_text().splitlines(keepends=True)

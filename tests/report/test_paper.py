@@ -1,4 +1,4 @@
-"""The paper's figures: shown beside runs that are the paper's, and what differs in those that are not."""
+"""The paper's figures beside runs: shown for the paper's settings, with what differs for others."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from flashfl.report import figures, paper, tables
-from flashfl.report.gather import groups_of, summary
-from flashfl.report.load import flat, load
-from flashfl.run import cells
+from flashfl.data import registry
+from flashfl.paper import cells, published
+from flashfl.report import figures
+from flashfl.report.groups import groups_of, groups_table
+from flashfl.report.load import Published, load
 from flashfl.run.config import load_toml, make_config
+from flashfl.run.track import flat
 from tests.report.runs import edited
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
@@ -31,16 +33,15 @@ SETTING: dict[str, Any] = {
     ({"method.name": "pdst"}, 83.33), ({"method.name": "pdst", "method.allocation": "erk"}, None),
     ({"method.name": "hetero-spdst", "method.densities": [0.1, 0.15, 0.2]}, 86.16),
 ])  # fmt: skip
-def test_the_papers_figure_is_found_for_its_setting_alone(change: dict[str, Any], mean: float | None) -> None:
-    found = paper.match({**SETTING, **change})
-    assert (found and found["mean"]) == mean
-    assert not found or found["differs"] == []
+def test_paper_figure_is_found_only_for_its_settings(change: dict[str, Any], mean: float | None) -> None:
+    found = published.lookup({**SETTING, **change})
+    assert found.mean == mean
+    assert found.differs == ()
 
 
-def test_another_scale_than_the_papers_is_said() -> None:
-    found = paper.match({**SETTING, "train.rounds": 60, "task.model": "vgg16"})
-    assert found
-    assert found["differs"] == ["model vgg16 here, resnet18 there", "rounds 60 here, 600 there"]
+def test_other_model_and_rounds_are_named() -> None:
+    found = published.lookup({**SETTING, "train.rounds": 60, "task.model": "vgg16"})
+    assert found.differs == ("model vgg16 here, resnet18 there", "rounds 60 here, 600 there")
 
 
 @pytest.mark.parametrize(("option", "said"), [
@@ -56,48 +57,58 @@ def test_another_scale_than_the_papers_is_said() -> None:
     ("--density 0.2 --nm 4", "nm 4 here, 8 there"),
     ("--method hetero-spdst --densities 0.05,0.2 --shares 0.5,0.5", "densities 0.05, 0.2 here, 0.1, 0.15, 0.2 there"),
 ])  # fmt: skip
-def test_every_change_of_the_papers_configuration_is_said(option: str, said: str) -> None:
+def test_every_change_of_the_paper_configuration_is_named(option: str, said: str) -> None:
     words = option.split()
     change = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    found = paper.match(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
-    assert found
-    assert said in found["differs"]
-    assert all("shares" in other for other in found["differs"] if other != said)
+    found = published.lookup(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
+    assert said in found.differs
+    assert all("shares" in other for other in found.differs if other != said)
 
 
-def test_where_and_how_fast_a_run_was_made_is_no_change() -> None:
+def test_device_and_speed_settings_are_no_change() -> None:
     change = {"device": "cpu", "workers": "3", "seed": "4", "eval_every": "7", "precision": "fp32", "track": "mlflow"}
-    found = paper.match(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
-    assert found == {"mean": 85.64, "std": 0.58, "differs": []}
+    found = published.lookup(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
+    assert found == Published(85.64, 0.58, (), 19.5)
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100", "tinyimagenet", "femnist", "sst2"])
-def test_the_papers_own_configurations_are_the_papers(name: str) -> None:
-    found = paper.match(flat(make_config(load_toml(PAPER / f"{name}.toml"), {}).to_json()))
-    assert found
-    assert found["differs"] == []
+def test_paper_configuration_files_match_the_paper(name: str) -> None:
+    found = published.lookup(flat(make_config(load_toml(PAPER / f"{name}.toml"), {}).to_json()))
+    assert found.differs == ()
 
 
-@pytest.mark.parametrize("table", cells.tables())
-def test_the_papers_cells_are_the_papers(table: str) -> None:
-    for cell in cells.load_table(table)[2]:
-        found = paper.match(flat(cell.config(seed=1).to_json()))
-        if cell.paper and cell.method.get("warmup_clients") != 0:
-            assert found
-            assert (found["mean"], found["differs"]) == (cell.paper["mean"], [])
+@pytest.mark.parametrize("table", cells.table_names())
+def test_every_cell_matches_its_own_figure(table: str) -> None:
+    for cell in cells.load_table(table).cells:
+        found = published.lookup(flat(cell.config(seed=1).to_json()))
+        if cell.paper:
+            assert (found.mean, found.differs) == (cell.paper["mean"], ())
 
 
-def test_the_papers_figure_is_not_drawn_or_printed_beside_another_model(compared: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", cells.SETTINGS)
+def test_config_files_repeat_the_settings_of_cells(name: str) -> None:
+    """The files are for users to read and run. Their numbers come from `SETTINGS`."""
+    told = load_toml(PAPER / f"{name}.toml")
+    task = {"dataset": name} | ({} if name == "femnist" else {"alpha": 1.0})
+    cell = cells.Cell(task, {"name": "spdst", "density": told["method"]["density"]}, "", None, {})
+    there, mine = (flat(c.to_json()) for c in (cell.config(seed=0), make_config(told, {})))
+    assert mine.pop("task.model") == registry.info(name).model
+    same = {k: v for k, v in there.items() if k in mine and k != "train.eval_every"}
+    assert {k: mine[k] for k in same} == same
+
+
+def test_paper_figure_is_not_shown_beside_another_model(compared: Path, tmp_path: Path) -> None:
     for model, known in (("resnet18", True), ("vgg16", False)):
         told = make_config(load_toml(PAPER / "cifar10.toml"), {"model": model}).to_json()
-        found = load([edited(compared / "spdst-seed0", tmp_path / model, partial(dict, config=told))])
-        assert ("85.64 ± 0.58" in tables.markdown(found)) is known
-        assert (summary(found.runs)["published_saving"] is not None) is known
+        found = load([edited(compared / "spdst-seed0", tmp_path / model, partial(dict, config=told))], published.lookup)
+        assert ("85.64 ± 0.58" in groups_table(found).markdown()) is known
+        assert (found.runs[0].published.saving is not None) is known
         axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
         figures.accuracy_rounds(axes, groups_of(found.runs))
         assert bool(axes.containers) is known  # the diamond with its error bar
 
 
-def test_the_femnist_row_copied_by_mistake_is_not_shipped() -> None:
-    rows = [r for r in paper.published()["accuracy"] if r["dataset"] == "femnist" and r["density"] == 0.05]
-    assert [(r["method"], r["mean"]) for r in rows] == [("spdst", 81.18)]
+def test_wrong_femnist_row_of_the_paper_is_not_shipped() -> None:
+    every = [cell for name in cells.table_names() for cell in cells.load_table(name).cells]
+    rows = [c for c in every if c.paper and c.dataset == "femnist" and c.density == 0.05]
+    assert [(c.method["name"], c.paper and c.paper["mean"]) for c in rows] == [("spdst", 81.18)]

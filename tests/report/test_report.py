@@ -1,4 +1,4 @@
-"""What a report says of runs: groups, curves, the paper's figures, tables and images."""
+"""Reports: groups, curves, tables, figures, the page, and damaged runs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import re
 import shutil
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError, FlashError
-from flashfl.report import curves, figures, tables
+from flashfl.report import curves, figures
 from flashfl.report.command import page_for
-from flashfl.report.gather import groups_of, page_data, summary
-from flashfl.report.html import page, script_json
-from flashfl.report.load import load
+from flashfl.report.groups import groups_of, groups_table, rounds_table, summary_of
+from flashfl.report.load import load, nothing_published
+from flashfl.report.page import page, page_data, script_json
+from flashfl.report.table import Entry, Table
 from flashfl.report.watch import Feed, serve
 from tests.report.runs import edited
 
 
-def test_a_comparison_ends_with_the_path_of_a_page(compared: Path) -> None:
+def test_comparison_writes_a_page(compared: Path) -> None:
     text = (compared / "report.html").read_text()
     assert text.startswith("<!doctype html>")
     data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
@@ -34,13 +36,13 @@ def test_a_comparison_ends_with_the_path_of_a_page(compared: Path) -> None:
     assert len(data["runs"]) == 8
 
 
-def test_a_page_that_cannot_be_written_is_only_a_warning(compared: Path, tmp_path: Path) -> None:
+def test_unwritable_page_is_a_warning(compared: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="could not be written"):
-        assert page_for(tmp_path / "file" / "below", [compared / "nst-seed0"]) is None
+        assert page_for(tmp_path / "file" / "below", [compared / "nst-seed0"], nothing_published) is None
 
 
-def test_seeds_are_one_group_and_settings_tell_groups_apart(compared: Path, tmp_path: Path) -> None:
+def test_seeds_are_one_group_and_settings_separate_groups(compared: Path, tmp_path: Path) -> None:
     assert [len(runs) for runs in groups_of(load([compared]).runs).values()] == [2, 2, 2, 2]
     other = tmp_path / "denser"
     shutil.copytree(compared / "nst-seed0", other)
@@ -50,7 +52,7 @@ def test_seeds_are_one_group_and_settings_tell_groups_apart(compared: Path, tmp_
     assert labels == ["nst · density 0.1", "nst · density 0.3"]
 
 
-def test_damaged_folders_are_named_and_the_rest_is_read(damaged: Path) -> None:
+def test_damaged_folders_are_reported_and_others_read(damaged: Path) -> None:
     found = load([damaged, damaged / "nowhere"])
     assert {run.folder.name for run in found.runs} == {"good", "cut"}
     assert {Path(p.folder).name for p in found.problems} == {
@@ -69,7 +71,6 @@ DAMAGE = {
     "cohort": lambda text: re.sub(r'"cohort_densities": \[[0-9.]+', '"cohort_densities": ["x"', text),
     "histogram": lambda text: re.sub(r'"histogram": \[\[\d+, ', '"histogram": [[', text),
     "alpha": lambda text: re.sub(r'"alpha": [0-9.]+', '"alpha": null', text),
-    "snapshot": lambda text: re.sub(r'"snapshot": "\w+"', '"snapshot": 7', text),
     "shapes": lambda text: text.replace('"layers": [["', '"layers": [["x", 7], ["'),
     "versions": lambda text: re.sub(r'"versions": \{[^}]*\}', '"versions": null', text),
     "nobody": lambda text: re.sub(r'"cohort": \[[^]]*\]', '"cohort": []', text),
@@ -77,9 +78,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_run_damaged_in_one_field_is_named_and_the_others_are_drawn(
-    compared: Path, tmp_path: Path, kind: str
-) -> None:
+def test_run_damaged_in_one_field_is_reported(compared: Path, tmp_path: Path, kind: str) -> None:
     whole = (compared / "nst-seed0" / "results.jsonl").read_text()
     shutil.copytree(compared / "nst-seed1", tmp_path / "good")
     shutil.copytree(compared / "nst-seed0", tmp_path / "bad")
@@ -90,7 +89,7 @@ def test_a_run_damaged_in_one_field_is_named_and_the_others_are_drawn(
     assert [g["label"] for g in Feed(tmp_path).data()["groups"]] == ["nst"]
 
 
-def test_no_single_byte_takes_a_report_down(compared: Path, tmp_path: Path) -> None:
+def test_no_damaged_byte_breaks_a_report(compared: Path, tmp_path: Path) -> None:
     whole = (compared / "nst-seed0" / "results.jsonl").read_bytes()
     shutil.copytree(compared / "nst-seed1", tmp_path / "good")
     shutil.copytree(compared / "nst-seed0", tmp_path / "bad")
@@ -102,11 +101,11 @@ def test_no_single_byte_takes_a_report_down(compared: Path, tmp_path: Path) -> N
         found = load([tmp_path])
         assert len(found.runs) + len(found.problems) == 2
         script_json(page_data(found))
-        tables.markdown(found)
-        tables.rounds_csv(found)
+        groups_table(found).markdown()
+        rounds_table(found).csv()
 
 
-def test_a_damaged_snapshot_costs_its_round_alone(compared: Path, tmp_path: Path) -> None:
+def test_damaged_snapshot_skips_only_its_round(compared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(compared / "nst-seed0", folder)
     next((folder / "snapshots").iterdir()).write_bytes(b"g???")
@@ -116,7 +115,14 @@ def test_a_damaged_snapshot_costs_its_round_alone(compared: Path, tmp_path: Path
     assert run.heat() == ([], None)
 
 
-def test_band_is_mean_and_deviation_at_every_round_anyone_has() -> None:
+def test_snapshot_with_a_wrong_name_skips_only_its_round(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "nst-seed0", tmp_path / "run")
+    path = tmp_path / "run" / "results.jsonl"
+    path.write_text(re.sub(r'"snapshot": "\w+"', '"snapshot": 7', path.read_text(), count=1))
+    assert len(load([tmp_path]).runs[0].heat()[0]) == 4
+
+
+def test_band_is_mean_and_deviation_of_all_rounds() -> None:
     shown = curves.band([{1: 1.0, 2: 2.0}, {1: 3.0, 2: 2.0, 3: 5.0}])
     assert shown == {"round": [1, 2, 3], "mean": [2, 2, 5], "std": [pytest.approx(2**0.5, rel=1e-5), 0, 0]}
 
@@ -128,9 +134,9 @@ def test_thinning_keeps_both_ends() -> None:
     assert curves.thin(range(3), 5) == [0, 1, 2]
 
 
-def test_the_consensus_story_is_in_the_numbers(compared: Path) -> None:
+def test_mismatch_is_zero_for_frozen_masks_and_lower_with_consensus(compared: Path) -> None:
     groups = groups_of(load([compared]).runs)
-    moved = {label: summary(runs)["mismatch"] for label, runs in groups.items()}
+    moved = {label: summary_of(runs).mismatch for label, runs in groups.items()}
     assert moved["spdst"] == moved["dense"] == 0
     assert moved["nst"] > moved["jmwst"] > 0
     heat = curves.heat(groups["nst"])
@@ -139,46 +145,57 @@ def test_the_consensus_story_is_in_the_numbers(compared: Path) -> None:
     assert curves.heat(groups["dense"])["round"] == []
 
 
-def test_a_summary_adds_up(compared: Path) -> None:
+def test_summary_adds_up(compared: Path) -> None:
     runs = groups_of(load([compared]).runs)["spdst"]
-    found = summary(runs)
-    assert found["seeds"] == 2
-    assert found["density"] == pytest.approx(0.1, abs=1e-3)
-    assert found["up"] == sum(run.end["bytes"]["up"] for run in runs if run.end) / 2
-    assert found["saving"] == pytest.approx(found["paper_saving"], rel=0.25)
-    # Against what dense FedAvg sends in the same rounds: it has no first stage.
-    plain = summary(groups_of(load([compared]).runs)["dense"])
-    assert found["saving"] == pytest.approx((plain["up"] + plain["down"]) / (found["up"] + found["down"]), rel=0.02)
-    assert found["state"] == "finished"
+    found = summary_of(runs)
+    assert found.seeds == 2
+    assert found.density == pytest.approx(0.1, abs=1e-3)
+    assert found.up == sum(run.end["bytes"]["up"] for run in runs if run.end) / 2
+    assert found.saving == pytest.approx(found.paper_saving, rel=0.25)
+    # Compared with what dense FedAvg sends in the same rounds: it has no first stage.
+    plain = summary_of(groups_of(load([compared]).runs)["dense"])
+    assert found.saving == pytest.approx((plain.up + plain.down) / (found.up + found.down), rel=0.02)
+    assert found.rounds == 5
+    assert found.orders == 10
 
 
-def test_a_saving_counts_all_that_travels_as_stored_results_do(compared: Path) -> None:
+def test_saving_counts_batchnorm_statistics(compared: Path) -> None:
     runs = groups_of(load([compared]).runs)["nst"]
     about = runs[0].header["task"]
     assert about["values"] > about["trained"], "its BatchNorm has statistics"
-    messages = 2 * sum(len(line["cohort"]) for line in runs[0].rounds)
-    found = summary(runs[:1])
-    assert found["saving"] == pytest.approx(4 * about["values"] * messages / (found["up"] + found["down"]))
+    messages = 2 * sum(len(record.cohort) for record in runs[0].rounds)
+    found = summary_of(runs[:1])
+    assert found.saving == pytest.approx(4 * about["values"] * messages / (found.up + found.down))
 
 
-def test_tables_hold_every_group_and_every_round(compared: Path) -> None:
+def test_terminal_table_of_usual_width_fits_80_columns() -> None:
+    head = ("method", "accuracy %", "best %", "density", "up / round", "down / round", "mask mismatch", "time (s)")
+    texts = ("hetero-jmwst", "97.45 ± 10.12", "97.45", "0.0200", "123.4 kB", "123.4 kB", "0.123", "123.4")
+    lines = Table(head, [[Entry(text) for text in texts]], "title").terminal().splitlines()
+    assert lines[0] == "title"
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].split() == " ".join(texts).split()
+    assert {len(line) for line in lines[-2:]} == {len(lines[-1])}
+
+
+def test_tables_have_every_group_and_every_round(compared: Path) -> None:
     found = load([compared])
-    lines = tables.markdown(found).splitlines()
+    lines = groups_table(found).markdown().splitlines()
     assert len(lines) == 2 + 4
     assert all(line.count("|") == lines[0].count("|") for line in lines)
-    rows = list(csv.DictReader(io.StringIO(tables.rounds_csv(found))))
+    rows = list(csv.DictReader(io.StringIO(rounds_table(found).csv())))
     assert len(rows) == sum(len(run.rounds) for run in found.runs)
-    by_run = {run.folder.name: run.rounds[-1]["metrics"]["after"]["metric"] for run in found.runs}
+    by_run = {run.folder.name: run.rounds[-1].metrics["after"].metric for run in found.runs}
     assert float(rows[-1]["accuracy"]) == by_run[Path(rows[-1]["run"]).name]
 
 
-def test_no_name_breaks_a_table_or_a_figure(compared: Path, tmp_path: Path) -> None:
+def test_odd_names_do_not_break_tables_or_figures(compared: Path, tmp_path: Path) -> None:
     for i, data in enumerate(("a|b\nc", "$\\frac{$")):
         task = {"task": {"dataset": data}}
         edited(compared / "nst-seed0", tmp_path / str(i), lambda h, task=task: h | {"config": h["config"] | task})
     (tmp_path / "not\na run").mkdir()
     found = load([tmp_path])
-    lines = tables.markdown(found).splitlines()
+    lines = groups_table(found).markdown().splitlines()
     assert lines[2].startswith(r"| nst · dataset a\|b c |")
     assert len(lines) == 2 + 2 + 1 + len(found.problems) == 6
     pytest.importorskip("matplotlib")
@@ -186,7 +203,7 @@ def test_no_name_breaks_a_table_or_a_figure(compared: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", figures.NAMES)
-def test_every_figure_of_the_paper_can_be_drawn(compared: Path, tmp_path: Path, name: str) -> None:
+def test_every_figure_is_drawn(compared: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"{name}.png"
     assert main(["figure", name, str(compared), "--out", str(path)]) == 0
@@ -194,7 +211,7 @@ def test_every_figure_of_the_paper_can_be_drawn(compared: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["accuracy-rounds", "accuracy-bytes", "mismatch-rounds", "sm-layers"])
-def test_a_curve_of_one_point_is_seen(compared: Path, tmp_path: Path, name: str) -> None:
+def test_single_point_is_visible(compared: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     edited(compared / "nst-seed0", tmp_path / "a", rounds=1)
     lines = figures.figure(name, load([tmp_path]).runs).axes[0].get_lines()
@@ -203,7 +220,7 @@ def test_a_curve_of_one_point_is_seen(compared: Path, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", [*figures.NAMES, "overview"])
-def test_long_names_hide_no_curve_and_stay_in_the_picture(compared: Path, tmp_path: Path, name: str) -> None:
+def test_long_names_hide_no_curve(compared: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     for i, source in enumerate(("nst", "jmwst", "nst")):
         method = {"name": f"{'a method with a long name ' * 5}{i}"}
@@ -224,7 +241,7 @@ def test_long_names_hide_no_curve_and_stay_in_the_picture(compared: Path, tmp_pa
     assert not any(a.overlaps(b) for a, b in itertools.combinations(titles, 2))
 
 
-def test_an_unknown_figure_names_the_nearest(compared: Path) -> None:
+def test_unknown_figure_names_the_nearest(compared: Path) -> None:
     with pytest.raises(ConfigError, match="sm-heatmap"):
         figures.figure("heatmap", load([compared]).runs)
     with pytest.raises(FlashError, match="no run"):
@@ -238,7 +255,7 @@ def test_every_format_is_written(compared: Path, tmp_path: Path, form: str) -> N
     assert out.stat().st_size > 200
 
 
-def test_an_unknown_format_and_a_report_of_nothing_fail_clearly(
+def test_unknown_format_and_empty_report_fail_clearly(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(compared), "--out", str(tmp_path / "r.xls")]) == 1
@@ -247,22 +264,21 @@ def test_an_unknown_format_and_a_report_of_nothing_fail_clearly(
     assert "nothing" in capsys.readouterr().err
 
 
-def test_data_cannot_end_the_script_it_stands_in() -> None:
+def test_data_cannot_end_its_script_element() -> None:
     text = script_json({"a": "</script><!--", "b": float("nan"), "c": [float("inf"), 1.5]})
     assert "<" not in text
     assert json.loads(text) == {"a": "</script><!--", "b": None, "c": [None, 1.5]}
 
 
-def test_a_page_of_many_rounds_stays_small(compared: Path) -> None:
+def test_page_of_many_rounds_stays_small(compared: Path) -> None:
     found = load([compared / "jmwst-seed0"])
     [run] = found.runs
-    template = run.stage2[-1]
-    run.rounds.extend({**template, "round": r} for r in range(5, 2000))
-    run.__dict__.pop("stage2", None)
+    run.rounds.extend(replace(run.rounds[-1], round=r) for r in range(5, 2000))
+    run.__dict__.pop("counted", None)
     assert len(page(page_data(found))) < 400_000
 
 
-def test_the_feed_is_made_anew_only_when_something_changed(compared: Path, tmp_path: Path) -> None:
+def test_feed_is_computed_again_only_after_a_change(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared / "nst-seed0", tmp_path / "a")
     feed = Feed(tmp_path)
     first = feed.data()
@@ -272,7 +288,7 @@ def test_the_feed_is_made_anew_only_when_something_changed(compared: Path, tmp_p
     assert feed.data()["stamp"] != first["stamp"]
 
 
-def test_watching_is_for_this_machine_alone(compared: Path) -> None:
+def test_watch_serves_only_this_machine(compared: Path) -> None:
     import threading
 
     addresses: list[str] = []

@@ -1,4 +1,4 @@
-"""A comparison: which runs it takes as they are, which it runs anew, and what it says of them."""
+"""A comparison: which runs it reuses, which it runs again, and what it says about them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ import pytest
 from flashfl.core.errors import ConfigError
 from flashfl.engine.cpu import CPUEngine
 from flashfl.methods import METHODS, Dense
+from flashfl.paper.verdict import verdict
+from flashfl.report.summary import Numbers, Summary, numbers_of, summarise
+from flashfl.report.table import summary_table
 from flashfl.run import code
 from flashfl.run import compare as comparing
 from flashfl.run.code import code_of, joined
-from flashfl.run.compare import compare, replace_seed, rows, verdict
+from flashfl.run.compare import compare, replace_seed
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.export import export_run
-from flashfl.run.results import RESULTS, read_run
+from flashfl.run.results import RESULTS, Results
 
 TINY = {
     "rounds": "3", "per_round": "2", "clients": "4", "limit": "80", "max_steps": "1", "eval_every": "1",
@@ -58,53 +61,55 @@ def edit(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return changed
 
 
+class Stopped(Exception):
+    """Ends a run in the middle."""
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """A comparison of one run, cut off after its second round."""
     calls = iter(range(9))
 
     def stop(self: object, state: object, line: object) -> None:
         if next(calls) == 1:
-            raise KeyboardInterrupt
+            raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr("flashfl.run.display.Display.__call__", stop)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr("flashfl.run.progress.Display.__call__", stop)
+        with pytest.raises(Stopped):
             compare(base, ["pdst"], [0], folder)
-    assert read_run(folder / "pdst-seed0")["end"] is None
+    assert Results.read(folder / "pdst-seed0").end is None
 
 
-# -- old rows -----------------------------------------------------------------------------------------------------
+# -- runs that are there ------------------------------------------------------------------------------------------
 
 
-def test_rows_of_the_same_code_are_taken_and_that_is_said(
+def test_runs_with_the_same_code_are_reused(
     tmp_path: Path, begun: list[bool], capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = compare(base, ["pdst"], [0, 1], tmp_path)
     capsys.readouterr()
     again = compare(base, ["pdst"], [0, 1], tmp_path)
     assert len(begun) == 2
-    assert [run["end"] for run in again["pdst"]] == [run["end"] for run in first["pdst"]]
-    said = [f"[{i + 1}/2] pdst seed {i}: taken from the run in {tmp_path}/pdst-seed{i}" for i in (0, 1)]
+    assert [run.end for run in again["pdst"]] == [run.end for run in first["pdst"]]
+    said = [f"[{i + 1}/2] pdst seed {i}: reused from {tmp_path}/pdst-seed{i}" for i in (0, 1)]
     assert capsys.readouterr().err.splitlines() == said
     compare(base, ["pdst"], [0, 1], tmp_path, quiet=True)
     assert not capsys.readouterr().err
 
 
-def test_rows_of_other_code_are_in_the_way_unless_they_may_be_replaced(
-    tmp_path: Path, begun: list[bool], edit: Callable[[], None]
-) -> None:
+def test_runs_with_other_code_need_overwrite(tmp_path: Path, begun: list[bool], edit: Callable[[], None]) -> None:
     compare(base, ["pdst"], [0], tmp_path)
     edit()
     with pytest.raises(ConfigError, match="pdst-seed0 holds a run with other code"):
         compare(base, ["pdst"], [0], tmp_path)
     compare(base, ["pdst"], [0], tmp_path, overwrite=True)
     assert begun == [False, False]
-    assert read_run(tmp_path / "pdst-seed0")["header"]["code"] == {"flashfl": "other"}
+    assert Results.read(tmp_path / "pdst-seed0").header["code"] == {"flashfl": "other"}
     compare(base, ["pdst"], [0], tmp_path)
     assert len(begun) == 2, "what ran then is known now"
 
 
-def test_rows_of_unknown_code_are_of_other_code(tmp_path: Path, begun: list[bool]) -> None:
+def test_runs_with_unknown_code_need_overwrite(tmp_path: Path, begun: list[bool]) -> None:
     compare(base, ["pdst"], [0], tmp_path)
     path = tmp_path / "pdst-seed0" / RESULTS
     first, rest = path.read_text().split("\n", 1)
@@ -116,7 +121,7 @@ def test_rows_of_unknown_code_are_of_other_code(tmp_path: Path, begun: list[bool
     assert begun == [False]
 
 
-def test_overwrite_replaces_what_is_in_the_way_alone(tmp_path: Path, begun: list[bool]) -> None:
+def test_overwrite_replaces_only_runs_with_other_settings(tmp_path: Path, begun: list[bool]) -> None:
     def other(method: str, seed: int) -> RunConfig:
         return replace_seed(base(method, 0), seed + 1 if method == "pdst" else seed)
 
@@ -127,26 +132,28 @@ def test_overwrite_replaces_what_is_in_the_way_alone(tmp_path: Path, begun: list
     assert begun == [False] * 3
 
 
-def test_an_interrupted_run_goes_on_with_the_same_code(
+def test_interrupted_run_continues_with_the_same_code(
     tmp_path: Path, begun: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = compare(base, ["pdst"], [0], tmp_path / "whole")["pdst"][0]["end"]
+    whole = compare(base, ["pdst"], [0], tmp_path / "whole")["pdst"][0].end
     interrupt(monkeypatch, tmp_path)
-    found = compare(base, ["pdst"], [0], tmp_path)["pdst"][0]["end"]
+    found = compare(base, ["pdst"], [0], tmp_path)["pdst"][0].end
     assert begun == [False, False, True]
+    assert found is not None
+    assert whole is not None
     assert found["checksum"] == whole["checksum"]
 
 
-def test_an_interrupted_run_of_other_code_does_not_go_on(
+def test_interrupted_run_does_not_continue_with_other_code(
     tmp_path: Path, begun: list[bool], edit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, tmp_path)
     edit()
-    with pytest.warns(RuntimeWarning, match="its 2 finished rounds are now in"):
+    with pytest.warns(RuntimeWarning, match="its 2 rounds are now in"):
         found = compare(base, ["pdst"], [0], tmp_path, overwrite=True)["pdst"][0]
     assert begun == [False, False]
-    assert len(found["rounds"]) == 3
-    assert found["header"]["code"] == {"flashfl": "other"}
+    assert len(found.rounds) == 3
+    assert found.header["code"] == {"flashfl": "other"}
 
 
 MINE = """
@@ -160,7 +167,7 @@ class Mine(PDST):
 """
 
 
-def test_a_method_in_a_file_of_ones_own_counts_as_code(
+def test_file_of_a_custom_method_counts_as_code(
     tmp_path: Path, begun: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a_file_of_mine.py"
@@ -181,30 +188,30 @@ def test_a_method_in_a_file_of_ones_own_counts_as_code(
     finally:
         sys.modules.pop(path.stem, None)
     assert len(begun) == 3, "both, none, and the changed one"
-    found = [read_run(tmp_path / "c" / f"{name}-seed0")["header"]["code"] for name in ("mine", "pdst")]
+    found = [Results.read(tmp_path / "c" / f"{name}-seed0").header["code"] for name in ("mine", "pdst")]
     assert [list(one) for one in found] == [["flashfl", "a_file_of_mine"], ["flashfl"]]
 
 
-def test_a_run_resumed_with_other_code_is_warned_of_and_of_neither(
+def test_resume_with_other_code_warns_and_matches_neither(
     tmp_path: Path, begun: list[bool], edit: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, tmp_path)
     folder, old = tmp_path / "pdst-seed0", code_of(base("pdst", 0).method)
     assert old is not None
     edit()
-    changed = pytest.warns(RuntimeWarning, match=r"the code of flashfl has changed since the last round of the run in")
+    changed = pytest.warns(RuntimeWarning, match=r"the code of flashfl changed since this run began")
 
     def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise Stopped
 
     with pytest.MonkeyPatch.context() as before:
         before.setattr(CPUEngine, "train", interrupted)
-        with changed, pytest.raises(KeyboardInterrupt):
+        with changed, pytest.raises(Stopped):
             comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)
-    assert read_run(folder)["header"]["code"] == old, "no round is of the other code yet"
+    assert Results.read(folder).header["code"] == old, "no round is of the other code yet"
     with changed:
         comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)
-    assert read_run(folder)["header"]["code"] == {"flashfl": f"{old['flashfl']}+other"}
+    assert Results.read(folder).header["code"] == {"flashfl": f"{old['flashfl']}+other"}
     comparing.run_config(base("pdst", 0), folder, resume=True, quiet=True)  # it had ended: there is nothing to say
     with pytest.raises(ConfigError, match="other code"):
         compare(base, ["pdst"], [0], tmp_path)
@@ -226,36 +233,37 @@ def test_code_that_cannot_be_read_is_unknown(monkeypatch: pytest.MonkeyPatch) ->
     assert code_of(typed()) is None
 
 
-def test_the_code_is_written_beside_the_settings_and_is_none_of_them(tmp_path: Path) -> None:
+def test_code_is_recorded_beside_the_settings(tmp_path: Path) -> None:
     compare(base, ["pdst"], [0], tmp_path)
-    header = read_run(tmp_path / "pdst-seed0")["header"]
+    header = Results.read(tmp_path / "pdst-seed0").header
     assert header["code"] == code_of(base("pdst", 0).method)
     assert header["config"] == base("pdst", 0).to_json()
     assert "code" not in header["identity"]
     assert export_run(tmp_path / "pdst-seed0").exists()
 
 
-# -- what is said of them -----------------------------------------------------------------------------------------
+# -- the table and the verdict ------------------------------------------------------------------------------------
 
 
-def some(*accuracies: float) -> list[dict[str, Any]]:
-    """Runs, one a seed, that ended with these accuracies in percent."""
-    rounds = [{"stage": 2, "density": 0.1, "mismatch": 0.0}]
-    end = {"bytes": {"up": 1, "down": 1}, "seconds": 1.0}
-    return [{"rounds": rounds, "end": {**end, "accuracy": a / 100, "best": a / 100}} for a in accuracies]
+def some(*accuracies: float) -> Summary:
+    """The summary of runs, one for each seed, that ended with these accuracies in percent."""
+    return summarise([Numbers(a / 100, a / 100, None, 0.1, 1, 1, 1, 1, 8, 1.0, 0) for a in accuracies])
 
 
-def test_runs_that_end_early_are_summed_up(tmp_path: Path) -> None:
+def test_runs_that_end_early_are_summarised(tmp_path: Path) -> None:
     def small(name: str, seed: int) -> RunConfig:
         asked = {**TINY, "method": name, "max_bytes": "1"} | ({"warmup_clients": "1"} if name == "spdst" else {})
         return replace_seed(make_config({}, asked), seed)
 
     runs = compare(small, ["spdst", "pdst"], [0, 1], tmp_path, quiet=True)
-    assert [row[0] for row in rows(runs)] == ["spdst", "pdst"]
+    found = {name: summarise([numbers_of(r.header, r.rounds) for r in group]) for name, group in runs.items()}
+    assert all(s.up > 0 for s in found.values())
+    assert found["spdst"].rounds == 0
 
 
 def test_one_seed_has_no_spread() -> None:
-    assert [row[1] for row in rows({"pdst": some(7.81), "nst": some(7, 8, 9)})] == ["7.81", "8.00 ± 1.00"]
+    table = summary_table({"pdst": some(7.81), "nst": some(7, 8, 9)}, ["accuracy %"])
+    assert [row[1].text for row in table.rows] == ["7.81", "8.00 ± 1.00"]
 
 
 @pytest.mark.parametrize(
@@ -281,5 +289,5 @@ def test_one_seed_has_no_spread() -> None:
         ({"dense": [93, 94], "nst": [93, 94]}, ""),
     ],
 )  # fmt: skip
-def test_the_verdict_names_what_ran_and_claims_what_it_can_know(runs: dict[str, Sequence[float]], said: str) -> None:
+def test_verdict_names_only_what_ran(runs: dict[str, Sequence[float]], said: str) -> None:
     assert verdict({name: some(*values) for name, values in runs.items()}) == said

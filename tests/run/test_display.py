@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""Progress of a run on the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from flashfl.run.display import Display
+
+from flashfl.core.exchange import Traffic
+from flashfl.core.record import RoundRecord
+from flashfl.run.progress import Display
 
 
 class Terminal(io.StringIO):
@@ -16,14 +19,14 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("columns", [40, 60, 200])
-def test_a_live_line_stays_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_line_stays_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out = Terminal()
     display = Display("[4/15] jmwst seed 0", 60, out)
-    state: Any = SimpleNamespace(round=12)
-    line = {"stage": 2, "round": 11, "metrics": {}, "failures": {}, "density": 0.02, "total": {"up": 1e7, "down": 2e7}}
-    display(state, line)
-    display(state, line)
+    state: Any = SimpleNamespace(counted=12)
+    record = RoundRecord("training", True, 11, 0, (), {}, 0.5, Traffic(), density=0.02, total=Traffic(10**7, 2 * 10**7))
+    display(state, record)
+    display(state, record)
     shown = out.getvalue().split("\r")[1:]
     assert len(shown) == 2
     assert all(len(text) < columns for text in shown)

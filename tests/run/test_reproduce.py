@@ -1,4 +1,4 @@
-"""Tables as data, cells that are run once, results that say where they came from."""
+"""The paper's tables: cells that are run once, results that say where they came from, ours beside the paper's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from flashfl.cli import _config, _parser, _settings_apart, main
 from flashfl.core.errors import ConfigError
 from flashfl.engine.train import ClientFailed, Trainer
 from flashfl.methods import SPDST
+from flashfl.paper import result as results_module
+from flashfl.paper.cells import Cell, chosen, load_table, table_names
+from flashfl.paper.reproduce import reproduce
+from flashfl.paper.result import RECIPE, command_of, stale
+from flashfl.paper.stored import Stored
+from flashfl.paper.tables import ABOUT, panels, table_of
+from flashfl.report.page import table_page
 from flashfl.run import compare as comparing
-from flashfl.run import stored
-from flashfl.run.cells import Cell, chosen, load_table, tables
 from flashfl.run.config import make_config
-from flashfl.run.reproduce import markdown, page, panels, reproduce
-from flashfl.run.stored import command_of, pending, result_of, stale
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"rounds": 2, "per_round": 2, "max_steps": 1, "eval_every": 1, "workers": 1, "batch": 4}
@@ -43,11 +46,25 @@ def small_cell(train: dict[str, Any] = SMALL, **method: Any) -> Cell:
     )
 
 
-@pytest.mark.parametrize("name", tables())
-def test_every_table_is_made_of_cells_that_can_be_run(name: str) -> None:
-    title, rows, cells = load_table(name)
-    assert title
-    assert set(rows) <= {"dataset", "alpha", "density"}
+def markdown(cell: Cell, results: Path, seeds: int | None = None) -> str:
+    """The cell alone in a table of the paper."""
+    return table_of("main", [cell], seeds, Stored(results)).markdown()
+
+
+def edit_line(results: Path, cell: Cell, of_seed: int = 0, **change: Any) -> None:
+    """Change fields of a stored result."""
+    path = results / f"{cell.dataset}.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    made = [{**r, **change} if r["place"] == cell.place(of_seed) else r for r in records]
+    path.write_text("".join(json.dumps(r) + "\n" for r in made))
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_every_cell_of_every_table_can_be_run(name: str) -> None:
+    table = load_table(name)
+    cells = table.cells
+    assert table.title
+    assert set(table.keys) <= {"dataset", "alpha", "density"}
     for cell in cells:
         config = cell.config(1)
         assert config.train.seed == 1
@@ -57,13 +74,13 @@ def test_every_table_is_made_of_cells_that_can_be_run(name: str) -> None:
         assert cell in chosen(cells, "", "", "", cell.column), "a column can be asked for by its name"
 
 
-def test_an_unknown_table_names_the_nearest() -> None:
+def test_unknown_table_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'main'"):
         load_table("mian")
 
 
 def test_filters() -> None:
-    _, _, cells = load_table("main")
+    cells = load_table("main").cells
     found = chosen(cells, "cifar10", "1", "0.05", "")
     assert {c.column for c in found} == {"dense", "NST", "PDST", "SPDST", "JMWST r1", "JMWST r5"}
     assert {c.density for c in found} == {0.05, 1.0}
@@ -73,13 +90,13 @@ def test_filters() -> None:
         chosen(cells, "", "", "0.05,0.07", "")
     with pytest.raises(ConfigError, match="unknown method 'SPDTS'"):
         chosen(cells, "", "", "", "SPDTS")
-    with pytest.raises(ConfigError, match="no cell of the table fits these filters together"):
+    with pytest.raises(ConfigError, match="no cell of the table matches all of these filters"):
         chosen(cells, "femnist", "1", "", "")
     with pytest.raises(ConfigError, match="have no density"):
-        chosen(load_table("hetero")[2], "", "", "0.1", "")
+        chosen(load_table("hetero").cells, "", "", "0.1", "")
 
 
-def test_what_is_shown_must_be_there_and_of_a_known_kind(tmp_path: Path, capsys: Any) -> None:
+def test_missing_results_folder_or_unknown_format_is_an_error(tmp_path: Path, capsys: Any) -> None:
     assert main(["reproduce", "main", "--results", str(tmp_path / "none")]) == 1
     assert main(["reproduce", "main", "--out", str(tmp_path / "table.csv")]) == 1
     said = capsys.readouterr().err
@@ -87,7 +104,7 @@ def test_what_is_shown_must_be_there_and_of_a_known_kind(tmp_path: Path, capsys:
     assert "must end in one of .md, .html, .png" in said
 
 
-def test_the_committed_results_render_without_running_anything(capsys: Any, monkeypatch: Any) -> None:
+def test_committed_results_render_without_running_anything(capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]) == 0
     out = capsys.readouterr().out
@@ -102,10 +119,10 @@ def test_the_committed_results_render_without_running_anything(capsys: Any, monk
     assert "not run" not in out
 
 
-def test_the_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(ROOT)
-    found = panels(chosen(load_table("main")[2], "cifar10", "1", "", ""), 1, Path("results"))
+    found = panels(chosen(load_table("main").cells, "cifar10", "1"), 1, Stored(Path("results")))
     assert [len(lines) for lines in found.values()] == [6, 6, 6]
     assert found["cifar10, alpha 1, density 0.01"]["dense"] == found["cifar10, alpha 1, density 0.1"]["dense"]
     asked = ["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]
@@ -116,17 +133,37 @@ def test_the_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatc
     assert "nothing to draw" in capsys.readouterr().err
 
 
+def committed() -> list[dict[str, Any]]:
+    """Every committed result."""
+    files = sorted((ROOT / "results").glob("*.jsonl"))
+    found = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    assert len(found) >= 157
+    return found
+
+
+def test_committed_results_are_sorted_unique_and_name_their_commit() -> None:
+    places = [record["place"] for record in committed()]
+    assert len(set(places)) == len(places)
+    for path in (ROOT / "results").glob("*.jsonl"):
+        own = [p for p in places if p.startswith(f"{path.stem}/")]
+        assert own == sorted(own)
+        assert len(own) == len(path.read_text().splitlines())
+    assert all(record["commit"] and record["machine"] and record["checksum"] for record in committed())
+
+
+def test_every_committed_result_belongs_to_a_cell() -> None:
+    known = {cell.place(0).removesuffix("0") for name in table_names() for cell in load_table(name).cells}
+    assert all(record["place"].removesuffix(str(record["seed"])) in known for record in committed())
+
+
 def made_by(command: str) -> dict[str, Any]:
     words = command.split()[2:]
     pairs = dict(zip((w[2:].replace("-", "_") for w in words[::2]), words[1::2], strict=True))
     return make_config({}, pairs).to_json()
 
 
-def test_the_commands_in_results_give_their_configurations() -> None:
-    files = list((ROOT / "results").rglob("*.json"))
-    assert files
-    for path in files:
-        record = json.loads(path.read_text())
+def test_commands_in_results_give_their_configurations() -> None:
+    for record in committed():
         made = made_by(record["command"])
         assert made["method"] == record["config"]["method"]
         assert made["task"] == record["config"]["task"]
@@ -134,26 +171,26 @@ def test_the_commands_in_results_give_their_configurations() -> None:
             assert made["train"][name] == value
 
 
-@pytest.mark.parametrize("table", tables())
+@pytest.mark.parametrize("table", table_names())
 def test_every_cell_has_a_command(table: str) -> None:
-    for cell in load_table(table)[2]:
+    for cell in load_table(table).cells:
         config = cell.config(0).to_json()
         assert made_by(command_of(config)) == config
 
 
-def test_one_configuration_lies_in_one_place() -> None:
+def test_equal_configurations_have_one_place() -> None:
     places: dict[str, str] = {}
-    for cell in (cell for table in tables() for cell in load_table(table)[2]):
+    for cell in (cell for table in table_names() for cell in load_table(table).cells):
         config = json.dumps(cell.config(0).to_json(), sort_keys=True)
         assert places.setdefault(config, cell.place(0)) == cell.place(0)
 
 
-def test_cells_are_run_once_and_say_where_they_came_from(tmp_path: Path) -> None:
+def test_cells_are_run_once_and_record_their_origin(tmp_path: Path) -> None:
     cell = small_cell()
     results, runs = tmp_path / "results", tmp_path / "runs"
     assert reproduce([cell, cell], 2, results, runs, 5, {}) == (2, 0)
     assert reproduce([cell, cell], 2, results, runs, 5, {}) == (0, 0), "nothing is run twice"
-    record = result_of(cell, 1, results)
+    record = Stored(results).get(cell, 1)
     assert record is not None
     assert record["seed"] == 1
     assert record["rounds"] == 2
@@ -164,11 +201,11 @@ def test_cells_are_run_once_and_say_where_they_came_from(tmp_path: Path) -> None
     assert command_of(record["config"]) == record["command"]
 
 
-def test_processes_that_work_on_one_table_share_its_cells(tmp_path: Path, capsys: Any) -> None:
+def test_processes_share_the_cells_of_a_table(tmp_path: Path, capsys: Any) -> None:
     taken, free = small_cell(), small_cell(density=0.3)
     results, runs = tmp_path / "results", tmp_path / "runs"
-    lock = runs / f"recipe{stored.RECIPE}" / f"{taken.place(0)}.lock"
-    holds = "import sys; from pathlib import Path; from flashfl.run.reproduce import claim\n"
+    lock = runs / f"recipe{RECIPE}" / f"{taken.place(0)}.lock"
+    holds = "import sys; from pathlib import Path; from flashfl.run.lock import claim\n"
     holds += "with claim(Path(sys.argv[1])) as ours: print(ours, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", holds, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -177,103 +214,142 @@ def test_processes_that_work_on_one_table_share_its_cells(tmp_path: Path, capsys
         assert reproduce([taken, free], 1, results, runs, 5, {}) == (1, 0)
         other.kill()
     assert f"{taken.place(0)}: another process has it" in capsys.readouterr().err
-    assert result_of(free, 0, results) is not None
+    assert Stored(results).get(free, 0) is not None
     assert reproduce([taken, free], 1, results, runs, 5, {}) == (1, 0)
 
 
-def test_a_change_of_recipe_makes_cells_stale(tmp_path: Path, monkeypatch: Any) -> None:
+def test_new_recipe_makes_results_stale(tmp_path: Path, monkeypatch: Any) -> None:
     cell = small_cell()
     reproduce([cell], 1, tmp_path / "results", tmp_path / "runs", 5, {})
-    monkeypatch.setattr(stored, "RECIPE", 99)
-    record = result_of(cell, 0, tmp_path / "results")
+    monkeypatch.setattr(results_module, "RECIPE", 99)
+    record = Stored(tmp_path / "results").get(cell, 0)
     assert record is not None
     assert stale(record, cell)
-    assert list(pending([cell], 1, tmp_path / "results")) == [(cell, 0)]
+    assert list(Stored(tmp_path / "results").pending([cell], 1)) == [(cell, 0)]
     with pytest.MonkeyPatch.context() as patch:
         trained = []
         real = Trainer.train
         patch.setattr(Trainer, "train", lambda *given: trained.append(1) or real(*given))
         assert reproduce([cell], 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (1, 0)
     assert trained, "the old recipe's run is not passed off as the new one's"
-    fresh = result_of(cell, 0, tmp_path / "results")
+    fresh = Stored(tmp_path / "results").get(cell, 0)
     assert fresh is not None
     assert not stale(fresh, cell)
 
 
-def test_results_of_a_method_that_has_changed_are_stale() -> None:
+def test_results_of_a_changed_method_are_stale() -> None:
     hetero = Cell({"dataset": "mnist", "alpha": 1.0}, {"name": "hetero-spdst"}, "hetero-SPDST", None, {})
-    assert stale({"recipe": stored.RECIPE}, hetero)
-    assert not stale({"recipe": stored.RECIPE}, small_cell())
+    assert stale({"recipe": RECIPE}, hetero)
+    assert not stale({"recipe": RECIPE}, small_cell())
 
 
-def test_all_seeds_there_are_count_unless_fewer_are_asked_for(tmp_path: Path) -> None:
+def test_all_stored_seeds_count_unless_fewer_are_asked_for(tmp_path: Path) -> None:
     cell = small_cell()
     reproduce([cell], 2, tmp_path / "results", tmp_path / "runs", 5, {})
-    every, one = (markdown("main", [cell], seeds, tmp_path / "results").splitlines()[-1] for seeds in (None, 1))
+    every, one = (markdown(cell, tmp_path / "results", seeds).splitlines()[-1] for seeds in (None, 1))
     assert (every.count(" | 2 | "), every.count("±")) == (1, 2)  # ours, and the paper's
     assert (one.count(" | 1 | "), one.count("±")) == (2, 1)  # alpha is 1 too
 
 
-def test_a_damaged_result_is_run_again(tmp_path: Path) -> None:
+def test_damaged_result_is_run_again(tmp_path: Path) -> None:
     cell = small_cell()
-    path = tmp_path / f"{cell.place(0)}.json"
-    path.parent.mkdir(parents=True)
-    for text in ('{"accuracy": 0.', "5", '{"accuracy": 0.5}', "[" * 100_000):
-        path.write_text(text)
-        with pytest.warns(RuntimeWarning, match="counts as not run: it"):
-            assert list(pending([cell], 1, tmp_path)) == [(cell, 0)]
+    path, place = tmp_path / f"{cell.dataset}.jsonl", json.dumps(cell.place(0))
+    damaged = ['{"accuracy": 0.', "5", '{"accuracy": 0.5}', "[" * 100_000, f'{{"place": {place}']
+    for text in damaged:
+        path.write_text(text + "\n")
+        with pytest.warns(RuntimeWarning, match=r"lines \[1\] are not results"):
+            assert list(Stored(tmp_path).pending([cell], 1)) == [(cell, 0)]
+    path.write_text(f'{{"place": {place}, "accuracy": 0.5}}\n')
+    with pytest.warns(RuntimeWarning, match="counts as not run: it lacks a number"):
+        assert list(Stored(tmp_path).pending([cell], 1)) == [(cell, 0)]
+
+
+def test_adding_a_result_keeps_all_other_lines(tmp_path: Path) -> None:
+    cell = small_cell()
+    (tmp_path / "mnist.jsonl").write_text('{"place": "mnist/z", "seed": 1}\nnot JSON\n{"place": "mnist/a"}\n')
+    record = {"place": cell.place(0), "seed": 0}
+    Stored(tmp_path).add(cell, record)
+    Stored(tmp_path).add(cell, {**record, "seed": 5})
+    lines = (tmp_path / "mnist.jsonl").read_text().splitlines()
+    assert sorted(lines) == sorted(
+        ['{"place": "mnist/a"}', json.dumps({**record, "seed": 5}), '{"place": "mnist/z", "seed": 1}', "not JSON"]
+    )
+    assert lines[0] == '{"place": "mnist/a"}'
+
+
+def test_of_two_lines_for_one_place_the_last_counts(tmp_path: Path) -> None:
+    cell, results = small_cell(), tmp_path / "results"
+    reproduce([cell], 1, results, tmp_path / "runs", 5, {})
+    path = results / "mnist.jsonl"
+    other = {**json.loads(path.read_text()), "accuracy": 0.123}
+    with path.open("a") as file:
+        file.write(json.dumps(other) + "\n")
+    assert "| 12.30 |" in markdown(cell, results)
+
+
+def test_processes_add_results_at_the_same_time(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from flashfl.paper.cells import Cell\n"
+        "from flashfl.paper.stored import Stored\n"
+        "cell = Cell({'dataset': 'mnist'}, {'name': 'dense'}, '', None, {})\n"
+        "for i in range(40): Stored(Path(sys.argv[1])).add(cell, {'place': f'{sys.argv[2]}-{i:02d}'})"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path), name]) for name in ("a", "b")]
+    assert [process.wait() for process in both] == [0, 0]
+    assert len((tmp_path / "mnist.jsonl").read_text().splitlines()) == 80
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"best": None}, "its best is missing or no number"),
-        ({"accuracy": "0.9"}, "its accuracy is"),
-        ({"accuracy": float("nan")}, "its accuracy is"),
-        ({"bytes": {}}, "its bytes up, bytes down is missing or not above 0"),
-        ({"rounds": 0}, "its rounds is missing or not above 0"),
-        ({"views": None}, "its view"),
-        ({"curve": [[1, None, 2, 3]]}, "its curve is not made of rounds"),
-        ({"seed": 1}, "it is of seed 1"),
-        ({"config": None}, "it does not say its task settings"),
+        ({"best": None}, "its best cannot be used"),
+        ({"accuracy": "0.9"}, "its accuracy cannot be used"),
+        ({"accuracy": float("nan")}, "its accuracy cannot be used"),
+        ({"bytes": {}}, "it lacks a number"),
+        ({"bytes": {"up": 0, "down": 1}}, "its up cannot be used"),
+        ({"rounds": 0}, "its rounds, orders, dense cannot be used"),
+        ({"views": None}, "it lacks a number"),
+        ({"curve": [[1, None, 2, 3]]}, "its curve cannot be used"),
+        ({"curve": [[1, 2, 3]]}, "its curve cannot be used"),
+        ({"curve": 7}, "it lacks a number"),
+        ({"seed": 1}, "it has seed 1"),
+        ({"config": None}, "it lacks its task settings"),
         (
             {"config": {"task": {}, "method": {"density": 0.1}, "train": {}}},
             r"its density is 0\.1 and the cell's is 0\.2",
         ),
     ],
 )
-def test_what_is_no_result_of_the_cell_is_not_shown(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_unusable_result_is_not_shown(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     cell, results = small_cell(), tmp_path / "results"
     reproduce([cell], 1, results, tmp_path / "runs", 5, {})
-    path = results / f"{cell.place(0)}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    edit_line(results, cell, **change)
     with pytest.warns(RuntimeWarning, match=f"counts as not run: {said}"):
-        assert "not run" in markdown("main", [cell], None, results)
+        assert "not run" in markdown(cell, results)
 
 
-def test_a_result_under_another_name_is_not_another_seed(tmp_path: Path) -> None:
+def test_copied_result_is_not_another_seed(tmp_path: Path) -> None:
     cell, results = small_cell(), tmp_path / "results"
     reproduce([cell], 1, results, tmp_path / "runs", 5, {})
-    text = (results / f"{cell.place(0)}.json").read_text()
-    for name in ("1", "00"):
-        (results / f"{cell.place(0).removesuffix('0')}{name}.json").write_text(text)
-    with pytest.warns(RuntimeWarning, match="it is of seed 0"):
-        assert len(stored.results_of(cell, None, results)) == 1
+    path = results / "mnist.jsonl"
+    record = json.loads(path.read_text())
+    with path.open("a") as file:
+        for name in ("1", "00"):
+            file.write(json.dumps({**record, "place": cell.place(0).removesuffix("0") + name}) + "\n")
+    with pytest.warns(RuntimeWarning, match="it has seed 0"):
+        assert len(Stored(results).all(cell, None)) == 1
 
 
 def test_fresh_results_are_not_averaged_with_stale_ones(tmp_path: Path) -> None:
     cell, results = small_cell(), tmp_path / "results"
     reproduce([cell], 2, results, tmp_path / "runs", 5, {})
-    path = results / f"{cell.place(1)}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "recipe": 0}))
-    assert [found["seed"] for found in stored.results_of(cell, None, results)] == [0]
-    path.unlink()
-    path = results / f"{cell.place(0)}.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "recipe": 0}))
-    assert "(stale)" in markdown("main", [cell], None, results)
+    edit_line(results, cell, of_seed=1, recipe=0)
+    assert [found["seed"] for found in Stored(results).all(cell, None)] == [0]
+    edit_line(results, cell, recipe=0)
+    assert "(stale)" in markdown(cell, results)
 
 
-def test_clients_that_were_left_out_are_told_of(tmp_path: Path, monkeypatch: Any) -> None:
+def test_dropped_clients_are_shown(tmp_path: Path, monkeypatch: Any) -> None:
     cell, results, real = small_cell(), tmp_path / "results", Trainer.train
 
     def fails(self: Trainer, order: Any, client: int, *given: Any) -> Any:
@@ -284,7 +360,7 @@ def test_clients_that_were_left_out_are_told_of(tmp_path: Path, monkeypatch: Any
     calls: dict[Any, set[int]] = {}
     monkeypatch.setattr(Trainer, "train", fails)
     assert reproduce([cell], 1, results, tmp_path / "runs", 5, {}) == (1, 0)
-    assert "(1 clients left out)" in markdown("main", [cell], None, results)
+    assert "(1 clients dropped)" in markdown(cell, results)
 
 
 def stopped_at(monkeypatch: Any, rounds: int) -> None:
@@ -299,7 +375,7 @@ def stopped_at(monkeypatch: Any, rounds: int) -> None:
     monkeypatch.setattr(comparing.time, "monotonic", clock)
 
 
-def test_a_budget_ends_in_the_middle_of_a_cell_which_goes_on_from_there(tmp_path: Path, capsys: Any) -> None:
+def test_cell_continues_after_the_budget_is_spent(tmp_path: Path, capsys: Any) -> None:
     cell, results, runs = small_cell({**LONG, "rounds": 8}), tmp_path / "results", tmp_path / "runs"
     whole = tmp_path / "whole"
     assert reproduce([cell], 1, whole, tmp_path / "other", 5, {}) == (1, 0)
@@ -307,44 +383,44 @@ def test_a_budget_ends_in_the_middle_of_a_cell_which_goes_on_from_there(tmp_path
     with pytest.MonkeyPatch.context() as patch:
         stopped_at(patch, 4)
         assert reproduce([cell, small_cell()], 1, results, runs, 5, {}) == (0, 0)
-    assert "2 cells are left (one is begun, and goes on from its checkpoint)" in capsys.readouterr().err
+    assert "2 cells are left (one has begun and will continue from its checkpoint)" in capsys.readouterr().err
     # However the data and the device are named: the run is the same.
     assert reproduce([cell], 1, results, runs, 5, {"device": "cpu", "data_root": str(tmp_path)}) == (1, 0)
-    assert "starting anew" not in capsys.readouterr().err
-    [there, asked] = (json.loads((at / f"{cell.place(0)}.json").read_text()) for at in (results, whole))
+    assert "starting again" not in capsys.readouterr().err
+    [there, asked] = (json.loads((at / "mnist.jsonl").read_text()) for at in (results, whole))
     for name in ("checksum", "curve", "bytes", "rounds", "commit"):
         assert there[name] == asked[name]
 
 
-def test_settings_of_the_machine_are_not_the_cells(tmp_path: Path) -> None:
+def test_machine_settings_do_not_make_another_cell(tmp_path: Path) -> None:
     cell, results = small_cell(), tmp_path / "results"
     asked = {"device": "cpu", "data_root": str(tmp_path), "checkpoint_every": 1, "threads": 1}
     assert reproduce([cell], 1, results, tmp_path / "runs", 5, asked) == (1, 0)
     assert reproduce([cell], 1, results, tmp_path / "runs", 5, {}) == (0, 0)
 
 
-def test_a_cell_that_other_code_began_says_so(tmp_path: Path) -> None:
+def test_cell_begun_by_other_code_says_so(tmp_path: Path) -> None:
     cell, results, runs = small_cell({**LONG, "rounds": 6}), tmp_path / "results", tmp_path / "runs"
     with pytest.MonkeyPatch.context() as patch:
         stopped_at(patch, 4)
         assert reproduce([cell], 1, results, runs, 5, {}) == (0, 0)
-    record = runs / f"recipe{stored.RECIPE}" / cell.place(0) / "results.jsonl"
+    record = runs / f"recipe{RECIPE}" / cell.place(0) / "results.jsonl"
     first, *rest = record.read_text().splitlines(keepends=True)
     header = json.loads(first)
     header["code"]["flashfl"] = "0123abc"
     record.write_text(json.dumps(header) + "\n" + "".join(rest))
-    with pytest.warns(RuntimeWarning, match="the code of flashfl has changed"):
+    with pytest.warns(RuntimeWarning, match="the code of flashfl changed since"):
         assert reproduce([cell], 1, results, runs, 5, {}) == (1, 0)
-    assert json.loads((results / f"{cell.place(0)}.json").read_text())["commit"].endswith(", begun by source 0123abc")
+    assert json.loads((results / "mnist.jsonl").read_text())["commit"].endswith(", begun by source 0123abc")
 
 
 @pytest.mark.parametrize("damage", ["cut", "line", "empty", "gone"])
-def test_a_cell_whose_record_is_damaged_is_run_anew(tmp_path: Path, capsys: Any, damage: str) -> None:
+def test_cell_with_damaged_records_is_run_again(tmp_path: Path, capsys: Any, damage: str) -> None:
     cell, results, runs = small_cell({**LONG, "rounds": 6}), tmp_path / "results", tmp_path / "runs"
     with pytest.MonkeyPatch.context() as patch:
         stopped_at(patch, 5)
         assert reproduce([cell], 1, results, runs, 5, {}) == (0, 0)
-    record = runs / f"recipe{stored.RECIPE}" / cell.place(0) / "results.jsonl"
+    record = runs / f"recipe{RECIPE}" / cell.place(0) / "results.jsonl"
     lines = record.read_text().splitlines(keepends=True)
     made = {"cut": lines[:3], "line": [*lines[:2], "{\n", *lines[2:]], "empty": [], "gone": []}[damage]
     record.write_text("".join(made))
@@ -353,51 +429,51 @@ def test_a_cell_whose_record_is_damaged_is_run_anew(tmp_path: Path, capsys: Any,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that of rounds set aside
         assert reproduce([cell], 1, results, runs, 5, {}) == (1, 0)
-    assert "cannot go on" in capsys.readouterr().err
-    found = result_of(cell, 0, results)
+    assert "cannot continue" in capsys.readouterr().err
+    found = Stored(results).get(cell, 0)
     assert found is not None
     assert (found["rounds"], len(found["curve"])) == (6, 6)
 
 
-def test_what_cannot_be_kept_is_not_run(tmp_path: Path, capsys: Any) -> None:
+def test_unwritable_results_folder_fails_before_running(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="nothing can be written there"):
+    with pytest.raises(ConfigError, match="cannot write there"):
         reproduce([small_cell()], 1, tmp_path / "file", tmp_path / "runs", 5, {})
     for minutes in ("-5", "nan"):
         assert main(["reproduce", "main", "--budget-minutes", minutes]) == 1
     assert capsys.readouterr().err.count("must be 0 (only show) or more") == 2
 
 
-def test_a_commit_is_of_the_code_not_of_a_checkout_it_lies_in(monkeypatch: Any, tmp_path: Path) -> None:
+def test_commit_is_not_that_of_a_surrounding_checkout(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.delenv("FLASHFL_COMMIT", raising=False)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "__init__.py").write_text("")
-    monkeypatch.setattr(stored, "PACKAGE", tmp_path)
-    stored.commit.cache_clear()
+    monkeypatch.setattr(results_module, "PACKAGE", tmp_path)
+    results_module.commit.cache_clear()
     try:
-        assert stored.commit().startswith("source ")
+        assert results_module.commit().startswith("source ")
     finally:
-        stored.commit.cache_clear()
+        results_module.commit.cache_clear()
 
 
-def test_a_cell_that_cannot_be_run_does_not_stop_the_others(tmp_path: Path, capsys: Any) -> None:
+def test_failing_cell_does_not_stop_the_others(tmp_path: Path, capsys: Any) -> None:
     missing = Cell(
         {"dataset": "cifar100", "alpha": 1.0, "data_root": str(tmp_path)}, {"name": "dense"}, "dense", None, {}
     )
     assert reproduce([missing, small_cell()], 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (1, 1)
-    assert "could not be run" in capsys.readouterr().err
+    assert "dense-seed0 failed: DataError" in capsys.readouterr().err
 
 
-def test_a_missing_data_set_is_said_once(tmp_path: Path, capsys: Any) -> None:
+def test_missing_data_set_is_reported_once(tmp_path: Path, capsys: Any) -> None:
     task = {"dataset": "cifar100", "alpha": 1.0, "data_root": str(tmp_path)}
     cells = [Cell(task, {"name": "pdst", "density": d}, "PDST", None, {}) for d in (0.1, 0.05, 0.01)]
     assert reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (0, 3)
     said = capsys.readouterr().err
-    assert said.count("could not be run") == 1
-    assert "cifar100: 2 other cells were not tried" in said
+    assert said.count("failed: DataError") == 1
+    assert "cifar100: 2 other cells were skipped" in said
 
 
-def test_an_error_that_is_nobodys_names_its_cell_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
+def test_runtime_error_names_its_cell_and_the_others_go_on(tmp_path: Path, capsys: Any) -> None:
     real, cells = SPDST.aggregate, [small_cell({**SMALL, "lr": 0.7}), small_cell()]
 
     def breaking(error: type[Exception]) -> Any:
@@ -415,7 +491,7 @@ def test_an_error_that_is_nobodys_names_its_cell_and_the_others_go_on(tmp_path: 
         patch.setattr(SPDST, "aggregate", breaking(RuntimeError))
         assert reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 5, {}) == (1, 1)
     said = capsys.readouterr().err
-    assert "could not be run: RuntimeError: the device is lost" in said
+    assert "failed: RuntimeError: the device is lost" in said
     assert "Traceback" in said
 
 
@@ -424,52 +500,52 @@ def test_no_budget_no_run(tmp_path: Path) -> None:
 
 
 def test_tables_show_what_is_missing_and_what_differs(tmp_path: Path) -> None:
-    _, _, cells = load_table("main")
-    some = chosen(cells, "cifar10", "1", "0.05", "")
-    text = markdown("main", some, 1, tmp_path)
-    assert text.count("not run") == 6
-    whole = markdown("main", some, 1, ROOT / "results")
-    assert "not run" not in whole
-    assert "87.13 ± 0.18" in whole
-    html = page("main", some, 1, ROOT / "results")
+    some = chosen(load_table("main").cells, "cifar10", "1", "0.05")
+    assert table_of("main", some, 1, Stored(tmp_path)).markdown().count("not run") == 6
+    table = table_of("main", some, 1, Stored(ROOT / "results"))
+    assert "not run" not in table.markdown()
+    assert "87.13 ± 0.18" in table.markdown()
+    html = table_page(table, ABOUT)
     assert html.startswith("<!doctype html>")
-    assert "http" not in html
+    data = json.loads(html.split('type="application/json">')[1].split("</script>")[0])
+    assert [[cell["text"] for cell in row] for row in data["table"]["rows"]] == [
+        [e.text for e in r] for r in table.rows
+    ]
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_cell_nothing_finished_is_lost(tmp_path: Path) -> None:
+def test_kill_during_a_cell_loses_no_finished_result(tmp_path: Path) -> None:
     script = tmp_path / "go.py"
     script.write_text(
         "import sys; from pathlib import Path\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from tests.run.test_reproduce import LONG, small_cell\n"
-        "from flashfl.run.reproduce import reproduce\n"
+        "from flashfl.paper.reproduce import reproduce\n"
         "cells = [small_cell(LONG), small_cell(LONG, nm=4)]\n"
         f"reproduce(cells, 1, Path({str(tmp_path)!r}) / 'results', Path({str(tmp_path)!r}) / 'runs', 9, {{}})\n"
     )
     first, second = small_cell(LONG), small_cell(LONG, nm=4)
     process = subprocess.Popen([sys.executable, str(script)])
-    running = tmp_path / "runs" / f"recipe{stored.RECIPE}" / second.place(0) / "results.jsonl"
+    running = tmp_path / "runs" / f"recipe{RECIPE}" / second.place(0) / "results.jsonl"
     until = time.monotonic() + 240
     while time.monotonic() < until and not (running.exists() and running.read_text().count('"round"') > 12):
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    done = (tmp_path / "results" / f"{first.place(0)}.json").read_text()
+    done = Stored(tmp_path / "results").get(first, 0)
+    assert done is not None
     subprocess.run([sys.executable, str(script)], check=True)
-    assert (tmp_path / "results" / f"{first.place(0)}.json").read_text() == done, "a finished cell is not run again"
-    record = json.loads((tmp_path / "results" / f"{second.place(0)}.json").read_text())
+    assert Stored(tmp_path / "results").get(first, 0) == done, "a finished cell is not run again"
+    record = Stored(tmp_path / "results").get(second, 0)
+    assert record is not None
     assert record["rounds"] == 40
 
 
 def test_commands_of_committed_results_give_their_settings() -> None:
-    found = sorted((Path(__file__).parents[2] / "results").rglob("*.json"))
-    assert found
-    for path in found:
-        record = json.loads(path.read_text())
+    for record in committed():
         parser, commands = _parser()
         words, overrides = _settings_apart(record["command"].split()[1:], commands["run"])
         config = _config(parser.parse_args(words), overrides).to_json()
         for table, settings in record["config"].items():
             told = {k: v for k, v in settings.items() if k not in ("device", "data_root", "workers")}
-            assert {k: config[table][k] for k in told} == told, path
+            assert {k: config[table][k] for k in told} == told, record["place"]

@@ -1,108 +1,113 @@
-"""A run's results as JSON lines: readable after any crash, and never ahead of the state they belong to."""
+"""A run's results file: it can be read after any crash, and is never ahead of the state it belongs to."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flashfl.core.errors import FlashError
-from flashfl.run.results import RESULTS, Results, read_lines, read_run
+from flashfl.core.exchange import Traffic
+from flashfl.core.record import RoundRecord, Score
+from flashfl.run.results import RESULTS, Results
 
 
-def line(round: int) -> dict[str, Any]:
-    return {"type": "round", "round": round, "stage": 2}
+def record(round: int) -> RoundRecord:
+    return RoundRecord("training", True, round, 0, (0, 1), {}, 0.5, Traffic(1, 2))
+
+
+def kinds(path: Path) -> list[str]:
+    return [json.loads(line)["type"] for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Results:
-    made = Results(tmp_path)
+def path(tmp_path: Path) -> Path:
+    """The results file of a finished run of four rounds."""
+    made = Results(tmp_path / RESULTS)
     made.begin({"config": {"a": 1}})
     for i in range(4):
-        made.append(line(i))
-    made.append({"type": "end", "accuracy": 0.5})
-    return made
+        made.append(record(i))
+    made.finish({"accuracy": 0.5, "best": 0.5})
+    return tmp_path / RESULTS
 
 
-def test_a_run_reads_back(results: Results, tmp_path: Path) -> None:
-    run = read_run(tmp_path)
-    assert run["header"]["config"] == {"a": 1}
-    assert set(run["header"]["versions"]) == {"flashfl", "torch", "numpy", "python", "machine"}
-    assert run["rounds"] == results.rounds == [line(i) for i in range(4)]
-    assert run["end"]["accuracy"] == 0.5
-    for text in (tmp_path / RESULTS).read_text().splitlines():
-        json.loads(text)
+def test_results_read_back(path: Path) -> None:
+    run = Results.read(path.parent)
+    assert run.header["config"] == {"a": 1}
+    assert set(run.header["versions"]) == {"flashfl", "torch", "numpy", "python", "machine"}
+    assert run.rounds == [record(i) for i in range(4)]
+    assert run.end is not None
+    assert run.end["accuracy"] == 0.5
+    assert kinds(path) == ["run", *["round"] * 4, "end"]
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
-def test_what_is_no_number_is_null_in_the_file_and_nan_when_read(odd: float, tmp_path: Path) -> None:
-    made = Results(tmp_path)
+def test_numbers_that_are_not_finite_become_null_and_are_read_as_nan(odd: float, tmp_path: Path) -> None:
+    made = Results(tmp_path / RESULTS)
     made.begin({"config": {"a": None}})
-    made.append({**line(0), "loss": odd, "metrics": {"before": {"loss": odd, "metric": 0.5}}})
-    made.append({"type": "end", "accuracy": odd, "best": odd, "stopped": None})
+    bad = RoundRecord("training", True, 0, 0, (0,), {}, odd, Traffic(), metrics={"before": Score(odd, 0.5, 1.0)})
+    made.append(bad)
+    made.finish({"accuracy": float("nan"), "best": float("nan"), "stopped": None})
     for ended in (True, False):
         for text in (tmp_path / RESULTS).read_text().splitlines():
             json.loads(text, parse_constant=pytest.fail)
-        run = read_run(tmp_path)
-        [found] = run["rounds"]
-        judged = found["metrics"]["before"]
-        assert (math.isnan(found["loss"]), math.isnan(judged["loss"]), judged["metric"]) == (True, True, 0.5)
-        assert run["header"]["config"] == {"a": None}
+        run = Results.read(tmp_path)
+        [found] = run.rounds
+        assert found.score is not None
+        assert (math.isnan(found.loss), math.isnan(found.score.loss), found.score.metric) == (True, True, 0.5)
+        assert run.header["config"] == {"a": None}
         if ended:
-            assert math.isnan(run["end"]["accuracy"])
-            assert run["end"]["stopped"] is None
-        Results(tmp_path).resume(1)
+            assert run.end is not None
+            assert math.isnan(run.end["accuracy"])
+            assert run.end["stopped"] is None
+        Results(tmp_path / RESULTS).resume(1)
 
 
 @pytest.mark.parametrize("torn", ['{"type": "round", "rou', "\x00\x00", "{", '"'])
-def test_a_torn_last_line_is_passed_over(results: Results, tmp_path: Path, torn: str) -> None:
-    path = tmp_path / RESULTS
-    whole = list(read_lines(path))
+def test_torn_last_line_is_skipped(path: Path, torn: str) -> None:
+    whole = Results.read(path.parent)
     with path.open("a") as file:
         file.write(torn)
-    assert list(read_lines(path)) == whole
+    assert Results.read(path.parent) == whole
 
 
 @pytest.mark.parametrize("rounds", [0, 2, 4])
-def test_resuming_forgets_what_came_after_the_checkpoint(results: Results, tmp_path: Path, rounds: int) -> None:
-    path = tmp_path / RESULTS
+def test_resume_drops_rounds_after_the_checkpoint(path: Path, rounds: int) -> None:
     path.write_text(path.read_text()[:-20])  # the end is torn too
-    again = Results(tmp_path)
+    again = Results(path)
     again.resume(rounds)
-    assert again.rounds == [line(i) for i in range(rounds)]
-    assert [x["type"] for x in read_lines(path)] == ["run"] + ["round"] * rounds
-    again.append(line(rounds))
-    assert [x.get("round") for x in read_lines(path)] == [None, *range(rounds + 1)]
+    assert again.rounds == [record(i) for i in range(rounds)]
+    assert kinds(path) == ["run"] + ["round"] * rounds
+    again.append(record(rounds))
+    assert [r.round for r in Results.read(path.parent).rounds] == list(range(rounds + 1))
 
 
-def test_rounds_that_are_not_in_the_record_are_said(results: Results, tmp_path: Path) -> None:
-    again = Results(tmp_path)
+def test_resume_warns_about_missing_rounds(path: Path) -> None:
+    again = Results(path)
     with pytest.warns(RuntimeWarning, match="lacks 5 of the 9 rounds"):
         again.resume(9)
-    assert again.rounds == [line(i) for i in range(4)]
+    assert again.rounds == [record(i) for i in range(4)]
 
 
-def test_an_end_is_forgotten_when_a_run_goes_on(results: Results, tmp_path: Path) -> None:
-    again = Results(tmp_path)
-    again.resume(4)
-    assert read_run(tmp_path)["end"] is None
+def test_resume_drops_the_end(path: Path) -> None:
+    Results(path).resume(4)
+    assert Results.read(path.parent).end is None
 
 
-def test_beginning_anew_replaces_what_was_there(results: Results, tmp_path: Path) -> None:
-    again = Results(tmp_path)
-    again.begin({"config": {}})
-    assert [x["type"] for x in read_lines(tmp_path / RESULTS)] == ["run"]
+def test_begin_replaces_an_earlier_run(path: Path) -> None:
+    Results(path).begin({"config": {}})
+    assert kinds(path) == ["run"]
 
 
-def test_without_a_folder_lines_are_only_kept() -> None:
-    made = Results(None)
+def test_results_without_a_folder_stay_in_memory() -> None:
+    made = Results()
     made.begin({})
-    made.append(line(0))
+    made.append(record(0))
     made.resume(0)
-    assert len(made.lines) == 2
+    assert made.header["type"] == "run"
+    assert len(made.rounds) == 1
 
 
 @pytest.mark.parametrize(
@@ -114,8 +119,8 @@ def test_without_a_folder_lines_are_only_kept() -> None:
         ("[1]\n", "does not begin with a run's settings"),
     ],
 )
-def test_what_is_not_a_run_is_said_to_be_none(tmp_path: Path, content: str | None, said: str) -> None:
+def test_folder_without_a_run_is_an_error(tmp_path: Path, content: str | None, said: str) -> None:
     if content is not None:
         (tmp_path / RESULTS).write_text(content)
     with pytest.raises(FlashError, match=f"is not a run: .*{said}"):
-        read_run(tmp_path)
+        Results.read(tmp_path)

@@ -1,17 +1,17 @@
-"""Bytes of a round and client: what was really encoded, beside what the paper's formula says.
+"""Bytes of a client in a round: those really encoded, and those of the paper's formula.
 
-The paper counts fp32 values of a model in compressed sparse row format (a column index for each value, a pointer for
-each row), values alone where the mask is frozen, and leaves BatchNorm statistics out.
+The paper counts a model as fp32 values in compressed sparse row format: a column index for each value, a pointer for
+each row. If the mask is frozen it counts values only. It does not count BatchNorm statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..core.exchange import Local
 from ..core.layout import Layout
+from ..core.record import RoundRecord
 
 _VALUE = _INDEX = 4
 
@@ -22,7 +22,7 @@ def dense_bytes(layout: Layout) -> int:
 
 
 def csr_bytes(layout: Layout, counts: Sequence[float], frozen: bool) -> float:
-    """A sparse model with these layer counts, by the paper's count; a layer is a matrix of shape[0] rows."""
+    """A sparse model with these layer counts, by the paper's count. A layer is a matrix of shape[0] rows."""
     dense = layout.trained_size - layout.prunable_size
     total = _VALUE * (dense + sum(counts))
     if frozen:
@@ -32,9 +32,9 @@ def csr_bytes(layout: Layout, counts: Sequence[float], frozen: bool) -> float:
 
 
 def paper_bytes(layout: Layout, local: Local, down: Sequence[float], up: Sequence[float]) -> tuple[float, float]:
-    """(down, up) of one client in one round: its order had `down` active weights a layer, its update `up`.
+    """(down, up) of one client in one round. Its order had `down` active weights by layer, its update `up`.
 
-    A dense model has no index to send, either way. A client asked for layer counts answers with those alone.
+    A dense model needs no indices. A client that was asked for layer counts sends nothing else.
     """
     sent, answer = (
         csr_bytes(layout, counts, local.adapt is None or sum(counts) == layout.prunable_size) for counts in (down, up)
@@ -44,7 +44,7 @@ def paper_bytes(layout: Layout, local: Local, down: Sequence[float], up: Sequenc
 
 @dataclass(frozen=True)
 class Share:
-    """Mean bytes a client and round, both directions: values, mask and overhead add up to up and down."""
+    """Mean bytes of a client in a round. Values, mask and overhead of both directions add up to up and down."""
 
     up: float
     down: float
@@ -53,8 +53,9 @@ class Share:
     overhead: float
 
 
-def per_client(lines: Sequence[Mapping[str, Any]]) -> Share:
-    """The mean over the clients and rounds of some result lines; a client that failed had its order sent too."""
-    clients = sum(len(line["cohort"]) for line in lines)
-    total = {k: sum(line["bytes"][k] for line in lines) for k in Share.__dataclass_fields__}
-    return Share(**{k: v / max(1, clients) for k, v in total.items()})
+def per_client(records: Sequence[RoundRecord]) -> Share:
+    """The mean over the clients and rounds of some records. A client that failed had its order sent too."""
+    clients = max(1, sum(len(record.cohort) for record in records))
+    return Share(
+        **{k: sum(getattr(record.bytes, k) for record in records) / clients for k in Share.__dataclass_fields__}
+    )

@@ -1,8 +1,8 @@
 """FLOPs of local training, layer by layer: d * (fwd + back_in) + s * back_wt.
 
-d is the layer's density; s is d where no gradient of inactive weights is needed (frozen masks, random growth) and 1
-where it is. What counts is the arithmetic of convolutions and linear maps, those of attention and recurrent layers too,
-that hardware which skips zeros would do; norms, activations, pooling and the products of attention are left out.
+d is the layer's density. s is d if no gradient of inactive weights is needed (frozen masks, random growth), else 1.
+Counted are convolutions and linear maps, also those of attention and recurrent layers, on hardware that skips zeros.
+Norms, activations, pooling and the products of attention are not counted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Cost:
 
 
 def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -> dict[str, Cost]:
-    """The cost of each weight matrix, by its name, found by one forward pass of one sample.
+    """The cost of each weight matrix by name, measured in one forward pass of one sample.
 
     A layer whose input needs no gradient (the first) has no back_in, a fixed one no back_wt.
     """
@@ -73,8 +73,10 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
 
 
 def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple[Tensor | None, int]]:
-    """Each weight matrix of a layer: what it is applied to (None: something inside), and how many multiplications that
-    takes. Every weight is used once for each place of the map, or each step of the sequence."""
+    """Each weight matrix of a layer: its input (None: computed inside the layer) and its number of multiplications.
+
+    Every weight is used once for each position of a feature map, or each step of a sequence.
+    """
     if isinstance(part, nn.MultiheadAttention):
         return _attention(part, *given[:3])
     first = given[0]
@@ -95,7 +97,7 @@ def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple
 def _attention(
     part: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
 ) -> dict[str, tuple[Tensor | None, int]]:
-    """The four maps of an attention layer, of which three may be one matrix."""
+    """The four maps of an attention layer. Three of them may share one matrix."""
     width, given = part.embed_dim, (query, key, value)
     leaves = [f"{which}_proj_weight" for which in "qkv"]
     places = [x.numel() // x.shape[-1] for x in given]
@@ -118,20 +120,20 @@ def task_costs(task: Any) -> dict[str, Cost]:
 def sample_flops(
     layout: Layout, costs: Mapping[str, Cost], densities: Sequence[float], dense_gradient: bool = False
 ) -> float:
-    """FLOPs of training on one sample with these densities of the prunable layers; all others are dense."""
+    """FLOPs of training on one sample with these densities of the prunable layers. Other layers are dense."""
     density = {layer.name: d for layer, d in zip(layout.prunable, densities, strict=True)}
     return sum(cost.step(density.get(name, 1.0), dense_gradient and name in density) for name, cost in costs.items())
 
 
 def samples_of(local: Local, n: int) -> int:
-    """How many samples a client of `n` samples trains on under this order."""
+    """How many samples a client that has `n` of them trains on in one round."""
     if local.report == "statistics":
         return n
     return local.epochs * (min(n, local.max_steps * local.batch) if local.max_steps else n)
 
 
 def order_flops(layout: Layout, costs: Mapping[str, Cost], local: Local, n: int, densities: Sequence[float]) -> float:
-    """FLOPs of a client's whole work in one round; gathering statistics is a forward pass only."""
+    """FLOPs of a client in one round. Gathering statistics takes only a forward pass."""
     if local.report == "statistics":
         costs = {name: Cost(cost.fwd) for name, cost in costs.items()}
     dense_gradient = local.adapt is not None and local.adapt.dense_gradient

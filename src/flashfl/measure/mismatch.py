@@ -1,4 +1,4 @@
-"""Sparse mask mismatch SM(i, j) = 1 - |Mi & Mj| / |Mi or Mj| of all pairs of many masks."""
+"""Mask mismatch SM(i, j) = 1 - |Mi & Mj| / |Mi or Mj| of all pairs of several masks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def pairwise(masks: Iterable[NDArray[Any]], sizes: Sequence[int]) -> NDArray[np.float64]:
-    """SM of every pair of boolean masks: [1 + layers, n, n], first the whole model, then each layer."""
+    """The mismatch of every pair of boolean masks: [1 + layers, n, n], the whole model first, then each layer."""
     rows = [_words(mask, sizes) for mask in masks]
     starts = np.cumsum([0, *(_word_count(size) for size in sizes[:-1])])
     common = np.zeros((len(sizes), len(rows), len(rows)))
@@ -25,7 +25,7 @@ def _word_count(size: int) -> int:
 
 
 def _words(mask: NDArray[Any], sizes: Sequence[int]) -> NDArray[np.uint64]:
-    """A mask as 64-bit words, each layer beginning a new one."""
+    """A mask as 64-bit words. Each layer begins with a new word."""
     words = np.zeros(sum(map(_word_count, sizes)), np.uint64)
     raw, start, at = words.view(np.uint8), 0, 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""The paper's figures by name, from any runs, through matplotlib (the optional extra `plots`)."""
+"""The paper's figures by name, drawn from any runs with matplotlib (the optional extra `plots`)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 from ..core.errors import ConfigError, FlashError, unknown
 from ..core.files import put
-from . import curves, paper
-from .gather import groups_of, titled
+from . import curves
+from .groups import Groups, groups_of, titled
 from .load import RunData
 
-Groups = Mapping[str, Sequence[RunData]]
 _INK = ("#2563c9", "#d9621f", "#16915f", "#b8397f", "#7a4fd0", "#a3780a", "#0e8aa3", "#b3303b", "#5b6472", "#4f8a1c")
 
 
@@ -24,23 +23,23 @@ def _ink(i: int) -> str:
 
 
 def accuracy_rounds(axes: Any, groups: Groups) -> None:
-    """Test accuracy against rounds, mean and standard deviation over seeds; the paper's figure where it applies."""
+    """Test accuracy by round, mean and standard deviation over seeds, and the paper's figure if it has one."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
         _line(axes, shown["round"], shown, label, _ink(i))
-        there = paper.match(runs[0].settings)
-        if there and not there["differs"] and shown["round"]:
+        there = runs[0].published
+        if there.applies and shown["round"]:
             at = shown["round"][-1]
-            axes.errorbar([at], [there["mean"]], [there["std"] or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
+            axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
     axes.set(xlabel="round", ylabel="accuracy (%)")
 
 
 def accuracy_bytes(axes: Any, groups: Groups) -> None:
-    """Test accuracy against bytes up and down, log scale."""
+    """Test accuracy by bytes sent up and down, on a log scale."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
-        both = [curves.mean_at([curves.total_bytes(run, k) for run in runs], shown["round"]) for k in ("up", "down")]
-        _line(axes, [(u + d) / 1e6 for u, d in zip(*both, strict=True)], shown, label, _ink(i))
+        sent = [curves.over_rounds(run, lambda record: record.total.up + record.total.down) for run in runs]
+        _line(axes, [b / 1e6 for b in curves.mean_at(sent, shown["round"])], shown, label, _ink(i))
     axes.set(xlabel="communicated (MB, up and down)", ylabel="accuracy (%)", xscale="log")
     _decades(axes.xaxis)
 
@@ -53,12 +52,12 @@ def _line(axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], l
 
 
 def _dot(x: Sequence[float]) -> str:
-    """How a curve is drawn: one of a single point has no line to see."""
+    """How to draw a curve: a single point has no line."""
     return "o" if len(x) == 1 else "-"
 
 
 def mismatch_rounds(axes: Any, groups: Groups) -> None:
-    """SM between the masks of consecutive rounds."""
+    """Mismatch between the masks of consecutive rounds."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.mismatch(run) for run in runs])
         axes.plot(shown["round"], shown["mean"], _dot(shown["round"]), color=_ink(i), label=label, linewidth=1.6)
@@ -66,11 +65,11 @@ def mismatch_rounds(axes: Any, groups: Groups) -> None:
 
 
 def layer_sensitivity(axes: Any, groups: Groups) -> None:
-    """Layer densities: as stage 1 measured them where there was one (dashed), and at the end."""
+    """Layer densities at the end, and as a first stage measured them (dashed)."""
     for i, (label, runs) in enumerate(groups.items()):
-        final = curves.mean_densities(runs, lambda run: run.stage2[-1] if run.stage2 else None)
+        final = curves.final_densities(runs)
         axes.plot(range(1, len(final) + 1), final, "o-", color=_ink(i), label=label, markersize=3, linewidth=1.4)
-        learned = [line["cohort_densities"] for run in runs for line in run.rounds if _learned(line)]
+        learned = [r.cohort_densities for run in runs for r in run.rounds if not r.counts and r.cohort_densities]
         if learned:
             means = [sum(column) / len(learned) for column in zip(*learned, strict=True)]
             axes.plot(range(1, len(means) + 1), means, "--", color=_ink(i), linewidth=1, label=f"{label}, stage 1")
@@ -78,15 +77,10 @@ def layer_sensitivity(axes: Any, groups: Groups) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _learned(line: Mapping[str, Any]) -> bool:
-    return line["stage"] == 1 and "cohort_densities" in line
-
-
 def flops_bytes(axes: Any, groups: Groups) -> None:
-    """Training FLOPs against bytes, both in all, one point a run."""
+    """Training FLOPs against bytes, one point for each run."""
     for i, (label, runs) in enumerate(groups.items()):
-        points = [(sum(run.rounds[-1]["total"].values()) / 1e6, curves.total_flops(run)) for run in runs]
-        known = [(b, list(f.values())[-1]) for b, f in points if f]
+        known = [((n.up + n.down) / 1e6, n.flops) for n in (run.numbers for run in runs) if n.flops]
         if known:
             axes.plot(*zip(*known, strict=True), "o", color=_ink(i), label=label)
     axes.set(xlabel="communicated (MB, up and down)", ylabel="training FLOPs", xscale="log", yscale="log")
@@ -134,7 +128,7 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
     if not runs:
-        raise FlashError("there is no run to draw: give the folders of runs")
+        raise FlashError("there is no run to draw: give folders that contain runs")
     groups = titled(groups_of(runs))
     if name in ONE:
         made = _blank((6.4, 4))
@@ -146,8 +140,10 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
 
 
 def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]) -> Any:
-    """Accuracy against bytes from stored results: a panel for each title, in it for each label a curve a seed, whose
-    points are round, accuracy, bytes up, bytes down."""
+    """Accuracy by bytes from stored results: title -> label -> one curve for each seed.
+
+    The points of a curve are round, accuracy, bytes up, bytes down.
+    """
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     made = _blank((3.8 * columns + 0.6, 3.4 * rows + 0.4))
@@ -173,13 +169,13 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
 
 
 def _panels(name: str, groups: Groups) -> Any:
-    """One panel for each group that has something to show, on one common scale."""
+    """One panel for each group that has something to show, all on one scale."""
     tables = {label: _table(name, runs) for label, runs in groups.items()}
     asked, groups = groups, {label: runs for label, runs in groups.items() if tables[label]}
     if not groups:
         if any(curves.heat(runs)["sm"] for runs in asked.values()):
             raise FlashError(f"{name}: the masks of these runs never move, so there is no mismatch to draw")
-        raise FlashError(f"{name}: these runs kept no masks that could be compared")
+        raise FlashError(f"{name}: these runs stored no masks that could be compared")
     most = 1.02 * max([0.1, *(float(v) for table in tables.values() for row in table for v in row)])
     columns = min(3, len(groups))
     rows = math.ceil(len(groups) / columns)
@@ -197,12 +193,12 @@ def _panels(name: str, groups: Groups) -> Any:
 
 
 def _broken(label: str, letters: int) -> str:
-    """A label on as many lines as it takes; a dollar in it begins no formula."""
+    """A label on several lines. A dollar in it must not begin a formula."""
     return textwrap.fill(label.replace("$", r"\$"), letters)
 
 
 def _decades(axis: Any) -> None:
-    """On a logarithmic axis, numbers at decades, at 1, 2 and 5 where these are few: more would be over one another."""
+    """Tick labels of a logarithmic axis that do not overlap: at decades, or at 1, 2 and 5 if there are few of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -213,7 +209,7 @@ def _decades(axis: Any) -> None:
 
 
 def _table(name: str, runs: Sequence[RunData]) -> list[list[float]]:
-    """The numbers a panel shows; none where masks never move or were not kept."""
+    """The numbers a panel shows. None if masks never move or were not stored."""
     if name == "sm-heatmap":
         return list(curves.heat(runs)["sm"])
     table = curves.layer_mismatch(runs)["layers"]
@@ -221,9 +217,9 @@ def _table(name: str, runs: Sequence[RunData]) -> list[list[float]]:
 
 
 def overview(runs: Sequence[RunData]) -> Any:
-    """What a paper shows on one page: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
+    """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
     if not runs:
-        raise FlashError("there is no run to draw: give the folders of runs")
+        raise FlashError("there is no run to draw: give folders that contain runs")
     groups, made = titled(groups_of(runs)), _blank((14, 8))
     every = made.subplots(2, 3).flatten()
     for axes, draw in zip(every, ONE.values(), strict=False):
@@ -235,7 +231,7 @@ def overview(runs: Sequence[RunData]) -> Any:
 
 
 def _legend(made: Any, axes: Any) -> None:
-    """What the curves are: below all of them, where it hides none, in a figure made so much higher."""
+    """A legend below the panels, in a figure that is made higher for it."""
     lines, labels = axes.get_legend_handles_labels()
     if not labels:
         return
@@ -260,7 +256,7 @@ def _blank(size: tuple[float, float]) -> Any:
 
 
 def save(made: Any, path: Path) -> Path:
-    """Write a figure; the name's ending says how (png, svg, pdf)."""
+    """Write a figure. The file's ending decides the format (png, svg, pdf)."""
     drawn = BytesIO()
     try:
         made.savefig(drawn, dpi=160, format=path.suffix.lower().removeprefix(".") or "png")

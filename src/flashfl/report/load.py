@@ -1,31 +1,57 @@
-"""Runs from folders; what cannot be read is named and left out."""
+"""Find and read the runs in folders. Whatever cannot be read is reported and skipped."""
 
 from __future__ import annotations
 
 import ast
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import FlashError
+from ..core.record import RoundRecord
 from ..measure.mismatch import pairwise
 from ..methods import METHODS
 from ..run.observe import SNAPSHOTS, snapshots
-from ..run.results import RESULTS, read_run
+from ..run.results import RESULTS, Results
+from ..run.track import flat
+from .summary import Numbers, numbers_of
 
-# Settings that say where or for how long something is done, not what: runs that differ in these alone are one group.
+# Settings that say where or how a run is carried out, not what it is. Runs that differ only in these are one group.
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
-_LEFT = {"checkpoints", SNAPSHOTS, "masks"}  # what a run leaves in its folder beside its results
-MOST_MASKS = 48  # more cells than these by these cannot be told apart on a screen
+_PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
+MOST_MASKS = 48  # a heatmap with more rows cannot be read on a screen
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper reports for the settings of a run. `differs` names the settings in which the run is another."""
+
+    mean: float | None = None  # accuracy in percent
+    std: float | None = None
+    differs: tuple[str, ...] = ()
+    saving: float | None = None
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is a figure for exactly these settings."""
+        return self.mean is not None and not self.differs
+
+
+Lookup = Callable[[Mapping[str, Any]], Published]
+
+
+def nothing_published(settings: Mapping[str, Any]) -> Published:
+    return Published()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A folder that is no run, and why."""
+    """A folder that cannot be shown, and why."""
 
     folder: str
     why: str
@@ -33,18 +59,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as its results file tells it."""
+    """A run, as its results file describes it."""
 
     folder: Path
     header: Mapping[str, Any]
-    rounds: list[dict[str, Any]]
+    rounds: list[RoundRecord]
     end: Mapping[str, Any] | None
-    written: float = 0.0  # when the results file was last written to, in seconds
+    written: float = 0.0  # when the results file last changed, in seconds
+    lookup: Lookup = nothing_published
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Every setting by its full name; of a run started from Python, what it recorded of its task and method."""
-        beside = flat({"flower": self.header.get("flower", {})})  # where clients are Flower's
+        """Every setting by its full name. A run started from Python recorded what describes its task and method."""
+        beside = flat({"flower": self.header.get("flower", {})})
         if config := self.header.get("config"):
             return {**flat(config), **beside}
         identity = self.header.get("identity", {})
@@ -54,15 +81,17 @@ class RunData:
             "task.dataset": self.header["task"]["name"],
             **{f"task.{k}": v for k, v in _split(self.info).items()},
             **{f"train.{k}": v for k, v in identity.get("settings", {}).items()},
-            # Digests: of the model's layers, and of how much data (and which density) each client has.
+            # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made
+            # by name says which data it has, and may be split anew for each seed.
             "task.layout": identity.get("layout"),
             "task.holdings": identity.get("clients"),
+            "task.samples": None if self.info else identity.get("samples"),
             **beside,
         }
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What the task says of itself, if it is one made by name."""
+        """How the task describes itself, if it was made by name."""
         return self.header["task"].get("info") or {}
 
     @property
@@ -75,7 +104,7 @@ class RunData:
 
     @cached_property
     def key(self) -> str:
-        """Equal for runs that differ in their seed alone."""
+        """Equal for runs that differ only in their seed."""
         return json.dumps({k: v for k, v in self.settings.items() if k not in ELSEWHERE}, sort_keys=True)
 
     @property
@@ -83,65 +112,76 @@ class RunData:
         return [name for name, _ in self.header["task"]["layers"]]
 
     @cached_property
-    def stage2(self) -> list[dict[str, Any]]:
-        return [line for line in self.rounds if line["stage"] == 2]
+    def counted(self) -> list[RoundRecord]:
+        """The rounds that count towards the run's length: all but those of a first stage."""
+        return [record for record in self.rounds if record.counts]
+
+    @cached_property
+    def published(self) -> Published:
+        return self.lookup(self.settings)
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        return numbers_of(self.header, self.rounds)
 
     @property
     def state(self) -> str:
-        """finished, stopped (a limit was reached) or unfinished (still going, or interrupted)."""
+        """finished, stopped (a limit was reached) or unfinished (still running, or interrupted)."""
         if self.end is None:
             return "unfinished"
         return "stopped" if self.end.get("stopped") else "finished"
 
     @property
     def ended(self) -> bool:
-        """Whether the run did all that its settings ask for: every round, or all that a recorded limit allows."""
+        """Whether the run did what its settings ask for: all rounds, or all that a recorded limit allows."""
         return self.state == "finished" or (self.state == "stopped" and bool(self.settings.get("train.max_bytes")))
 
     def heat(self) -> tuple[list[int], Any]:
-        """Rounds with a kept mask, and SM of every pair of them; damaged snapshots are passed over."""
-        store, rounds, masks = snapshots(self.folder, self.header["task"]["layers"]), [], []
-        known: dict[str, Any] = {}
-        kept = [line for line in self.stage2 if line.get("snapshot")]
-        for line in kept[:: -(-len(kept) // MOST_MASKS) or 1]:
-            name = line["snapshot"]
+        """The rounds whose mask was stored, and the mismatch of every pair of them. Damaged masks are skipped."""
+        store, known = snapshots(self.folder, self.header["task"]["layers"]), dict[str, Any]()
+        stored = [record for record in self.counted if record.snapshot]
+        rounds: list[int] = []
+        masks: list[Any] = []
+        for record in stored[:: -(-len(stored) // MOST_MASKS) or 1]:
+            name = record.snapshot
             try:
                 known[name] = known[name] if name in known else store[name].bits.numpy()
             except (KeyError, FlashError):
                 continue
-            rounds.append(line["round"] + 1)
+            rounds.append(record.round + 1)
             masks.append(known[name])
         return rounds, pairwise(masks, store.layout.sizes)[0] if len(masks) > 1 else None
 
 
 @dataclass
 class Found:
-    """The runs under some paths, and what was not one."""
+    """The runs below some paths, and the folders that cannot be shown."""
 
     runs: list[RunData] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
-def load(paths: Iterable[Path]) -> Found:
-    """Every run in these folders; a folder may be a run or hold runs, and is named if it is neither.
+def load(paths: Iterable[Path], lookup: Lookup = nothing_published) -> Found:
+    """Every run in these folders. A folder may be a run or hold runs; if it is neither, that is a problem.
 
-    Of runs with the same settings and seed one counts, and the others are named too.
+    If several runs have the same settings and seed, one counts. The others are problems too. lookup: finds what a paper
+    reports for the settings of a run.
     """
     found = Found()
     for folder in folders(paths):
         try:
-            found.runs.append(_read(folder))
+            found.runs.append(_read(folder, lookup))
         except FlashError as error:
             found.problems.append(Problem(str(folder), str(error)))
-        except Exception as error:  # damage can make anything of a number, and must cost no other run
-            why = f"{folder} is damaged: its results do not read as a run's ({type(error).__name__}: {error})"
+        except Exception as error:  # a damaged file must not hide the other runs
+            why = f"{folder} is damaged: its results cannot be shown ({type(error).__name__}: {error})"
             found.problems.append(Problem(str(folder), why))
     _once(found)
     return found
 
 
 def folders(paths: Iterable[Path]) -> list[Path]:
-    """The folders of runs at any depth below these paths, each once; a path without any stands for itself."""
+    """The folders of runs at any depth below these paths, each once. A path without runs stands for itself."""
     first: dict[str, Path] = {}
     for path in paths:
         for folder in list(_below(path, {os.path.realpath(path)})) or [path]:
@@ -150,27 +190,27 @@ def folders(paths: Iterable[Path]) -> list[Path]:
 
 
 def _below(folder: Path, seen: set[str], depth: int = 0) -> Iterator[Path]:
-    """The runs in a folder, by name, or the folder itself if it is one; nothing inside a run is taken for a run."""
+    """The runs in a folder, by name, or the folder itself if it is a run. Nothing inside a run is a run."""
     try:
         inside = sorted(folder.iterdir())
-    except OSError:  # not a folder, gone by now, or not ours to read: reading it as a run will say which
+    except OSError:  # reading it as a run will say why
         yield folder
         return
     names = {path.name for path in inside}
-    if RESULTS in names or (depth and names & _LEFT) or (depth == 1 and not names):
+    if RESULTS in names or (depth and names & _PARTS) or (depth == 1 and not names):
         yield folder
         return
-    for path in sorted(inside, key=lambda path: path.is_symlink()):  # last, as a link may be another name of a run here
+    for path in sorted(inside, key=lambda path: path.is_symlink()):  # links last: they may lead to a run here
         if path.is_dir() and not path.name.startswith(".") and (real := os.path.realpath(path)) not in seen:
             seen.add(real)
             yield from _below(path, seen, depth + 1)
 
 
 def _once(found: Found) -> None:
-    """Of several runs of one seed, copies for example, keep the one last written to: it may be going on."""
+    """Of several runs with one seed, for example copies, keep the one that changed last: it may still be running."""
     same: dict[tuple[object, ...], list[RunData]] = {}
     for run in found.runs:
-        # A task made in Python may have been split by a seed of its own: then it is no copy.
+        # A task made in Python may have been split with another seed. Then the run is not a copy.
         split = json.dumps(run.info.get("histogram"))
         same.setdefault((run.key, run.seed, run.ended, split), []).append(run)
     for runs in same.values():
@@ -179,14 +219,14 @@ def _once(found: Found) -> None:
             if run is not kept:
                 found.runs = [other for other in found.runs if other is not run]
                 how = "is a copy of" if run.rounds == kept.rounds else "has the settings and the seed of"
-                why = f"{run.folder} {how} {kept.folder}, which alone is counted"
+                why = f"{run.folder} {how} {kept.folder}; only the latter counts"
                 found.problems.append(Problem(str(run.folder), why))
 
 
-def _read(folder: Path) -> RunData:
-    """A run that can be reported on, or the error that says what is missing."""
-    raw = read_run(folder)
-    run = RunData(folder, raw["header"], raw["rounds"], raw["end"], (folder / RESULTS).stat().st_mtime)
+def _read(folder: Path, lookup: Lookup) -> RunData:
+    """A run that can be shown, or the error that says what is missing."""
+    found = Results.read(folder)
+    run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime, lookup)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
     _try(run)
@@ -194,39 +234,38 @@ def _read(folder: Path) -> RunData:
 
 
 def _try(run: RunData) -> None:
-    """Report on a run alone: whatever it lacks for that is an error here, and not on a page beside others."""
-    from . import gather, html, tables  # which are made of runs
+    """Report on the run alone: what it lacks for that is found here, and not on a page beside others."""
+    from . import groups, page
 
     alone = Found([run])
-    html.script_json(gather.page_data(alone, heat=lambda run: ([], None)))
-    tables.markdown(alone)
-    tables.rounds_csv(alone)
-    # What seeds are averaged by, and what masks are found by: not needed of a run alone.
-    width, _ = len(run.layers), sum(_size(shape) for _, shape in run.header["task"]["layers"])
-    for line in run.rounds:
-        rows = [line[k] for k in ("layer_densities", "layer_mismatch", "cohort_densities") if line.get(k)]
-        if any(len(row) != width or sum(row) < 0 for row in rows) or not isinstance(line.get("snapshot", ""), str):
-            raise ValueError(f"its layers or its mask in round {line['round'] + 1}")
+    page.script_json(page.page_data(alone, heat=lambda run: ([], None)))
+    groups.rounds_table(alone).csv()
+    # What averaging over seeds and comparing masks need.
+    width, _ = len(run.layers), sum(math.prod(shape) for _, shape in run.header["task"]["layers"])
+    for record in run.rounds:
+        rows = (record.layer_densities, record.layer_mismatch, record.cohort_densities)
+        if any(row and (len(row) != width or not sum(row) >= 0) for row in rows):
+            raise ValueError(f"the layers of round {record.round + 1}")
 
 
 def _method(described: str) -> dict[str, Any]:
-    """A method's name and settings from how it prints, called as in a configuration."""
+    """A method's name and settings from its repr, named as in a configuration."""
     kind = described.partition("(")[0]
     name = next((name for name, cls in METHODS.items() if cls.__name__ == kind), kind.lower())
     try:
         found = _fields(ast.parse(described, mode="eval").body)
         del found["is"]
         return flat({"method": {"name": name, **found}})
-    except (SyntaxError, ValueError, TypeError):  # a method of somebody's own may print itself as it likes
+    except (SyntaxError, ValueError, TypeError):  # a custom method may have any repr
         return {"method.name": name, "method.settings": described}
 
 
 def _fields(node: ast.AST) -> Any:
-    """What stands in the text of an object: a part with its class and fields, a value, or else the text itself."""
+    """What a repr says: an object's class and fields, a value, or else the text itself."""
     if isinstance(node, ast.Call) and not node.args:
         return {"is": ast.unparse(node.func), **{str(field.arg): _fields(field.value) for field in node.keywords}}
     if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("np.") and len(node.args) == 1:
-        return _fields(node.args[0])  # a number of numpy's
+        return _fields(node.args[0])  # a NumPy number
     if isinstance(node, ast.Tuple | ast.List):
         return [_fields(item) for item in node.elts]
     try:
@@ -237,27 +276,10 @@ def _fields(node: ast.AST) -> Any:
 
 
 def _split(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task says of its data and how they are split, whatever the seed that split them."""
+    """What a task says about its data and how they are split, without what depends on the seed."""
     said = {k: v for k, v in info.items() if k != "histogram"}
     if said.get("partition") not in ("lda", "dirichlet"):
         said.pop("alpha", None)
     if said.get("partition") == "shards" and info.get("histogram"):
         said["classes_per_client"] = max(sum(n > 0 for n in row) for row in info["histogram"])
     return said
-
-
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            out |= flat(value, f"{prefix}{name}.")
-        else:
-            out[f"{prefix}{name}"] = value
-    return out
-
-
-def _size(shape: Iterable[int]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size

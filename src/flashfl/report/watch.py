@@ -1,4 +1,4 @@
-"""The page on localhost, following runs as they go."""
+"""Serve the page on this machine, and refresh it while runs go on."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..core.errors import ConfigError
 from ..run.results import RESULTS
-from .gather import page_data
-from .html import clean, page
-from .load import RunData, folders, load
+from .load import Lookup, RunData, folders, load, nothing_published
+from .page import clean, page, page_data
 
 REFRESH_MS = 2000
 _HOSTS = ("127.0.0.1", "localhost")
 
 
 class Feed:
-    """The page's data for a folder of runs, made anew only when a results file has changed."""
+    """The page's data for a folder of runs, computed again only when a results file has changed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, lookup: Lookup = nothing_published) -> None:
+        self.folder, self.lookup = folder, lookup
         self._lock = threading.Lock()
         self._stamp, self._data = "", {}  # type: str, dict[str, Any]
         self._heats: dict[tuple[str, ...], tuple[list[int], Any]] = {}
@@ -33,12 +32,16 @@ class Feed:
         with self._lock:
             stamp = self._now()
             if stamp != self._stamp:
-                self._data = {**page_data(load([self.folder]), self._heat), "live": REFRESH_MS, "stamp": stamp}
+                self._data = {
+                    **page_data(load([self.folder], self.lookup), self._heat),
+                    "live": REFRESH_MS,
+                    "stamp": stamp,
+                }
                 self._stamp = stamp
             return self._data
 
     def _now(self) -> str:
-        """Changes whenever a run has gone on, appeared or vanished."""
+        """Changes whenever a run has progressed, appeared or vanished."""
         marks = []
         for run in folders([self.folder]):
             try:
@@ -49,8 +52,8 @@ class Feed:
         return f"{hash(tuple(marks)):x}"
 
     def _heat(self, run: RunData) -> tuple[list[int], Any]:
-        """Comparing masks is the one slow part: it is done again only when a run has kept another."""
-        names = (str(run.folder), *(line.get("snapshot", "") for line in run.stage2 if "snapshot" in line))
+        """Comparing masks is slow, so it is done again only when a run has stored another mask."""
+        names = (str(run.folder), *(record.snapshot for record in run.counted if record.snapshot))
         if names not in self._heats:
             self._heats = {k: v for k, v in self._heats.items() if k[0] != names[0]}
             self._heats[names] = run.heat()
@@ -62,9 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         where = urlsplit(self.path)
-        # A page from elsewhere must not read runs through a name that it has pointed here.
+        # A foreign web page must not read runs through a host name that points to this machine.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _HOSTS:
-            self._answer(403, "text/plain", b"only for this machine")
+            self._answer(403, "text/plain", b"this page is served to this machine only")
         elif where.path in ("/", "/index.html"):
             self._answer(200, "text/html", page(self.feed.data()).encode())
         elif where.path == "/data.json":
@@ -86,16 +89,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line for every refresh would bury what matters."""
+        """Log nothing: a line for every refresh would hide what matters."""
 
 
-def serve(folder: Path, port: int = 8327, ready: Callable[[str], None] = print) -> ThreadingHTTPServer:
-    """A server for this folder, bound to this machine alone; `ready` is told its address."""
+def serve(
+    folder: Path, port: int = 8327, ready: Callable[[str], None] = print, lookup: Lookup = nothing_published
+) -> ThreadingHTTPServer:
+    """A server for this folder that only this machine can reach. `ready` gets its address."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder: give the one that runs are written to, such as runs")
-    handler = type("Handler", (_Handler,), {"feed": Feed(folder)})
+        raise ConfigError(f"{folder} is not a folder: give the folder of your runs, for example runs")
+    handler = type("Handler", (_Handler,), {"feed": Feed(folder, lookup)})
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port {port}: must lie between 0 and 65535")
+        raise ConfigError(f"--port {port}: must be between 0 and 65535")
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     except OSError as error:

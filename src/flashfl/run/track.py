@@ -1,7 +1,7 @@
-"""A run's numbers in the tool a group already looks at: TensorBoard, MLflow or Weights & Biases.
+"""Show a run's numbers in TensorBoard, MLflow or Weights & Biases.
 
-A tracker is three small functions: begin (its constructor), log, close. The results file remains the record; a
-tracker that fails is named in a warning and left out, and the run goes on.
+A tracker is three small functions: begin (its constructor), log and close. The results file remains the record. If a
+tracker fails, it is dropped with a warning and the run goes on.
 """
 
 from __future__ import annotations
@@ -20,27 +20,35 @@ from ..core.record import RoundRecord
 
 @dataclass(frozen=True)
 class About:
-    """What a tracker is told of a run: its folder, name and settings, and the round it starts or goes on from."""
+    """What a tracker gets to know about a run: its folder, name and settings, and the round it starts from."""
 
     folder: Path
     name: str
     settings: Mapping[str, Any]
     step: int = 0
 
+    def noted(self, name: str) -> str | None:
+        """What a resumed run wrote into its folder when it began."""
+        path = self.folder / name
+        return path.read_text().strip() if self.step and path.exists() else None
+
+    def note(self, name: str, text: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(text)
+
 
 class Tracker(Protocol):
-    """Takes numbers by name at a step; a step is a counted round."""
+    """Takes numbers by name at a step. A step is a counted round."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard; what a resumed run does again replaces what was there."""
+    """Event files in RUN/tensorboard. Rounds that a resumed run repeats replace the old ones."""
 
-    def __init__(self, about: About) -> None:
-        SummaryWriter = _need(*_NEEDS["tensorboard"]).SummaryWriter  # noqa: N806
-        self._writer = SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
+    def __init__(self, about: About, package: Any) -> None:
+        self._writer = package.SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
         if not about.step:
             self._writer.add_text("settings", f"```\n{json.dumps(about.settings, indent=1, default=str)}\n```", 0)
 
@@ -53,17 +61,14 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of MLflow's, where MLFLOW_TRACKING_URI says; a resumed run goes on in the one it began."""
+    """An MLflow run, at MLFLOW_TRACKING_URI. A resumed run continues the one it began."""
 
-    def __init__(self, about: About) -> None:
-        self._mlflow = _need(*_NEEDS["mlflow"])
-        note = about.folder / "mlflow-run"
-        known = note.read_text().strip() if about.step and note.exists() else None
-        run = self._mlflow.start_run(run_id=known, run_name=None if known else about.name)
+    def __init__(self, about: About, package: Any) -> None:
+        self._mlflow, known = package, about.noted("mlflow-run")
+        run = package.start_run(run_id=known, run_name=None if known else about.name)
         if not known:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(run.info.run_id)
-            self._mlflow.log_params({k: str(v)[:500] for k, v in _flat(about.settings).items()})
+            about.note("mlflow-run", run.info.run_id)
+            package.log_params({k: str(v)[:500] for k, v in flat(about.settings).items()})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step)
@@ -73,17 +78,14 @@ class MLflow:
 
 
 class WandB:
-    """A run of Weights & Biases', named after the folder; WANDB_PROJECT and WANDB_MODE are its own to read."""
+    """A Weights & Biases run, named after the folder. It reads WANDB_PROJECT and WANDB_MODE itself."""
 
-    def __init__(self, about: About) -> None:
-        wandb = _need(*_NEEDS["wandb"])
-        note = about.folder / "wandb-run"
-        known = note.read_text().strip() if about.step and note.exists() else None
+    def __init__(self, about: About, package: Any) -> None:
+        known = about.noted("wandb-run")
         about.folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            name=about.name, dir=str(about.folder), config=dict(about.settings), id=known, resume="allow"
-        )
-        note.write_text(self._run.id)
+        settings = dict(about.settings)
+        self._run = package.init(name=about.name, dir=str(about.folder), config=settings, id=known, resume="allow")
+        about.note("wandb-run", self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -92,7 +94,11 @@ class WandB:
         self._run.finish()
 
 
-TRACKERS: dict[str, Callable[[About], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
+TRACKERS: dict[str, tuple[Callable[[About, Any], Tracker], str]] = {  # and the module each needs
+    "tensorboard": (TensorBoard, "torch.utils.tensorboard"),
+    "mlflow": (MLflow, "mlflow"),
+    "wandb": (WandB, "wandb"),
+}
 
 
 def check_names(names: str) -> list[str]:
@@ -104,20 +110,21 @@ def check_names(names: str) -> list[str]:
     return wanted
 
 
-_NEEDS = {
-    "tensorboard": ("torch.utils.tensorboard", "tensorboard"), "mlflow": ("mlflow",) * 2, "wandb": ("wandb",) * 2,
-}  # fmt: skip
-
-
 def check_installed(names: str) -> None:
-    """An error if a tracker that is asked for cannot be had."""
+    """Raise an error if the package of a tracker is missing."""
     for name in check_names(names):
-        if name in _NEEDS:
-            _need(*_NEEDS[name])
+        _package(name)
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(TRACKERS[name][1])
+    except ImportError:
+        raise ConfigError(f"track = {name!r} needs the {name} package: pip install {name}") from None
 
 
 class Tracking:
-    """All the trackers of a run as one."""
+    """All trackers of a run."""
 
     def __init__(self, names: str, folder: Path | None, name: str, settings: Mapping[str, Any], step: int) -> None:
         wanted = check_names(names)
@@ -126,10 +133,10 @@ class Tracking:
         self._trackers: dict[str, Tracker] = {}
         if folder is not None:
             about = About(folder, name, settings, step)
-            self._trackers = {which: TRACKERS[which](about) for which in wanted}
+            self._trackers = {which: TRACKERS[which][0](about, _package(which)) for which in wanted}
 
     def log(self, step: int, record: RoundRecord) -> None:
-        """One round."""
+        """Show one round."""
         if self._trackers:
             values = values_of(record)
             self._each(lambda tracker: tracker.log(step, values))
@@ -141,13 +148,13 @@ class Tracking:
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
-            except Exception as error:  # somebody else's service must not end a run
+            except Exception as error:  # an external service must not end a run
                 warnings.warn(f"tracking with {name} stopped: {error}", RuntimeWarning)
                 del self._trackers[name]
 
 
 def values_of(record: RoundRecord) -> dict[str, float]:
-    """The numbers of a round, by the names trackers show them under."""
+    """The numbers of a round, by the names that trackers show."""
     if not record.counts:
         return {f"{record.phase}/{k}": float(v) for k, v in (("up", record.bytes.up), ("down", record.bytes.down))}
     values = {"loss/train": record.loss, "density": record.density, "failures": len(record.failures)}
@@ -160,18 +167,12 @@ def values_of(record: RoundRecord) -> dict[str, float]:
     return {k: float(v) for k, v in values.items()}
 
 
-def _need(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise ConfigError(f"track = {package!r} needs the {package} package: pip install {package}") from None
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their full names, such as `method.adapt.growth`."""
     out: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            out |= _flat(value, f"{prefix}{name}.")
+            out |= flat(value, f"{prefix}{name}.")
         else:
             out[f"{prefix}{name}"] = value
     return out

@@ -1,0 +1,142 @@
+"""The paper's tables: what to run for each cell, and the figures the paper reports.
+
+A table is data (data/*.json): cells with a task, a method and the paper's figures. `SETTINGS` holds what the paper says
+about each data set. Nothing else in the package repeats these numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ..core.errors import ConfigError, unknown
+from ..methods import METHODS
+from ..run.config import RunConfig, make_config
+
+_TABLE_1 = {"per_round": 10, "batch": 32, "epochs": 1, "lr": 0.1, "lr_end": 0.001}
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "mnist": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 400}},
+    "cifar10": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 600}},
+    "cifar100": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 800}},
+    "tinyimagenet": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 600}},
+    "femnist": {
+        "task": {"clients": 3400, "partition": "natural"},
+        "train": {**_TABLE_1, "rounds": 1000, "per_round": 34, "batch": 16},
+    },
+    # The paper states only the rounds. Clients and batch are those of its other experiments, and the learning rate is
+    # one that plain SGD can fine-tune at.
+    "sst2": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 50, "lr": 0.02}},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry of a table."""
+
+    task: Mapping[str, Any]
+    method: Mapping[str, Any]
+    column: str
+    paper: Mapping[str, float] | None
+    train: Mapping[str, Any]
+
+    @property
+    def dataset(self) -> str:
+        return str(self.task["dataset"])
+
+    @property
+    def alpha(self) -> float | None:
+        return self.task.get("alpha")
+
+    @property
+    def density(self) -> float:
+        return float(self.method.get("density", 1.0))
+
+    def config(self, seed: int, data_root: str = "", **more: Any) -> RunConfig:
+        """What to run: the paper's settings for the data set, this cell's changes, a seed."""
+        base = SETTINGS[self.dataset]
+        has_warmup = "warmup_clients" in {f.name for f in fields(METHODS[self.method["name"]])}
+        method = {**({"warmup_clients": base["train"]["per_round"]} if has_warmup else {}), **self.method}
+        train = {**base["train"], "eval_every": 10, "seed": seed, **self.train, **more}
+        task = {**base["task"], **self.task, **({"data_root": data_root} if data_root else {})}
+        return make_config({"task": task, "train": train, "method": method}, {})
+
+    def place(self, seed: int) -> str:
+        """The key of the result of this cell and seed. It is the same in every table that has such a cell."""
+        name = self.method["name"]
+        options = {**{k: v for k, v in self.method.items() if k not in ("name", "density")}, **self.train}
+        tail = "".join(f"-{k}={short(v)}" for k, v in sorted(options.items()))
+        at = f"alpha{self.alpha:g}" if self.alpha is not None else "natural"
+        density = f"-d{self.density:g}" if "density" in self.method else ""
+        return f"{self.dataset}/{at}/{name}{density}{tail}-seed{seed}"
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One of the paper's tables: its title, the columns that name a row, and its cells."""
+
+    title: str
+    keys: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+
+def short(value: Any) -> str:
+    """A value as part of a key or a command."""
+    return ",".join(map(short, value)) if isinstance(value, list | tuple) else str(value)
+
+
+_DATA = files(__package__).joinpath("data")
+
+
+def table_names() -> list[str]:
+    return sorted(p.name.removesuffix(".json") for p in _DATA.iterdir() if p.name.endswith(".json"))
+
+
+@cache
+def load_table(name: str) -> PaperTable:
+    if name not in table_names():
+        raise unknown("table", name, table_names())
+    data = json.loads(_DATA.joinpath(f"{name}.json").read_text())
+    cells = [Cell(c["task"], c["method"], c["column"], c.get("paper"), c.get("train", {})) for c in data["cells"]]
+    return PaperTable(data["title"], tuple(data["rows"]), tuple(cells))
+
+
+def chosen(
+    cells: Sequence[Cell], dataset: str = "", alpha: str = "", density: str = "", method: str = ""
+) -> list[Cell]:
+    """The cells a user asked for. Each filter is a comma-separated list; an empty one takes all."""
+    asked = {"dataset": dataset, "alpha": alpha, "density": density, "method": method}
+    found = [c for c in cells if all(_fits(words, _answers(c, name)) for name, words in asked.items())]
+    for name, words in asked.items():
+        known = {answer for c in cells for answer in _answers(c, name)} - {""}
+        for word in filter(None, words.split(",")):
+            if not known:
+                raise ConfigError(f"--{name} {word}: the cells of this table have no {name}")
+            if not _fits(word, tuple(known)):
+                raise unknown(name, word, known)
+    if not found or (density and not any("density" in c.method for c in found)):
+        raise ConfigError("no cell of the table matches all of these filters: remove one")
+    return found
+
+
+def _answers(cell: Cell, name: str) -> tuple[str, ...]:
+    """What a filter may say to get this cell. An empty answer matches every filter."""
+    if name == "density":
+        return (f"{cell.density:g}",) if "density" in cell.method else ("",)
+    if name == "method":
+        return cell.column, cell.method["name"]
+    return (cell.dataset,) if name == "dataset" else ("-" if cell.alpha is None else f"{cell.alpha:g}",)
+
+
+def _fits(words: str, answers: tuple[str, ...]) -> bool:
+    return not words or any(_same(w, a) for w in words.split(",") for a in answers)
+
+
+def _same(word: str, answer: str) -> bool:
+    try:
+        return not answer or float(word) == float(answer)
+    except ValueError:
+        return word.strip().lower() == answer.lower()

@@ -1,0 +1,162 @@
+"""Runs in groups: seeds of one experiment together, under a label that tells groups apart; and tables of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..core.record import RoundRecord
+from ..methods import METHODS
+from .load import ELSEWHERE, Found, RunData
+from .summary import PHASES, Summary, summarise
+from .table import Entry, Table, Value, summary_table, with_spread
+
+DIGESTS = ("task.layout", "task.holdings", "task.samples")  # they tell runs apart, but tell a reader nothing
+Groups = Mapping[str, Sequence[RunData]]
+
+
+def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+    """Runs that differ only in their seed, by label.
+
+    Runs that have not ended form their own group: their accuracy is that of an earlier round.
+    """
+    keys = {key: i for i, key in enumerate(dict.fromkeys(run.key for run in runs))}
+    order = {name: i for i, name in enumerate(METHODS)}  # from the simplest method to the most refined
+    groups: dict[tuple[int, int, bool], list[RunData]] = {}
+    for run in runs:
+        place = (order.get(run.method, len(order)), keys[run.key], not run.ended)
+        groups.setdefault(place, []).append(run)
+    ordered = [groups[place] for place in sorted(groups)]
+    return dict(zip(_labels(ordered), ordered, strict=True))
+
+
+def titled(groups: Groups) -> dict[str, Sequence[RunData]]:
+    """The same groups. The label of an unfinished one says how far it is."""
+    states = {label: state_of(runs) for label, runs in groups.items()}
+    return {
+        label if states[label] == "finished" else f"{label} ({states[label]}, round {rounds_of(runs)})": runs
+        for label, runs in groups.items()
+    }
+
+
+def state_of(runs: Sequence[RunData]) -> str:
+    return ", ".join(sorted({run.state for run in runs}))
+
+
+def rounds_of(runs: Sequence[RunData]) -> str:
+    """How far runs are: "5 of 10", or "3 to 5 of 10"."""
+    done, wanted = sorted({len(run.counted) for run in runs}), runs[0].settings.get("train.rounds")
+    return " to ".join(map(str, dict.fromkeys((done[0], done[-1])))) + (f" of {wanted}" if wanted else "")
+
+
+def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
+    """The method's name, and if several groups share it, the settings in which they differ."""
+    labels: list[str] = []
+    for group in groups:
+        mine = group[0].settings
+        others = {
+            g[0].key: g[0].settings for g in groups if g[0].method == group[0].method and g[0].key != group[0].key
+        }
+        parts = [f"{_short(k)} {_brief(mine[k])}" for k in _telling(mine, list(others.values()))]
+        if not group[0].ended and any(g[0].ended and g[0].key == group[0].key for g in groups):
+            seeds = sorted(run.seed for run in group)
+            parts.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}")
+        plain = label = " · ".join([group[0].method, *parts])
+        n = 2
+        while label in labels:
+            label, n = f"{plain} ({n})", n + 1
+        labels.append(label)
+    return labels
+
+
+def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that tell a run from others: up to three that all have, the method's first, and more if needed."""
+    differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
+    differ.sort(key=lambda k: not k.startswith("method."))
+    named = [k for k in differ if k not in DIGESTS and all(k in o for o in others)][:3]
+    while alike := [o for o in others if all(o.get(k) == mine[k] for k in named)]:
+        told = {k: sum(o.get(k) != mine[k] for o in alike) for k in differ}
+        best = max(told, key=lambda k: told[k], default="")
+        if not told.get(best):
+            break
+        named.append(best)
+    return named
+
+
+def _short(name: str) -> str:
+    return name if name.startswith("flower.") else name.rpartition(".")[2]
+
+
+def _brief(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def summary_of(runs: Sequence[RunData]) -> Summary:
+    return summarise([run.numbers for run in runs])
+
+
+_COLUMNS = (
+    "seeds", "accuracy %", "best %", "density", "up", "down", "saving", "paper's formula", "FLOPs", "mask mismatch",
+    "dropped", "time (s)",
+)  # fmt: skip
+
+
+def groups_table(found: Found, marked: bool = False) -> Table:
+    """One row a group. The paper's figure stands beside runs with the paper's settings.
+
+    marked: it stands beside other runs too, with a mark and a note that says what differs.
+    """
+    groups = titled(groups_of(found.runs))
+    table = summary_table({label: summary_of(runs) for label, runs in groups.items()}, _COLUMNS)
+    entries, notes = [], []
+    for label, runs in groups.items():
+        there = runs[0].published
+        if there.mean is not None and (marked or there.applies):
+            text = with_spread(there.mean, there.std) + (" †" if there.differs else "")
+            entries.append(Entry(text, there.mean))
+        else:
+            entries.append(Entry("–"))
+        notes += [f"† {label}: {'; '.join(there.differs)}."] if there.differs else []
+        notes += [f"{label}: the paper states a saving of {there.saving:g}×."] if there.saving is not None else []
+    if not marked:
+        notes = [f"not shown: {problem.why}" for problem in found.problems]
+    at = table.head.index("density")
+    rows = [[*row[:at], entry, *row[at:]] for row, entry in zip(table.rows, entries, strict=True)]
+    return Table((*table.head[:at], "paper %", *table.head[at:]), rows, notes=notes)
+
+
+def rounds_table(found: Found) -> Table:
+    """Every round of every run, with what was recorded about it, for other tools."""
+    rows: list[dict[str, Value]] = []
+    for label, runs in groups_of(found.runs).items():
+        for run in runs:
+            about: dict[str, Value] = {
+                "run": str(run.folder), "method": run.method, "group": label, "seed": run.seed,
+            }  # fmt: skip
+            rows += [{**about, **_round(record)} for record in run.rounds]
+    head = list(rows[0]) if rows else []
+    return Table(head, [[Entry(str(v), v) for v in row.values()] for row in rows])
+
+
+def _round(record: RoundRecord) -> dict[str, Value]:
+    score, paper = record.score, record.paper_bytes
+    return {
+        "phase": record.phase,
+        "round": record.round + 1,
+        "accuracy": score and score.metric,
+        "test_loss": score and score.loss,
+        "train_loss": record.loss,
+        "density": record.density,
+        "mismatch": record.mismatch,
+        **asdict(record.bytes),
+        "paper_up": paper.up,
+        "paper_down": paper.down,
+        "total_up": record.total.up,
+        "total_down": record.total.down,
+        "flops": record.flops,
+        "clients": len(record.cohort),
+        "failures": len(record.failures),
+        "seconds": round(sum(record.seconds.get(k, 0.0) for k in PHASES), 4),
+    }

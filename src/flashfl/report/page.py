@@ -1,0 +1,164 @@
+"""One self-contained page: a table, charts of groups of runs, and their settings. It needs no network."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from ..measure.comms import per_client
+from . import curves
+from .groups import groups_of, groups_table, rounds_of, state_of
+from .load import Found, RunData
+from .summary import PHASES, phase_seconds
+from .table import Table
+
+MOST_CLIENTS, MOST_CLASSES = 100, 64
+Heat = Callable[[RunData], tuple[list[int], Any]]
+_ABOUT = (
+    "Means over seeds at the end of training. Saving: dense fp32 bytes over the bytes really sent, stage 1 included. "
+    "Mask mismatch: mean over the last sixth of the rounds. Select a heading to sort."
+)
+_SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
+
+
+def page_data(found: Found, heat: Heat = RunData.heat) -> dict[str, Any]:
+    """Everything the page shows about runs, as JSON data."""
+    groups = groups_of(found.runs)
+    return {
+        **_page_of("flashfl", groups_table(found, marked=True), _ABOUT),
+        "groups": [_group(label, runs, heat) for label, runs in groups.items()],
+        "tasks": _tasks(groups),
+        "runs": [_about(label, run) for label, runs in groups.items() for run in runs],
+        "problems": [asdict(problem) for problem in found.problems],
+    }
+
+
+def _page_of(title: str, table: Table, about: str) -> dict[str, Any]:
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    empty: dict[str, Any] = {"groups": [], "tasks": [], "runs": [], "problems": []}
+    return {"title": title, "made": made, "about": about, "table": table.to_json(), **empty}
+
+
+def table_page(table: Table, about: str) -> str:
+    """The page with a table alone."""
+    return page(_page_of("flashfl", table, about))
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page that shows this data."""
+    script = "\n".join(_piece(name) for name in _SCRIPTS)
+    head, rest = _piece("page.html").split("/*STYLE*/")
+    middle, rest = rest.split("/*DATA*/")
+    before, after = rest.split("/*SCRIPT*/")
+    return "".join([head, _piece("style.css"), middle, script_json(data), before, script, after])
+
+
+@cache
+def _piece(name: str) -> str:
+    return files(__package__).joinpath("template", name).read_text(encoding="utf-8")
+
+
+def script_json(data: Any) -> str:
+    """JSON that cannot end the script element it stands in. NaN and infinities become null."""
+    text = json.dumps(clean(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def clean(value: Any) -> Any:
+    """The same data without NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(v) for v in value]
+    return value
+
+
+def _group(label: str, runs: Sequence[RunData], heat: Heat) -> dict[str, Any]:
+    shown = curves.band([curves.accuracy(run) for run in runs])
+    rounds = shown["round"]
+    shown |= {k: curves.mean_at([curves.total_bytes(run, k) for run in runs], rounds) for k in ("up", "down")}
+    last = max(runs, key=lambda run: len(run.counted))
+    return {
+        "label": label,
+        "seeds": len(runs),
+        "state": state_of(runs),
+        "rounds": rounds_of(runs),
+        "paper": asdict(last.published) if last.published.mean is not None else None,
+        "accuracy": shown,
+        "mismatch": curves.band([curves.mismatch(run) for run in runs]),
+        "layers": last.layers,
+        "layer_mismatch": curves.layer_mismatch(runs),
+        "heat": curves.heat(runs, heat),
+        "densities": curves.final_densities(runs),
+        "points": [_point(run) for run in runs if run.counted],
+        "share": _share(runs),
+        "phases": _phases(runs),
+    }
+
+
+def _phases(runs: Sequence[RunData]) -> dict[str, float]:
+    """Seconds of each phase, mean over seeds."""
+    spent = [phase_seconds(run.rounds) for run in runs]
+    return {phase: statistics.fmean(one[phase] for one in spent) for phase in PHASES}
+
+
+def _share(runs: Sequence[RunData]) -> dict[str, float]:
+    """Bytes of a client in a round by what they carry, beside the paper's formula."""
+    records = [record for run in runs for record in run.counted]
+    if not records:
+        return {}
+    share, clients = per_client(records), sum(len(record.cohort) for record in records)
+    paper = sum(record.paper_bytes.up + record.paper_bytes.down for record in records) / clients
+    return {"values": share.values, "mask": share.mask, "overhead": share.overhead, "paper": paper}
+
+
+def _point(run: RunData) -> dict[str, Any]:
+    """A run's end in the plane of bytes and FLOPs."""
+    n = run.numbers
+    return {"seed": run.seed, "bytes": n.up + n.down, "flops": n.flops, "accuracy": n.accuracy}
+
+
+def _tasks(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
+    """How data are split over clients: each way once, as in its first seed, cut to what can be shown."""
+    seen: dict[str, dict[str, Any]] = {}
+    for run in sorted((run for runs in groups.values() for run in runs), key=lambda run: run.seed):
+        info, title = run.info, _split(run.info)
+        if info.get("histogram") and title not in seen:
+            counts = np.array(info["histogram"], dtype=int)
+            seen[title] = {"title": f"{title}, seed {run.seed}", "clients": len(counts), **_cut(counts)}
+    return list(seen.values())[:6]
+
+
+def _split(info: Mapping[str, Any]) -> str:
+    alpha = f", α = {info['alpha']:g}" if info.get("partition") in ("lda", "dirichlet") else ""
+    return f"{info.get('dataset', '')}: {info.get('partition', '')}{alpha}, {info.get('clients', '?')} clients"
+
+
+def _cut(counts: np.ndarray[Any, Any]) -> dict[str, Any]:
+    clients = curves.thin(range(len(counts)), MOST_CLIENTS)
+    classes = curves.thin(range(counts.shape[1]), MOST_CLASSES)
+    return {"columns": clients, "rows": classes, "counts": counts[np.ix_(clients, classes)].T.tolist()}
+
+
+def _about(label: str, run: RunData) -> dict[str, Any]:
+    return {
+        "label": label,
+        "folder": run.folder.name,
+        "seed": run.seed,
+        "state": run.state,
+        "rounds": len(run.counted),
+        "checksum": (run.end or {}).get("checksum"),
+        "settings": run.settings,
+        "versions": dict(run.header.get("versions", {})),
+    }

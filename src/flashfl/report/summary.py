@@ -1,0 +1,95 @@
+"""The numbers of a run and of a group of runs: one summary for comparisons, reports and the paper's tables."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..core.record import RoundRecord
+
+PHASES = ("train", "aggregate", "evaluate", "record")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What one run, finished or not, says about itself. None: not recorded."""
+
+    accuracy: float | None  # after the last round that was evaluated
+    best: float | None
+    before: float | None  # of the model before the server cuts it to its density
+    density: float | None
+    up: float  # bytes of the whole run, a first stage included
+    down: float
+    rounds: float  # that count towards the run's length
+    orders: float  # models sent to clients in these rounds
+    dense: float  # bytes dense FedAvg would send in these rounds, up and down
+    seconds: float
+    dropped: float  # clients dropped, over all rounds
+    mismatch: float | None = None  # mean over the last sixth of the rounds
+    flops: float | None = None
+    paper_bytes: float | None = None  # by the paper's formula, up and down
+    paper_dense: float | None = None  # dense FedAvg by the same formula
+
+
+@dataclass(frozen=True)
+class Summary(Numbers):
+    """The mean of every number over seeds, and the standard deviation of the accuracy if there are several."""
+
+    seeds: int = 1
+    std: float | None = None
+
+    @property
+    def saving(self) -> float | None:
+        """Dense bytes over the bytes sent."""
+        return self.dense / (self.up + self.down) if self.dense and self.up + self.down else None
+
+    @property
+    def paper_saving(self) -> float | None:
+        """The same by the paper's formula."""
+        return self.paper_dense / self.paper_bytes if self.paper_dense and self.paper_bytes else None
+
+
+def summarise(runs: Sequence[Numbers]) -> Summary:
+    """The summary of runs that differ only in their seed."""
+    values = {f.name: [getattr(run, f.name) for run in runs] for f in fields(Numbers)}
+    known = {name: [v for v in column if v is not None] for name, column in values.items()}
+    means = {name: statistics.fmean(column) if column else None for name, column in known.items()}
+    std = statistics.stdev(known["accuracy"]) if len(known["accuracy"]) > 1 else None
+    return Summary(**means, seeds=len(runs), std=std)  # type: ignore[arg-type]
+
+
+def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numbers:
+    """The numbers of a run from its records."""
+    counted = [r for r in rounds if r.counts]
+    scores = [r.metrics for r in counted if r.score is not None and math.isfinite(r.score.metric)]
+    metrics = [next(iter(views.values())).metric for views in scores]
+    moved = [r.mismatch for r in counted if r.mismatch is not None and math.isfinite(r.mismatch)]
+    late = moved[-max(1, len(moved) // 6) :]
+    # The paper does not count BatchNorm statistics. They travel all the same, and dense FedAvg would send them too. It
+    # has no first stage, but what a method sends in one counts.
+    dense, about = sum(r.paper_bytes.dense for r in counted), header["task"]
+    return Numbers(
+        accuracy=metrics[-1] if metrics else None,
+        best=max(metrics, default=None),
+        before=scores[-1]["before"].metric if scores and "before" in scores[-1] else None,
+        density=counted[-1].density if counted else None,
+        up=rounds[-1].total.up,
+        down=rounds[-1].total.down,
+        rounds=len(counted),
+        orders=sum(len(r.cohort) for r in counted),
+        dense=dense * about["values"] / about["trained"],
+        seconds=sum(phase_seconds(rounds).values()),
+        dropped=sum(len(r.failures) for r in rounds),
+        mismatch=statistics.fmean(late) if late else None,
+        flops=sum(r.flops for r in rounds) or None,
+        paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
+        paper_dense=dense or None,
+    )
+
+
+def phase_seconds(rounds: Sequence[RoundRecord]) -> dict[str, float]:
+    """Seconds by phase, from the records of rounds: interruptions between them do not count."""
+    return {phase: sum(r.seconds.get(phase, 0.0) for r in rounds) for phase in PHASES}

@@ -1,0 +1,117 @@
+"""One table for every command: rows of entries, as Markdown, text for a terminal, CSV, or data for the page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..run.progress import amount
+from .summary import Summary
+
+Value = float | str | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a table shows in one place, and the value it is sorted by."""
+
+    text: str
+    value: Value = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a heading. The first column names the row. Notes stand below."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Entry]]
+    title: str = ""
+    notes: Sequence[str] = ()
+
+    def markdown(self) -> str:
+        """As GitHub reads it."""
+        lines = ["| " + " | ".join(map(_markdown, texts)) + " |" for texts in (self.head, *self._texts())]
+        title = [f"**{self.title}**", ""] if self.title else []
+        notes = ["", *(f"- {_one_line(note)}" for note in self.notes)] if self.notes else []
+        return "\n".join([*title, lines[0], "|" + "---|" * len(self.head), *lines[1:], *notes]) + "\n"
+
+    def terminal(self) -> str:
+        """Aligned columns, as narrow as the entries allow: headings are broken into lines of words."""
+        rows = self._texts()
+        widths = [max(len(text) for text in column) for column in zip(*rows, strict=True)]
+        widths = [max(w, *map(len, name.split())) for w, name in zip(widths, self.head, strict=True)]
+        headings = [textwrap.wrap(name, width) for name, width in zip(self.head, widths, strict=True)]
+        high = max(map(len, headings))
+        over = [list(line) for line in zip(*([""] * (high - len(h)) + h for h in headings), strict=True)]
+        rule = ["-" * width for width in widths]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(row[1:], widths[1:], strict=True))])
+            for row in (*over, rule, *rows)
+        ]
+        return "\n".join([*([self.title, ""] if self.title else []), *map(str.rstrip, lines), *self.notes])
+
+    def csv(self) -> str:
+        """One line a row, with values instead of texts. An empty field was not recorded."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow(self.head)
+        writer.writerows([["" if e.value is None else e.value for e in row] for row in self.rows])
+        return out.getvalue()
+
+    def to_json(self) -> dict[str, object]:
+        """For the page, which can sort it."""
+        rows = [[{"text": e.text, "value": e.value} for e in row] for row in self.rows]
+        return {"title": self.title, "head": list(self.head), "rows": rows, "notes": list(self.notes)}
+
+    def _texts(self) -> list[list[str]]:
+        return [[e.text for e in row] for row in self.rows]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _markdown(text: str) -> str:
+    """On one line, and without what would end the cell. An empty text stays empty."""
+    return _one_line(text).replace("|", r"\|")
+
+
+def number(value: float | None, text: Callable[[float], str]) -> Entry:
+    """A number, or a dash if it was not recorded."""
+    return Entry("–") if value is None else Entry(text(value), value)
+
+
+def with_spread(mean: float, std: float | None) -> str:
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+
+
+def _accuracy(s: Summary) -> Entry:
+    return number(s.accuracy, lambda v: with_spread(100 * v, None if s.std is None else 100 * s.std))
+
+
+COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
+    "seeds": lambda s: Entry(str(s.seeds), s.seeds),
+    "accuracy %": _accuracy,
+    "best %": lambda s: number(s.best, lambda v: f"{100 * v:.2f}"),
+    "before %": lambda s: number(s.before, lambda v: f"{100 * v:.2f}"),
+    "density": lambda s: number(s.density, lambda v: f"{v:.4f}"),
+    "up": lambda s: number(s.up, amount),
+    "down": lambda s: number(s.down, amount),
+    "up / round": lambda s: number(s.up / max(1, s.rounds), amount),
+    "down / round": lambda s: number(s.down / max(1, s.rounds), amount),
+    "saving": lambda s: number(s.saving, lambda v: f"{v:.1f}×"),
+    "paper's formula": lambda s: number(s.paper_saving, lambda v: f"{v:.1f}×"),
+    "FLOPs": lambda s: number(s.flops, lambda v: f"{v:.3g}"),
+    "mask mismatch": lambda s: number(s.mismatch, lambda v: f"{v:.3f}"),
+    "dropped": lambda s: number(s.dropped * s.seeds, lambda v: f"{v:.0f}"),
+    "time (s)": lambda s: number(s.seconds, lambda v: f"{v:.1f}"),
+}
+
+
+def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: str = "") -> Table:
+    """A row for each group of runs, with these of the COLUMNS."""
+    rows = [[Entry(label, label), *(COLUMNS[name](s) for name in columns)] for label, s in groups.items()]
+    return Table(("method", *columns), rows, title)

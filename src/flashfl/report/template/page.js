@@ -1,0 +1,165 @@
+// The page: sections over the data, one legend for all, redrawn whenever something changes.
+
+let data = JSON.parse(document.getElementById("data").textContent);
+const hidden = new Set(), off = {};  // methods switched off; layers switched off, by method
+const chosen = { bytes: "both", sort: null, down: true, open: new Set() };
+const main = document.getElementById("main");
+let draws = [];  // what to call when the width or the theme changes
+
+const shown = () => data.groups.map((g, i) => ({ ...g, colour: groupColour(i) })).filter((g) => !hidden.has(g.label));
+const thousand = (n) => n.toLocaleString("en").replaceAll(",", " ");
+
+function section(title, about, { half = false } = {}) {
+  const head = make("div", { class: "head" }, make("h2", {}, title));
+  const node = make("section", { class: half ? "half" : "", id: title.toLowerCase().replace(/[^a-z]+/g, "-") }, head, make("p", { class: "about" }, about));
+  main.append(node);
+  return node;
+}
+
+function chart(parent, draw) {
+  const host = make("div", { class: "chart" });
+  parent.append(host);
+  draws.push(() => draw(host));
+}
+
+function choice(parent, options, key) {
+  const buttons = Object.entries(options).map(([value, label]) => make("button", {
+    type: "button", "aria-pressed": String(chosen[key] === value), onclick: () => { chosen[key] = value; render(); } }, label));
+  parent.querySelector(".head").append(make("div", { class: "choice", role: "group" }, ...buttons));
+}
+
+function legend() {
+  document.getElementById("legend").replaceChildren(...data.groups.map((g, i) => make("button", {
+    type: "button", "aria-pressed": String(!hidden.has(g.label)), style: { "--c": groupColour(i) }, title: "show or hide",
+    onclick: () => { if (!hidden.delete(g.label)) hidden.add(g.label); render(); } }, g.label)));
+}
+
+function problems() {
+  if (!data.problems.length) return;
+  main.append(make("section", { class: "warn", id: "problems" }, make("h2", {}, "Not shown"), make("ul", {}, ...data.problems.map((p) => make("li", {}, p.why)))));
+}
+
+function trends() {
+  const accuracy = section("Accuracy by round", "Test accuracy of the server's model after each round; seeds as mean and standard deviation." + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
+  chart(accuracy, (host) => lineChart(host, { xLabel: "round", yLabel: "accuracy", yTick: text.share, yText: text.percent, whole: true, yFloor: 0, yCeiling: 1, series: shown().map((g) => ({
+    label: g.label, colour: g.colour, x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
+  const bytes = section("Accuracy by bytes", "The same against what has travelled so far, in bytes of encoded messages, stage 1 included (log scale).", { half: true });
+  choice(bytes, { both: "up + down", up: "up", down: "down" }, "bytes");
+  const sum = (a) => a.up.map((v, i) => (chosen.bytes === "both" ? v + a.down[i] : a[chosen.bytes][i]));
+  chart(bytes, (host) => lineChart(host, { xLabel: "bytes", yLabel: "accuracy", xType: "log", xTick: text.bytes, yTick: text.share, yText: text.percent, nearest: true, yFloor: 0, yCeiling: 1,
+    title: (v, s, i) => `${text.bytes(v)} after round ${s.rounds[i]}`,
+    series: shown().map((g) => ({ label: g.label, colour: g.colour, x: sum(g.accuracy), y: g.accuracy.mean, spread: g.accuracy.std, rounds: g.accuracy.round, dots: g.accuracy.round.length < 25 })) }));
+}
+
+function paperMark(g) {
+  if (!g.paper) return null;
+  const spread = g.paper.std === null ? "" : ` ± ${g.paper.std.toFixed(2)}`;
+  const words = `${g.paper.mean.toFixed(2)}${spread} %${g.paper.differs.length ? " †" : ""}`;
+  return { y: g.paper.mean / 100, spread: (g.paper.std || 0) / 100, text: words, label: `paper: ${words}` };
+}
+
+function masks() {
+  const groups = shown().filter((g) => g.mismatch.round.length);
+  if (!groups.length) return;
+  const whole = section("Mask mismatch between rounds", "SM = 1 − |A∩B| / |A∪B| between the server's masks of consecutive rounds: 0 is full consensus.", { half: true });
+  chart(whole, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yTick: text.plain, yText: text.sm, whole: true, yDomain: [0, Math.max(0.1, ...groups.flatMap((g) => g.mismatch.mean.map((v, i) => v + g.mismatch.std[i]))) * 1.05],
+    series: groups.map((g) => ({ label: g.label, colour: g.colour, x: g.mismatch.round, y: g.mismatch.mean, spread: g.mismatch.std })) }));
+}
+
+function heats() {
+  const kept = shown().filter((g) => g.heat.round.length), moves = (g) => g.heat.sm.some((row) => row.some((v) => v > 0));
+  const groups = kept.filter(moves), still = kept.filter((g) => !moves(g)).map((g) => g.label);
+  if (!kept.length) return;
+  const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner fades; one common scale." + (still.length ? ` Not drawn, because the mask never moves and SM is 0 throughout: ${still.join(", ")}.` : ""), { half: groups.length < 3 });
+  if (!groups.length) return;
+  const most = Math.max(0.1, ...groups.flatMap((g) => g.heat.sm.flat())), many = make("div", { class: "many", style: { "--least": "250px" } });
+  node.append(many, make("div", { class: "keys" }, make("span", {}, "0", make("div", { class: "ramp", style: { background: `linear-gradient(90deg, ${[0, .25, .5, .75, 1].map(heatColour).join(",")})` } }), most.toFixed(2))));
+  for (const g of groups) {
+    const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label));
+    many.append(cell);
+    const r = g.heat.round;
+    chart(cell, (host) => heatmap(host, { square: true, columns: r, rows: r, values: g.heat.sm, most, xLabel: "round", yLabel: "round", what: "SM", text: text.sm, label: `mismatch of ${g.label}`, title: (a, b) => `${g.label}: rounds ${r[a]} and ${r[b]}` }));
+  }
+}
+
+function layers() {
+  const groups = shown().filter((g) => g.layer_mismatch.round.length && g.layer_mismatch.layers.some((row) => row.some((v) => v > 0)));
+  if (groups.length) {
+    const node = section("Mask mismatch by layer", "SM between consecutive rounds for each prunable layer, from the first (blue) to the last (red). Methods whose masks never move are left out.", { half: groups.length < 3 });
+    const many = make("div", { class: "many", style: { "--least": groups.length < 3 ? "260px" : "340px" } });
+    node.append(many);
+    const top = Math.max(0.1, ...groups.flatMap((g) => g.layer_mismatch.layers.flat())) * 1.05;
+    for (const g of groups) {
+      const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label)), gone = (off[g.label] ||= new Set()), n = g.layers.length;
+      many.append(cell);
+      chart(cell, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yText: text.sm, whole: true, yDomain: [0, top], series: g.layer_mismatch.layers.map((row, i) => ({
+        label: g.layers[i], colour: depthColour(i, n), width: n > 8 ? 1.4 : 2, x: gone.has(i) ? [] : g.layer_mismatch.round, y: row })), empty: "Every layer is switched off." }));
+      cell.append(make("div", { class: "legend layers" }, ...g.layers.map((name, i) => make("button", { type: "button", title: name, "aria-pressed": String(!gone.has(i)), style: { "--c": depthColour(i, n) },
+        onclick: () => { if (!gone.delete(i)) gone.add(i); render(); } }, String(i + 1)))));
+    }
+  }
+}
+
+function densities() {
+  const dense = section("Layer densities", "The share of each prunable layer's weights that the final server mask keeps (log scale); for NST the union over its last cohort.", { half: true });
+  const names = data.groups.length ? data.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
+  chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.share, whole: true, title: (v) => `layer ${v}: ${names[v - 1]}`,
+    series: shown().filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
+}
+
+function costs() {
+  const points = shown().filter((g) => g.points.some((p) => p.flops));
+  if (points.length) {
+    const node = section("FLOPs and bytes", "What each run cost in all: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: true });
+    chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: "FLOPs", xType: "log", yType: "log", xTick: text.bytes, yTick: text.flops, nearest: true, xDomain: padded(points, "bytes"), yDomain: padded(points, "flops"), title: (v, s) => s.label,
+      series: points.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 6, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
+        more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "accuracy", g.points[i].accuracy === null ? "–" : text.percent(g.points[i].accuracy)], ["", "seed", String(g.points[i].seed)]] })) }));
+  }
+  const counted = shown().filter((g) => g.share.values !== undefined);
+  if (counted.length) {
+    const node = section("Bytes a client and round", "Encoded order and update together, by what they carry, beside the paper's formula (fp32 values, with CSR indices where the mask moves, no BatchNorm statistics).", { half: true });
+    chart(node, (host) => bars(host, { label: "bytes by part", parts: ["values", "mask", "overhead"], text: text.bytes, markName: "paper's formula",
+      rows: counted.map((g) => ({ label: g.label, colour: g.colour, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
+  }
+}
+
+function times() {
+  if (!shown().length) return;
+  const node = section("Wall time by phase", "Seconds a run spent in each phase on the machine it ran on, mean over seeds.", { half: true });
+  const phases = Object.keys(shown()[0].phases);
+  chart(node, (host) => bars(host, { label: "seconds by phase", parts: phases, text: text.seconds, rows: shown().map((g) => ({ label: g.label, colour: g.colour, parts: phases.map((k) => [k, g.phases[k]]) })) }));
+}
+
+function padded(groups, key) {
+  const values = groups.flatMap((g) => g.points.map((p) => p[key])).filter((v) => v > 0);
+  return [Math.min(...values) / 1.6, Math.max(...values) * 1.6];
+}
+
+function clients() {
+  if (!data.tasks.length) return;
+  const node = section("Who holds what", "Samples of each class at each client, as the first seed split them.", { half: true });
+  const many = make("div", { class: "many", style: { "--least": data.tasks.length > 1 ? "250px" : "100%" } });
+  node.append(many);
+  for (const t of data.tasks) {
+    const left = t.clients > t.columns.length ? ` (${t.columns.length} of ${thousand(t.clients)} clients shown)` : "";
+    const cell = make("div", {}, make("h3", { class: "plain" }, t.title + left));
+    many.append(cell);
+    chart(cell, (host) => heatmap(host, { columns: t.columns, rows: t.rows, values: t.counts, xLabel: "client", yLabel: "class", what: "samples", text: String, label: `class histogram of ${t.title}`, title: (r, c) => `client ${t.columns[c]}, class ${t.rows[r]}` }));
+  }
+}
+
+function render() {
+  const at = scrollY;
+  draws = [];
+  hideTip();
+  main.replaceChildren();
+  const runs = data.runs.length ? `${data.runs.length} run${data.runs.length === 1 ? "" : "s"} · ` : "";
+  document.getElementById("made").textContent = runs + data.made;
+  legend();
+  problems();
+  if (!data.table.rows.length) main.append(make("section", {}, make("h2", {}, "No runs to show"), make("p", { class: "about" }, "A run appears here after its first round.")));
+  else table();
+  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, times, clients, settings]) part();
+  for (const draw of draws) draw();
+  scrollTo(0, at);
+}
