@@ -13,15 +13,15 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 import flashfl as fl
-from flashfl.core.method import Method
 from flashfl.core.exchange import Order, Update
 from flashfl.core.mask import Weights
+from flashfl.core.method import Method
 from flashfl.data.task import Task
 from flashfl.engine.train import Trainer
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records
 from flashfl.flower.client import app_around
 from flashfl.flower.host import Host
-from flashfl.flower.inprocess import InProcessGrid, Tamper
+from flashfl.flower.testing import InProcessGrid, Tamper
 from flashfl.run.config import TrainConfig
 from flashfl.wire import seal
 
@@ -80,7 +80,7 @@ def rogue(task: Task, change: Callable[[Update, Order], Update]) -> ClientApp:
     """An app that answers in good form and bad faith."""
     host = Host(task)
     host.trainer = RogueTrainer(task, change)
-    return app_around(lambda kind, seat, data, held, context: host.serve(kind, seat, data, held))
+    return app_around(host.serve)
 
 
 def scaled(factor: float) -> Callable[[Update, Order], Update]:

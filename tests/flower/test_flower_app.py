@@ -26,8 +26,8 @@ from flashfl.core.exchange import Local
 from flashfl.engine.server import ServerSide
 from flashfl.flower import worker
 from flashfl.flower.app import read_config, server_main, task_of
-from flashfl.flower.exchange import Held, Seat
 from flashfl.flower.host import find
+from flashfl.flower.messages import Held, NodeContext
 from flashfl.flower.supernode import Instead, short_sleep
 from flashfl.methods import NST
 from flashfl.run.config import TrainConfig, plan_of
@@ -69,7 +69,7 @@ def test_a_configuration_file_takes_the_place_of_the_tables(tmp_path: Path) -> N
     [
         ({"settings": "rounds"}, "must have the form name=value"),
         ({"settings": "rouns=3"}, "rounds"),
-        ({"flower.trim": 0.5}, "below 0.5"),
+        ({"train.trim": 0.5}, "below 0.5"),
         ({"flower.timeout": 0.0}, "above 0"),
         ({"config": "nowhere.toml"}, "nowhere.toml"),
     ],
@@ -94,7 +94,7 @@ def test_nodes_of_one_process_share_the_data() -> None:
 
 def test_the_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:
     from flashfl.flower import client_app
-    from flashfl.flower.inprocess import InProcessGrid
+    from flashfl.flower.testing import InProcessGrid
 
     run = {"folder": str(tmp_path / "run"), "train.rounds": 1, "settings": "warmup_clients=0 max_steps=2"}
     grid = InProcessGrid({}, run_config=app_config(**run))
@@ -126,27 +126,27 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]
 
 def test_a_worker_answers_as_the_host_does(parent: subprocess.Popen[bytes]) -> None:
     context, name = context_of(1), "flashfl.flower.app:task_of"
-    seat = Seat(dict(context.node_config), dict(context.run_config))
+    node = NodeContext(dict(context.node_config), dict(context.run_config))
     task = task_of(context)
-    host = find(task_of, seat, context)
-    assert worker.ask(name, "query", seat, b"", Held()) == host.serve("query", seat)
+    host = find(task_of, node)
+    assert worker.ask(name, "query", node, b"", Held()) == host.serve("query", node)
     server = ServerSide(task.layout)
     method = NST(density=0.1)
-    state = method.init(plan_of(TrainConfig(per_round=1), task, task.clients))
+    state = method.init(plan_of(TrainConfig(per_round=1), task, len(task.clients)))
     client = task.clients[1]
-    order = method.order(state, client)
+    [(_, order)] = method.orders(state, [client])
     data = server.encode(server.message(client, order)).data
-    there, here = worker.ask(name, "train", seat, data, Held()), host.serve("train", seat, data)
+    there, here = worker.ask(name, "train", node, data, Held()), host.serve("train", node, data)
     assert there is not None
     assert (there.kind, there.data) == ("update", here.data)
     assert there.held == here.held
     assert here.held is not None
-    assert worker.ask(name, "train", seat, data, here.held) == host.serve("train", seat, data, here.held)
-    lost = worker.ask(name, "query", Seat({**seat.node, "partition-id": 9}, seat.run), b"", Held())
+    assert worker.ask(name, "train", node, data, here.held) == host.serve("train", node, data, here.held)
+    lost = worker.ask(name, "query", NodeContext({**node.node_config, "partition-id": 9}, node.run_config), b"", Held())
     assert lost is not None
-    assert "partition 9" in lost.fields["why"]
+    assert "partition-id = 9" in str(lost.fields["why"])
     with pytest.raises(RuntimeError, match=r"in the worker: .*colour"):
-        worker.ask(name, "query", Seat(seat.node, {"colour": "blue"}), b"", Held())
+        worker.ask(name, "query", NodeContext(node.node_config, {"colour": "blue"}), b"", Held())
     assert isinstance(order.local, Local)
 
 
@@ -156,7 +156,7 @@ def test_a_folder_that_others_can_enter_is_not_used(
     folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
-    assert worker.ask("flashfl.flower.app:task_of", "query", Seat({}, {}), b"", Held()) is None
+    assert worker.ask("flashfl.flower.app:task_of", "query", NodeContext({}, {}), b"", Held()) is None
 
 
 def test_the_quick_supernode_only_shortens_naps() -> None:

@@ -23,7 +23,7 @@ import flashfl as fl
 from flashfl.core.rng import fold
 from flashfl.data.tasks import TaskConfig, build_task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app
-from flashfl.flower.inprocess import InProcessGrid
+from flashfl.flower.testing import InProcessGrid
 from flashfl.run.config import TrainConfig
 
 pytestmark = pytest.mark.slow

@@ -24,9 +24,8 @@ from flashfl.core.mask import Weights
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records, server_task
 from flashfl.flower.app import read_config, task_of
-from flashfl.flower.fixed import NONE, difference, fingerprint
-from flashfl.flower.inprocess import InProcessGrid
-from flashfl.flower.roster import Entry, Terms
+from flashfl.flower.registration import NONE, Entry, Terms, difference, fingerprint
+from flashfl.flower.testing import InProcessGrid
 from tests.conftest import blobs, make_task
 from tests.test_every_method import small
 
@@ -82,8 +81,8 @@ def test_the_model_is_as_if_the_hostile_had_not_been_there(kind: str, tmp_path: 
     task = make_task("norm")
     run = train(small("pdst"), task, with_bad(change, task), tmp_path, **EVERY)
     for line in run.history:
-        assert list(line["failures"]) == [str(client) for client in BAD]
-        assert all(reason.startswith(why) for reason in line["failures"].values()), line["failures"]
+        assert list(line.failures) == list(BAD)
+        assert all(reason.startswith(why) for reason in line.failures.values()), line.failures
     silent = with_bad(lambda update, order: replace(update, n=10**6), task)
     assert_equal(run, train(small("pdst"), task, silent, **EVERY))
     for line in (tmp_path / "results.jsonl").read_text().splitlines():
@@ -93,9 +92,9 @@ def test_the_model_is_as_if_the_hostile_had_not_been_there(kind: str, tmp_path: 
 def test_one_of_two_cannot_send_numbers_nobody_can_go_on_from(tmp_path: Path) -> None:
     task = make_task("norm", clients=2)
     run = train(small("pdst"), task, with_bad(with_weights(1e30), task, (1,)), tmp_path, per_round=2)
-    assert all("ChangeTooLarge" in line["failures"]["1"] for line in run.history)
+    assert all("ChangeTooLarge" in line.failures[1] for line in run.history)
     further = train(small("pdst"), task, federation(task), tmp_path, resume=True, per_round=2)
-    assert math.isfinite(further.history[-1]["loss"])
+    assert math.isfinite(further.history[-1].loss)
 
 
 @pytest.mark.parametrize("name", ["dense", "nst", "hetero-spdst"])
@@ -109,7 +108,7 @@ def test_skewed_clients_are_believed(name: str, static: bool) -> None:
     task = make_task("norm")
     skewed = Task(task._model, parts, blobs(30, (1, 5, 5), 7), name="skewed")
     run = train(small(name), skewed, federation(skewed), static_bn=static, **EVERY)
-    assert not any(line["failures"] for line in run.history)
+    assert not any(line.failures for line in run.history)
 
 
 # -- registration -------------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ def test_the_cap_on_samples_is_an_option() -> None:
     task = make_task("norm")  # clients of 11 to 18 samples
     options = replace(PATIENT, max_samples=14, clients=4)
     run = train(small("dense"), task, federation(task), options=options, per_round=4)
-    assert {c for line in run.history for c in line["cohort"]} == {0, 1, 2, 3}
+    assert {c for line in run.history for c in line.cohort} == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match="max_samples"):
         FlowerOptions(max_samples=-1)
 
@@ -269,13 +268,11 @@ def test_a_verdict_beyond_measure_is_left_out(said_of: dict[str, float], caplog:
     task = Task(make_task("norm")._model, [blobs(12 + i, (1, 5, 5), i) for i in range(3)], name="held")
 
     def lie(message: Any, reply: Any) -> Any:
-        said = records.read_fields(reply.content, "judged")
-        reply.content = records.fields("judged", {**said, **said_of})
+        said = records.read_fields(reply.content, "evaluated")
+        reply.content = records.fields("evaluated", {**said, **said_of})
         return [reply]
 
     server = server_task(task._model, example=blobs(1, (1, 5, 5), 0)[0], metric=fl.accuracy)
     run = train(fl.Dense(), server, federation(task, only(node_of(1), "evaluate", lie)), per_round=3)
-    assert all(
-        found["loss"] < 1e6 and 0 <= found["metric"] <= 1 for line in run.history for found in line["metrics"].values()
-    )
-    assert "client 1 is left out of this evaluation" in caplog.text
+    assert all(found.loss < 1e6 and 0 <= found.metric <= 1 for line in run.history for found in line.metrics.values())
+    assert "client 1 is dropped from this evaluation" in caplog.text

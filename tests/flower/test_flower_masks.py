@@ -37,7 +37,7 @@ def test_a_client_that_moves_a_frozen_mask_is_left_out(name: str, changes: dict[
     grid = federation(task)
     grid.join(node_of(2), rogue(task, swapped), {"partition-id": 2})
     run = train(small(name, **changes), task, grid, per_round=8)
-    why = [line["failures"]["2"] for line in run.history if line["failures"]]
+    why = [line.failures[2] for line in run.history if line.failures]
     assert why
     assert all("moved its mask, which was to stay" in reason for reason in why)
 
