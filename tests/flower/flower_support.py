@@ -1,4 +1,4 @@
-"""Federations that live in one process, honest and otherwise."""
+"""Federations in one process, with honest and hostile clients."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RogueTrainer(Trainer):
 
 
 def rogue(task: Task, change: Callable[[Update, Order], Update]) -> ClientApp:
-    """An app that answers in good form and bad faith."""
+    """An app whose updates are well-formed lies."""
     host = Host(task)
     host.trainer = RogueTrainer(task, change)
     return app_around(host.serve)

@@ -1,4 +1,4 @@
-"""Flower as it is deployed: processes, TLS, authenticated SuperNodes, and what can go wrong with them."""
+"""A real deployment: processes, TLS, authenticated SuperNodes, and their failures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def three(tmp_path: Path) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """Where five rounds of three clients end, by the CPU engine."""
+    """The checksum of five rounds with three clients on the CPU engine."""
     return fl.simulate(SPDST, digits(3), 5, workers=1, **TRAIN).checksum
 
 
@@ -75,7 +75,7 @@ def test_three_supernodes_with_tls_and_authentication_train_spdst(
     assert not any(line["failures"] for line in rounds(tmp_path / "run"))
 
 
-def test_a_supernode_without_a_registered_key_stays_outside(three: Deployment, tmp_path: Path) -> None:
+def test_supernode_without_a_registered_key_cannot_join(three: Deployment, tmp_path: Path) -> None:
     from deployment import make_key
 
     make_key(three.folder / "node7.key")  # it has a key, but nobody has registered it
@@ -88,7 +88,20 @@ def test_a_supernode_without_a_registered_key_stays_outside(three: Deployment, t
     assert "SuperNode ID" not in three.log("node7")
 
 
-def test_a_supernode_killed_in_mid_round_is_left_out(three: Deployment, tmp_path: Path) -> None:
+def test_restarted_supernode_joins_again(three: Deployment) -> None:
+    """The SuperLink counts a killed node as online for a minute, and Flower's own SuperNode then exits with 305."""
+    wait_for(lambda: "SuperNode ID" in three.log("node1"), 60, "the SuperNode")
+    three.kill("node1", signal.SIGKILL)
+    three.log_from_here("node1")
+    time.sleep(2)
+    three.supernode(1, 3)
+    wait_for(lambda: "SuperNode ID" in three.log("node1"), 150, "the restarted SuperNode")
+    assert "Trying again" in three.log("node1")
+    modes = {path.stat().st_mode & 0o777 for path in three.folder.glob("link.db*")}
+    assert modes == {0o600}, "nobody else can read the SuperLink's database"
+
+
+def test_supernode_killed_during_a_round_is_dropped(three: Deployment, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = three.run(settings=SETTINGS, train__rounds=5, flower__clients=3, flower__timeout=30.0, folder=str(folder))
     wait_for(lambda: len(rounds(folder)) >= 2, 180, "the second round")
@@ -105,7 +118,7 @@ def test_a_supernode_killed_in_mid_round_is_left_out(three: Deployment, tmp_path
 
 
 @pytest.mark.parametrize("which", ["the ServerApp", "the SuperLink"])
-def test_a_killed_server_resumes(which: str, three: Deployment, undisturbed: str, tmp_path: Path) -> None:
+def test_killed_server_resumes(which: str, three: Deployment, undisturbed: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = {"settings": SETTINGS, "train__rounds": 5, "flower__clients": 3, "folder": str(folder)}
     three.run(**config)
@@ -124,7 +137,7 @@ def test_a_killed_server_resumes(which: str, three: Deployment, undisturbed: str
     assert len(rounds(folder)) == 6
 
 
-def test_a_rogue_does_not_change_the_model(tmp_path: Path) -> None:
+def test_rogue_supernode_does_not_change_the_model(tmp_path: Path) -> None:
     bad, folder = 3, tmp_path / "run"
     with deployment(tmp_path / "flower") as made:
         for number in range(4):
@@ -154,7 +167,7 @@ def without(bad: int, clients: int) -> str:
     return strategy.run.checksum
 
 
-def test_bytes_through_a_proxy_are_those_accounted_for(tmp_path: Path) -> None:
+def test_bytes_through_a_proxy_match_the_accounting(tmp_path: Path) -> None:
     """One client behind a counting proxy. What Flower adds is measured: idle, and with next to no weights."""
     found: dict[float, dict[str, tuple[float, int]]] = {}
     with deployment(tmp_path / "flower") as made, contextlib.closing(CountingProxy(made.port)) as proxy:
@@ -183,7 +196,7 @@ def test_bytes_through_a_proxy_are_those_accounted_for(tmp_path: Path) -> None:
             assert abs(seen - accounted - fixed) <= 0.05 * accounted, (density, way, idle, found)
 
 
-def test_ray_simulation_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_ray_simulation_is_bit_identical(tmp_path: Path) -> None:
     """`flwr run` on a SuperLink in simulation mode, which starts Ray."""
     made = Deployment(tmp_path / "flower")
     port = free_port()

@@ -1,4 +1,4 @@
-"""Flower is just another engine: the same bits as a simulation, whatever carries them."""
+"""Flower is another engine: its results are bit-identical to a simulation's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ variants = pytest.mark.parametrize(
 
 
 @variants
-def test_every_method_ends_in_the_bits_of_the_cpu_engine(name: str, changes: dict[str, Any], small_task: Task) -> None:
+def test_every_method_is_bit_identical_to_the_cpu_engine(name: str, changes: dict[str, Any], small_task: Task) -> None:
     method = small(name, **changes)
     here = fl.simulate(method, small_task, ROUNDS, **SETTINGS)
     there = train(method, small_task, federation(small_task))
@@ -49,13 +49,13 @@ def test_every_method_ends_in_the_bits_of_the_cpu_engine(name: str, changes: dic
 
 
 @pytest.mark.parametrize("values", ["fp16", "int8"])
-def test_lossy_values_are_rounded_alike(values: Any) -> None:
+def test_lossy_values_are_bit_identical_to_the_cpu_engine(values: Any) -> None:
     task, method = make_task("norm"), small("jmwst")
     here = fl.simulate(method, task, ROUNDS, values=values, **SETTINGS)
     assert_equal(here, train(method, task, federation(task), values=values))
 
 
-def test_static_batch_norm_gathers_its_statistics() -> None:
+def test_static_batch_norm_is_bit_identical_to_the_cpu_engine() -> None:
     task, method = make_task("norm"), small("spdst")
     here = fl.simulate(method, task, ROUNDS, static_bn=True, **SETTINGS)
     assert_equal(here, train(method, task, federation(task), static_bn=True))
@@ -80,7 +80,7 @@ def own_parts(task: Task) -> list[Any]:
     return [blobs(11 + i, (6,), 100 + i) for i in range(len(task.clients))]
 
 
-def test_clients_judge_where_the_server_has_no_samples() -> None:
+def test_clients_evaluate_if_the_server_has_no_test_samples() -> None:
     whole = Task(DropoutNet, own_parts(make_task("dropout")), name="held")
     here = fl.simulate(small("spdst"), whole, ROUNDS, **SETTINGS)
     server = server_task(DropoutNet, example=blobs(1, (6,), 0)[0], name="held")
@@ -97,7 +97,7 @@ def test_clients_judge_where_the_server_has_no_samples() -> None:
     assert here.bytes_evaluation == 0
 
 
-def test_nobody_to_judge_is_said_before_anything_runs() -> None:
+def test_missing_evaluation_samples_raise_before_training() -> None:
     task = make_task("norm")  # whose clients hold nothing back, as it has test samples
     grid = federation(task)
     with pytest.raises(ConfigError, match="nobody has samples to evaluate the model on"):
@@ -106,12 +106,12 @@ def test_nobody_to_judge_is_said_before_anything_runs() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"dropout": 0.5}, {"device": "cuda"}])
-def test_settings_without_effect_are_refused(setting: dict[str, Any]) -> None:
+def test_settings_of_simulations_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(setting))} = .*[Ss]et it to"):
         FlashStrategy(small("pdst"), make_task("norm"), TrainConfig(**setting))
 
 
-def test_who_joins_within_a_round_may_judge_at_its_end() -> None:
+def test_client_that_joins_during_a_round_can_evaluate() -> None:
     whole = Task(DropoutNet, own_parts(make_task("dropout")), name="held")
     grid = federation(whole)
     late = grid.apps[node_of(7)]
@@ -128,7 +128,7 @@ def test_who_joins_within_a_round_may_judge_at_its_end() -> None:
     assert (node_of(7), "evaluate") in grid.pushed
 
 
-def test_who_joins_with_other_data_late_is_believed() -> None:
+def test_late_client_with_new_classes_is_accepted() -> None:
     """Clients that have converged hardly move; one with a class nobody had moves a hundred times as far."""
     torch.manual_seed(0)
     centers = 3 * torch.randn(4, 6)
@@ -150,8 +150,8 @@ def test_who_joins_with_other_data_late_is_believed() -> None:
     assert not any(line.failures for line in run.history)
 
 
-def test_a_task_of_one_client_is_the_nodes_own() -> None:
-    """The user's own model and data: nobody has more than his share, and the server has none."""
+def test_each_node_can_have_its_own_task() -> None:
+    """Each node has only its own samples, and the server has none."""
     task = make_task("norm")
     here = fl.simulate(small("jmwst"), task, ROUNDS, **SETTINGS)
     grid = federation(task)
@@ -169,7 +169,7 @@ def test_a_task_of_one_client_is_the_nodes_own() -> None:
     assert sorted(made) == list(range(8)), "a task is made once in a process, not for every message"
 
 
-def test_densities_are_the_clients_own() -> None:
+def test_clients_state_their_own_densities() -> None:
     densities = [0.2, 0.2, 0.3, 0.3, 0.4, 0.4, 0.4, 0.2]
     task = make_task("norm")
     stated = make_task("norm")
@@ -180,7 +180,7 @@ def test_densities_are_the_clients_own() -> None:
 
 
 @methods
-def test_a_client_that_forgets_gets_its_own_mask_back(name: str) -> None:
+def test_client_that_lost_its_memory_gets_its_mask_back(name: str) -> None:
     task, method = make_task("norm"), small(name)
     whole = train(method, task, federation(task))
     grid = federation(task)
@@ -198,8 +198,8 @@ class _Stop(Exception):
 
 @pytest.mark.parametrize("again", ["same nodes", "fresh nodes"])
 @methods
-def test_a_killed_server_resumes_to_the_same_bits(name: str, again: str, tmp_path: Path) -> None:
-    """Clients have worked on since the last checkpoint: nobody's memory is stepped twice."""
+def test_resume_after_kill_is_bit_identical(name: str, again: str, tmp_path: Path) -> None:
+    """Clients trained after the last checkpoint; their memory must not advance twice."""
     task, method = make_task("norm"), small(name)
     whole = train(method, task, federation(task))
     for at in range(1, len(whole.history), 2):
@@ -216,7 +216,7 @@ def test_a_killed_server_resumes_to_the_same_bits(name: str, again: str, tmp_pat
         assert len(resumed.history) == len(whole.history)
 
 
-def test_results_are_those_of_a_simulation(tmp_path: Path) -> None:
+def test_results_file_has_the_fields_of_a_simulation(tmp_path: Path) -> None:
     task = make_task("norm")
     fl.simulate(small("spdst"), task, ROUNDS, folder=tmp_path / "here", **SETTINGS)
     train(small("spdst"), task, federation(task), tmp_path / "there")
@@ -228,7 +228,7 @@ def test_results_are_those_of_a_simulation(tmp_path: Path) -> None:
     assert set(here.rounds[0].to_json()) == set(there.rounds[0].to_json())
 
 
-def test_checkpoints_that_cannot_be_used_are_an_error_and_stay(tmp_path: Path) -> None:
+def test_unreadable_checkpoints_raise_and_are_kept(tmp_path: Path) -> None:
     task = make_task()
     train(small("pdst"), task, federation(task), tmp_path)
     kept = sorted((tmp_path / "checkpoints").glob("*.json"))
@@ -255,7 +255,7 @@ def test_resume_refuses_another_trim_and_allows_another_trust(tmp_path: Path) ->
     assert_equal(resumed, train(method, task, federation(task), **trimmed))
 
 
-def test_a_run_that_is_not_there_cannot_be_resumed_and_starts(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_a_run(tmp_path: Path) -> None:
     task = make_task("norm")
     fresh = train(small("pdst"), task, federation(task), tmp_path, resume=True)
     assert_equal(train(small("pdst"), task, federation(task)), fresh)

@@ -1,4 +1,4 @@
-"""Clients that die, cheat or babble: left out with a reason, and the model is as if they had not been there."""
+"""Clients that die or misbehave are dropped with a reason and do not change the model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ CHEATING = {
 
 
 def without_bad(name: str, seed: int = 0) -> fl.Run:
-    """The run in which the bad client is honest but never heard."""
+    """A run in which no reply of the bad client arrives."""
     task = make_task("norm")
     grid = federation(task, only(node_of(BAD), "train", crashed))
     return train(small(name), task, grid, seed=seed, **EVERY)
@@ -110,7 +110,7 @@ def without_bad(name: str, seed: int = 0) -> fl.Run:
 
 @pytest.mark.parametrize("name", ["spdst", "nst"])
 @pytest.mark.parametrize("fault", TAMPERED)
-def test_a_bad_reply_is_left_out(fault: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_reply_is_dropped(fault: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     act, why = TAMPERED[fault]
     task = make_task("norm")
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
@@ -126,7 +126,7 @@ def test_a_bad_reply_is_left_out(fault: str, name: str, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("cheat", CHEATING)
-def test_a_cheat_in_good_form_is_left_out(cheat: str) -> None:
+def test_well_formed_lie_is_dropped(cheat: str) -> None:
     change, why = CHEATING[cheat]
     task = make_task("norm")
     grid = federation(task)
@@ -138,7 +138,7 @@ def test_a_cheat_in_good_form_is_left_out(cheat: str) -> None:
     assert_equal(run, without_bad("jmwst")) if cheat != "a million times as far" else None
 
 
-def test_a_not_a_number_is_left_out() -> None:
+def test_nan_is_dropped() -> None:
     task = make_task("norm")
     grid = federation(task, only(node_of(BAD), "train", lambda message, reply: [with_nan(reply)]))
     grid.join(node_of(BAD), rogue(task, marked), {"partition-id": BAD})
@@ -147,7 +147,7 @@ def test_a_not_a_number_is_left_out() -> None:
     assert_equal(run, without_bad("pdst"))
 
 
-def test_a_second_reply_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_second_reply_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
     whole = train(small("spdst"), task, federation(task), **EVERY)
     grid = federation(task, only(node_of(BAD), "train", lambda message, reply: [reply, reply]))
@@ -156,7 +156,7 @@ def test_a_second_reply_does_not_count(caplog: pytest.LogCaptureFixture) -> None
     assert f"client {BAD} replied twice" in caplog.text
 
 
-def test_a_reply_for_an_old_round_is_left_out() -> None:
+def test_reply_for_an_old_round_is_dropped() -> None:
     task, kept = make_task("norm"), list[bytes]()
 
     def stale(message: Message, reply: Message) -> Iterable[Message]:
@@ -198,7 +198,7 @@ def failing_first(times: int) -> Any:
     return tamper
 
 
-def test_too_few_replies_repeat_the_round_with_a_fresh_cohort() -> None:
+def test_too_few_replies_repeat_the_round_with_another_cohort() -> None:
     task = make_task("norm")
     run = train(small("nst"), task, federation(task, failing_first(2)), min_replies=2, retries=2)
     assert run.history[0].attempt == 2
@@ -207,7 +207,7 @@ def test_too_few_replies_repeat_the_round_with_a_fresh_cohort() -> None:
     assert run.history[0].cohort != plain.history[0].cohort
 
 
-def test_after_the_last_attempt_the_run_stops_with_its_checkpoint(tmp_path: Path) -> None:
+def test_run_stops_with_a_checkpoint_after_the_last_attempt(tmp_path: Path) -> None:
     task, good = make_task("norm"), federation(make_task("norm"))
     method = small("spdst")
 
@@ -222,8 +222,8 @@ def test_after_the_last_attempt_the_run_stops_with_its_checkpoint(tmp_path: Path
     assert_equal(resumed, train(method, task, federation(task)))
 
 
-def test_a_lost_reply_does_not_step_the_memory() -> None:
-    """NST's clients move masks of their own: a reply that got lost must leave no trace in the next update."""
+def test_lost_reply_does_not_change_the_clients_memory() -> None:
+    """NST's clients move their own masks: a lost reply must not affect the next update."""
     task = make_task("norm")
     grid = federation(task)
     seen = {"lost": 0}
@@ -250,7 +250,7 @@ def test_a_lost_reply_does_not_step_the_memory() -> None:
     assert_equal(stepped, train(small("nst"), task, other, **EVERY))
 
 
-def test_the_checkpoint_holds_the_map_of_nodes(tmp_path: Path) -> None:
+def test_checkpoint_holds_the_nodes_of_clients(tmp_path: Path) -> None:
     task = make_task("norm")
     run = train(small("hetero-spdst"), task, federation(task), tmp_path)
     assert run.state is not None
@@ -261,7 +261,7 @@ def test_the_checkpoint_holds_the_map_of_nodes(tmp_path: Path) -> None:
     assert len(saved["densities"]) == 8
 
 
-def test_a_client_that_judges_badly_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_evaluation_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     from flashfl.data.task import Task
     from flashfl.flower import server_task
     from tests.conftest import DropoutNet, blobs
@@ -281,8 +281,8 @@ def test_a_client_that_judges_badly_is_left_out(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("name", list(fl.METHODS))
-def test_trimming_and_clipping_serve_every_method(name: str) -> None:
-    """Two of eight send weights that the check of norms is told to believe: trimmed or clipped, they do little."""
+def test_trimming_and_clipping_work_for_every_method(name: str) -> None:
+    """Two of eight clients lie, and trust=0 accepts them: trimming or clipping limits the damage."""
     task = make_task("norm")
     honest = train(small(name), task, federation(task), **EVERY)
     far = {}

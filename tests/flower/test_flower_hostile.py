@@ -1,4 +1,4 @@
-"""What a node may not do to the others: ruin the average, end the run, or train another model than they do."""
+"""What a hostile node cannot do: ruin the average, end the run, or train another model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def with_bad(change: Callable[[Update, Order], Update], task: Task, bad: tuple[i
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_the_model_is_as_if_the_hostile_had_not_been_there(kind: str, tmp_path: Path) -> None:
+def test_hostile_updates_do_not_change_the_model(kind: str, tmp_path: Path) -> None:
     change, why = HOSTILE[kind]
     task = make_task("norm")
     run = train(small("pdst"), task, with_bad(change, task), tmp_path, **EVERY)
@@ -89,7 +89,7 @@ def test_the_model_is_as_if_the_hostile_had_not_been_there(kind: str, tmp_path: 
         json.loads(line, parse_constant=pytest.fail)
 
 
-def test_one_of_two_cannot_send_numbers_nobody_can_go_on_from(tmp_path: Path) -> None:
+def test_one_of_two_clients_cannot_send_huge_weights(tmp_path: Path) -> None:
     task = make_task("norm", clients=2)
     run = train(small("pdst"), task, with_bad(with_weights(1e30), task, (1,)), tmp_path, per_round=2)
     assert all("ChangeTooLarge" in line.failures[1] for line in run.history)
@@ -99,7 +99,7 @@ def test_one_of_two_cannot_send_numbers_nobody_can_go_on_from(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["dense", "nst", "hetero-spdst"])
 @pytest.mark.parametrize("static", [False, True])
-def test_skewed_clients_are_believed(name: str, static: bool) -> None:
+def test_skewed_honest_clients_are_accepted(name: str, static: bool) -> None:
     """One class each, brightness from a fifth to five times, and one with many times the others' data."""
     parts = []
     for i, share in enumerate((0.2, 0.5, 1.0, 1.0, 1.0, 1.0, 2.0, 5.0)):
@@ -133,7 +133,7 @@ def fields(**said: Any) -> dict[str, Any]:
         ({"fixed": '{"a": 3}'}, "cannot be read"),
     ],
 )
-def test_a_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str) -> None:
+def test_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str) -> None:
     terms = Terms("a", samples=100)
     assert Entry.read(7, fields(n=100), terms).client.n == 100
     assert Entry.read(7, fields(n=2**32), Terms("a")).client.n == 2**32
@@ -141,7 +141,7 @@ def test_a_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str)
         Entry.read(7, fields(**said), terms)
 
 
-def test_the_cap_on_samples_is_an_option() -> None:
+def test_max_samples_refuses_larger_clients() -> None:
     task = make_task("norm")  # clients of 11 to 18 samples
     options = replace(PATIENT, max_samples=14, clients=4)
     run = train(small("dense"), task, federation(task), options=options, per_round=4)
@@ -187,7 +187,7 @@ def test_nodes_with_other_fixed_weights_are_refused() -> None:
         train(small("pdst"), server, nodes(*map(drawn, range(3))), options=QUICK, min_replies=2, per_round=3)
 
 
-def test_a_class_draws_fixed_weights_from_one_seed() -> None:
+def test_model_class_draws_fixed_weights_from_one_seed() -> None:
     for key in range(3):  # whatever was drawn before
         torch.manual_seed(key)
         assert train(small("pdst"), server_task(Backed, blobs(30, (6,), 9)), nodes(Backed, Backed), per_round=2).history
@@ -197,7 +197,7 @@ def one(model: nn.Module) -> str:
     return fingerprint(Task(model, [blobs(12, (6,), 0)]))
 
 
-def test_fixed_tensors_are_told_apart_but_for_their_last_bits() -> None:
+def test_fingerprints_differ_beyond_rounding_only() -> None:
     ours, other = one(drawn(0)), drawn(0)
     assert set(json.loads(ours)) == {"back.bias", "back.weight", "mask", "table"}, "no counters, nothing that travels"
     with torch.no_grad():
@@ -211,10 +211,10 @@ def test_fixed_tensors_are_told_apart_but_for_their_last_bits() -> None:
     assert one(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))) == NONE
 
 
-# -- what a process keeps, and what a server does -----------------------------------------------------------------
+# -- what a process keeps, and evaluation -------------------------------------------------------------------------
 
 
-def test_another_run_reads_its_data_anew() -> None:
+def test_new_run_reads_its_data_again() -> None:
     from flashfl.flower import host
 
     made: list[int] = []
@@ -237,7 +237,7 @@ def test_another_run_reads_its_data_anew() -> None:
     assert made == [7, 7, 8, 8]
 
 
-def test_the_apps_task_is_of_its_run() -> None:
+def test_task_of_the_app_is_made_once_per_run() -> None:
     from flwr.app import Context, RecordDict
 
     node, run = {"partition-id": 0, "num-partitions": 3}, {"task.dataset": "digits"}
@@ -246,7 +246,7 @@ def test_the_apps_task_is_of_its_run() -> None:
     assert second is not first
 
 
-def test_servers_keep_every_round_unless_told_otherwise(tmp_path: Path) -> None:
+def test_default_is_a_checkpoint_after_every_round(tmp_path: Path) -> None:
     assert FlashStrategy(small("dense"), make_task("norm")).train.checkpoint_every == 1
     path = tmp_path / "run.toml"
     for text, every in (("rounds = 9", 1), ("checkpoint_every = 7", 7)):
@@ -254,7 +254,7 @@ def test_servers_keep_every_round_unless_told_otherwise(tmp_path: Path) -> None:
         assert read_config({"config": str(path)}).run.train.checkpoint_every == every
 
 
-def test_clients_may_judge_by_a_measure_the_server_does_not_know() -> None:
+def test_clients_may_evaluate_by_a_metric_unknown_to_the_server() -> None:
     def large(output: Any, target: Any) -> float:
         return 700.0
 
@@ -264,7 +264,7 @@ def test_clients_may_judge_by_a_measure_the_server_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("said_of", [{"loss": 1.7e308}, {"metric": 1e29}, {"metric": -1.0}])
-def test_a_verdict_beyond_measure_is_left_out(said_of: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+def test_impossible_evaluation_is_dropped(said_of: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
     task = Task(make_task("norm")._model, [blobs(12 + i, (1, 5, 5), i) for i in range(3)], name="held")
 
     def lie(message: Any, reply: Any) -> Any:

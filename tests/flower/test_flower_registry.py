@@ -1,4 +1,4 @@
-"""Who is who: ids, refusals by name, nodes that come and go."""
+"""Which node is which client: ids, refusals, nodes that join and leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_clients_are_known_by_their_own_ids() -> None:
     assert all(registry.entries[c.id].node == node_of(c.id) for c in task.clients)
 
 
-def test_a_second_node_of_the_same_id_waits_until_the_first_leaves(caplog: pytest.LogCaptureFixture) -> None:
+def test_second_node_with_the_same_client_id_waits(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
     grid = federation(task)
     registry = registry_of(grid, task)
@@ -53,7 +53,7 @@ def test_a_second_node_of_the_same_id_waits_until_the_first_leaves(caplog: pytes
     assert len(registry.present()) == 8
 
 
-def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_node_with_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     task, other = make_task("norm"), make_task("dropout")
     grid = federation(task)
     grid.join(node_of(5), client_app(other), {"partition-id": 5})
@@ -74,7 +74,7 @@ def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> N
         ({"density": "thick"}, "cannot be read"),
     ],
 )
-def test_a_registration_that_cannot_be_is_refused(said: dict[str, Any], why: str) -> None:
+def test_impossible_registration_is_refused(said: dict[str, Any], why: str) -> None:
     task = make_task("norm")
 
     def lie(message: Message, reply: Message) -> Iterable[Message]:
@@ -86,7 +86,7 @@ def test_a_registration_that_cannot_be_is_refused(said: dict[str, Any], why: str
     assert why in registry.refused[node_of(1)]
 
 
-def test_another_version_of_the_package_is_only_remarked(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_package_version_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
 
     def old(message: Message, reply: Message) -> Iterable[Message]:
@@ -98,7 +98,7 @@ def test_another_version_of_the_package_is_only_remarked(caplog: pytest.LogCaptu
     assert "client 1 runs flashfl 0.0.1" in caplog.text
 
 
-def test_a_node_that_does_not_say_who_it_is_is_told_how() -> None:
+def test_node_without_partition_id_is_told_what_to_set() -> None:
     task = make_task("norm")
     grid = federation(task)
     grid.join(11, client_app(task), {})
@@ -107,7 +107,7 @@ def test_a_node_that_does_not_say_who_it_is_is_told_how() -> None:
     assert "--node-config 'partition-id=N'" in registry.refused[11]
 
 
-def test_a_node_whose_app_fails_is_asked_a_few_times_only() -> None:
+def test_node_whose_app_fails_is_asked_three_times() -> None:
     task = make_task("norm")
     grid = federation(task)
 
@@ -122,7 +122,7 @@ def test_a_node_whose_app_fails_is_asked_a_few_times_only() -> None:
     assert grid.pushed.count((11, "query")) == 3
 
 
-def test_a_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
     run = train(small("hetero-spdst"), task, federation(task, nodes={4: {"density": 0.77}}), per_round=4)
     assert run.state is not None
@@ -130,7 +130,7 @@ def test_a_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptur
     assert "client 4 states density 0.77" in caplog.text
 
 
-def test_nodes_that_appear_take_part_and_those_that_leave_do_not() -> None:
+def test_nodes_can_join_and_leave() -> None:
     task = make_task("norm")
     grid = federation(task)
     late = {c: grid.apps[node_of(c)] for c in (6, 7)}
@@ -150,7 +150,7 @@ def test_nodes_that_appear_take_part_and_those_that_leave_do_not() -> None:
     assert {6, 7} & (cohorts[2] | cohorts[3])
 
 
-def test_too_few_clients_stop_the_run_and_say_why() -> None:
+def test_too_few_clients_stop_the_run_with_the_reason() -> None:
     task = make_task("norm")
     grid = federation(task)
     for c in range(1, 8):
@@ -159,14 +159,14 @@ def test_too_few_clients_stop_the_run_and_say_why() -> None:
         train(small("dense"), task, grid, min_replies=2, per_round=4, options=QUICK)
 
 
-def test_more_clients_a_round_than_there_are_is_said_before_anything_runs() -> None:
+def test_per_round_above_the_number_of_clients_raises_before_training() -> None:
     task = make_task("norm")
     with pytest.raises(ConfigError, match="per_round = 9 and 8 clients"):
         train(small("dense"), task, federation(task), per_round=9)
 
 
-def test_a_resumed_run_keeps_its_plan_with_fewer_clients(tmp_path: Any) -> None:
-    """Densities given to clients stay theirs, and shares are those of the run as planned."""
+def test_resumed_run_keeps_its_plan_with_fewer_clients(tmp_path: Any) -> None:
+    """Clients keep the densities they were given."""
     task = make_task("norm")
     run = train(small("hetero-spdst"), task, federation(task), tmp_path, rounds=2)
     grid = federation(task)
@@ -184,7 +184,7 @@ def of_size(n: int, net: Any = NormNet, client: int = 2) -> Any:
 
 
 def after(grid: Any, number: int, node: int, app: Any, **config: Any) -> Any:
-    """Starts a node anew, with another app, after a round."""
+    """Restarts a node with another app after a round."""
 
     def change(state: State, line: Any) -> None:
         if line.round == number:
@@ -193,7 +193,7 @@ def after(grid: Any, number: int, node: int, app: Any, **config: Any) -> Any:
     return change
 
 
-def test_a_node_that_comes_back_with_other_data_is_left_out_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_node_restarted_with_other_data_is_dropped_once(caplog: pytest.LogCaptureFixture) -> None:
     task, cohort = make_task("norm"), {"per_round": 8, "rounds": 5}
     grid = federation(task)
     anew = after(grid, 1, node_of(2), of_size(33))
@@ -209,7 +209,7 @@ def test_a_node_that_comes_back_with_other_data_is_left_out_once(caplog: pytest.
     (of_size(33), "registers 33 samples, flower.max_samples is 20"),
     (client_app(make_task("dropout")), "has another model"),
 ])  # fmt: skip
-def test_a_node_that_comes_back_unfit_is_refused(app: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_node_restarted_with_an_unfit_app_is_refused(app: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     task, options = make_task("norm"), replace(PATIENT, max_samples=20)
     grid = federation(task)
     server = server_task(NormNet, blobs(30, (1, 5, 5), 7))
@@ -218,7 +218,7 @@ def test_a_node_that_comes_back_unfit_is_refused(app: Any, why: str, caplog: pyt
     assert 2 not in run.history[-1].cohort
 
 
-def test_a_node_that_comes_back_as_another_client_is_that_one() -> None:
+def test_node_restarted_as_another_client_gets_that_id() -> None:
     task = make_task("norm", clients=3)
     grid = federation(task)
     registry = registry_of(grid, task)
@@ -229,7 +229,7 @@ def test_a_node_that_comes_back_as_another_client_is_that_one() -> None:
     assert registry.entries[5].node == node_of(2)
 
 
-def test_a_node_that_is_refused_is_asked_again_after_a_while(
+def test_refused_node_is_asked_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     task = make_task("norm")
@@ -251,7 +251,7 @@ def test_a_node_that_is_refused_is_asked_again_after_a_while(
     assert grid.pushed.count((node_of(2), "query")) == 3
 
 
-def test_a_client_that_is_out_of_reach_for_a_while_stays_known() -> None:
+def test_unreachable_client_stays_registered() -> None:
     task = make_task("norm")
     grid = federation(task)
     registry = registry_of(grid, task)
@@ -267,7 +267,7 @@ def test_a_client_that_is_out_of_reach_for_a_while_stays_known() -> None:
     assert not registry.refused
 
 
-def test_who_is_needed_is_waited_for() -> None:
+def test_server_waits_for_needed_clients() -> None:
     task = make_task("norm")
     grid = federation(task)
     apps = {c.id: grid.apps[node_of(c.id)] for c in task.clients}

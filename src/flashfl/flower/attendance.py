@@ -24,8 +24,8 @@ class FlowerOptions:
     clients: int = 0  # how many must have registered before the first round; 0: as many as take part in one
     wait: float = 300.0  # seconds to wait for them, then or whenever too few are left
     timeout: float = 600.0  # seconds a client has to reply at most
-    # A round is closed early once this share of its clients has replied and `grace` seconds more have passed. A client
-    # that usually takes longer gets three times its usual time. 1: every client is waited for until `timeout`.
+    # A round is closed early once this share of its clients has replied and `grace` seconds more have passed, but not
+    # before three times the time that share took, nor three times a missing client's usual time. 1: wait for everyone.
     enough: float = 0.5
     grace: float = 60.0
     poll: float = 0.2  # seconds between two looks for replies
@@ -52,23 +52,29 @@ class Attendance:
         self.options, self.need = options, need
         self.passed_over: dict[int, int] = {}  # client -> for how many more rounds
         self._missed: dict[int, int] = {}  # client -> rounds it missed in a row
-        self._seconds: dict[int, deque[float]] = {}
+        self._seconds: dict[tuple[str, int], deque[float]] = {}  # by kind of message and client
 
-    def usual(self, client: int) -> float | None:
-        """The median of the client's last reply times."""
-        return median(self._seconds[client]) if client in self._seconds else None
+    def usual(self, kind: str, client: int) -> float:
+        """The median of the client's last reply times to this kind of message; 0 if there are none."""
+        return median(self._seconds.get((kind, client), (0.0,)))
 
-    def time_allowed(self, waiting: Iterable[int], replies: Sequence[float], asked: int) -> float:
-        """Seconds after which a round is closed without the clients in `waiting`; `replies`: what the others took."""
-        enough = max(1, min(asked, max(self.need, math.ceil(self.options.enough * asked))))
+    def time_allowed(self, kind: str, waiting: Iterable[int], replies: Sequence[float]) -> float:
+        """Seconds after which to go on without the clients in `waiting`; `replies`: what the good replies took."""
+        missing = list(waiting)
+        asked = len(missing) + len(replies)
+        enough = max(self.need, math.ceil(self.options.enough * asked))
         if len(replies) < enough:
             return self.options.timeout
         soon = sorted(replies)[enough - 1]
-        longest = max((self.usual(client) or soon for client in waiting), default=0.0)
+        longest = max([soon, *(self.usual(kind, client) for client in missing)])
         return min(self.options.timeout, max(soon + self.options.grace, _SLOWER * longest))
 
-    def replied(self, client: int, seconds: float) -> None:
-        self._seconds.setdefault(client, deque(maxlen=_PAST)).append(seconds)
+    def replied(self, kind: str, client: int, seconds: float) -> None:
+        self._seconds.setdefault((kind, client), deque(maxlen=_PAST)).append(seconds)
+        self.returned(client)
+
+    def returned(self, client: int) -> None:
+        """The client is there: forget the rounds it missed."""
         self._missed.pop(client, None)
         self.passed_over.pop(client, None)
 

@@ -107,7 +107,7 @@ class FlowerEngine:
         pause, told = min(0.05, self.options.poll), False
         while waiting := {i: post for i, post in this.waiting.items() if i}:
             missing, times = [post.client.id for post in waiting.values()], this.reply_times
-            allowed = attendance.time_allowed(missing, times, len(this.posts))
+            allowed = attendance.time_allowed(this.kind, missing, times)
             waited = time.monotonic() - began
             if waited >= allowed:
                 break
@@ -119,7 +119,7 @@ class FlowerEngine:
                 pause = min(self.options.poll, 2 * pause)
         for post in this.posts:
             if post.seconds is not None:
-                attendance.replied(post.client.id, post.seconds)
+                attendance.replied(this.kind, post.client.id, post.seconds)
         # Without an id, Flower never took the message, and the client is not to blame.
         silent = {post.metadata.message_id: post for post in this.stop_waiting() if post.metadata.message_id}
         missing = [post.client.id for post in silent.values()]
@@ -141,7 +141,7 @@ class FlowerEngine:
             elif not reply.has_error():
                 seconds = time.monotonic() - late.sent
                 log.warning("client %d replied after %.0f s, too late: dropped", late.client.id, seconds)
-                self.registry.attendance.replied(late.client.id, seconds)
+                self.registry.attendance.replied(late.metadata.message_type, late.client.id, seconds)
         return bool(replies)
 
     def close(self) -> None:

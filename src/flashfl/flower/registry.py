@@ -147,6 +147,8 @@ class Registry:
             return
         if self._told.get(node, entry) != entry:
             log.warning("node %d was restarted: client %d with %d samples", node, entry.client.id, entry.client.n)
+        if self._told.get(node) != entry:
+            self.attendance.returned(entry.client.id)
         self._told[node] = entry
         self.refused.pop(node, None)
         self._errors.pop(node, None)
