@@ -20,6 +20,7 @@ from flower_support import only
 from flwr.app import Error, Message
 
 import flashfl as fl
+from flashfl.core.record import RoundRecord
 from flashfl.core.rng import fold
 from flashfl.data.tasks import TaskConfig, build_task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app
@@ -37,10 +38,10 @@ def digits(clients: int) -> fl.Task:
     return build_task(TaskConfig(clients=clients), fold(0, "task"))
 
 
-def rounds(folder: Path) -> list[dict[str, Any]]:
+def rounds(folder: Path) -> list[RoundRecord]:
     path = folder / "results.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line for text in lines if (line := json.loads(text))["type"] == "round"]
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [RoundRecord.from_json(line) for line in lines if line["type"] == "round"]
 
 
 def end(folder: Path) -> dict[str, Any]:
@@ -71,8 +72,8 @@ def test_three_supernodes_with_tls_and_authentication_train_spdst(
     assert three.wait(run, 240) == "finished:completed"
     assert end(tmp_path / "run")["checksum"] == undisturbed, "the bits of a simulation, over TLS and three processes"
     assert end(tmp_path / "run")["accuracy"] > 0.8
-    assert [line["cohort"] for line in rounds(tmp_path / "run")] == [[0, 1, 2]] * 6
-    assert not any(line["failures"] for line in rounds(tmp_path / "run"))
+    assert [line.cohort for line in rounds(tmp_path / "run")] == [(0, 1, 2)] * 6
+    assert not any(line.failures for line in rounds(tmp_path / "run"))
 
 
 def test_supernode_without_a_registered_key_cannot_join(three: Deployment, tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_supernode_without_a_registered_key_cannot_join(three: Deployment, tmp_p
         settings=SETTINGS + " warmup_clients=0", train__rounds=2, flower__clients=3, folder=str(tmp_path / "run")
     )
     assert three.wait(run, 180) == "finished:completed"
-    assert all(7 not in line["cohort"] for line in rounds(tmp_path / "run"))
+    assert all(7 not in line.cohort for line in rounds(tmp_path / "run"))
     assert "SuperNode ID" not in three.log("node7")
 
 
@@ -111,9 +112,9 @@ def test_supernode_killed_during_a_round_is_dropped(three: Deployment, tmp_path:
     assert three.wait(run, 400) == "finished:completed"
     done = rounds(folder)
     assert len(done) == 6
-    assert "1" in {client for line in done for client in line["failures"]}
-    assert all(set(line["failures"]) <= {"1"} for line in done)
-    assert all({0, 2} <= set(line["cohort"]) for line in done)
+    assert 1 in {client for line in done for client in line.failures}
+    assert all(set(line.failures) <= {1} for line in done)
+    assert all({0, 2} <= set(line.cohort) for line in done)
     assert end(folder)["accuracy"] > 0.7
 
 
@@ -146,7 +147,7 @@ def test_rogue_supernode_does_not_change_the_model(tmp_path: Path) -> None:
         run = made.run(settings=SETTINGS, train__rounds=4, train__per_round=4, flower__clients=4, folder=str(folder))
         assert made.wait(run, 240) == "finished:completed"
         assert "ROGUE" in made.log(f"node{bad}")
-    reasons = [line["failures"][str(bad)] for line in rounds(folder)]
+    reasons = [line.failures[bad] for line in rounds(folder)]
     assert {reason.split(":")[0] for reason in reasons} == {"BadChecksum", "NonFinite"}
     assert end(folder)["checksum"] == without(bad, 4), "the model is as if the rogue had never answered"
 

@@ -89,7 +89,7 @@ def test_clients_evaluate_if_the_server_has_no_test_samples() -> None:
     assert_equal(here, there)
     assert there.accuracy == pytest.approx(here.accuracy)
     assert any(kind == "evaluate" for _, kind in grid.pushed)
-    # What judging took is told beside the bytes of training, which are those of the simulation.
+    # Evaluation bytes are recorded beside those of training, which are the same as in the simulation.
     assert there.traffic == here.traffic
     assert [r.evaluation_bytes > 0 for r in there.history] == [bool(r.metrics) for r in there.history]
     assert there.results.end is not None

@@ -55,7 +55,7 @@ def test_silent_client_costs_the_grace_period_and_is_asked_less_often(caplog: py
     asked = [BAD in record.cohort for record in run.history]
     assert asked == [True, False, True, False, False, True, False, False, False]
     assert all((BAD in record.failures) == (BAD in record.cohort) for record in run.history)
-    assert f"for clients {BAD}; 7 of 8 replies are in" in caplog.text
+    assert f"for client {BAD}; 7 of 8 replies are in" in caplog.text
     assert f"client {BAD} did not reply 3 times in a row: it is not asked in the next 4 rounds" in caplog.text
     gone = federation(task)
     gone.leave(node_of(BAD))

@@ -118,5 +118,5 @@ def task_of(context: Context | NodeContext) -> Task:
 
 @functools.lru_cache(1)
 def _task(described: str, seed: int, run_id: int) -> Task:
-    """Shared by all nodes that a process plays; another run reads its data anew."""
+    """Shared by all nodes that a process plays; another run reads its data again."""
     return build_task(build(TaskConfig, json.loads(described), "task"), fold(seed, "task"))

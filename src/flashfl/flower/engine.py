@@ -148,8 +148,8 @@ class FlowerEngine:
         pass
 
 
-def _names(clients: Iterable[int]) -> str:
-    return "clients " + ", ".join(map(str, sorted(clients)))
+def _names(clients: list[int]) -> str:
+    return ("client " if len(clients) == 1 else "clients ") + ", ".join(map(str, sorted(clients)))
 
 
 def _so_far(this: Exchange) -> str:

@@ -112,9 +112,9 @@ def _threads(count: int) -> Iterator[None]:
 TaskFn = Callable[[Any], Task]
 
 
-# What a process keeps between messages. It is kept here and not in the app, because Flower may make the app anew for
+# What a process keeps between messages. It is kept here and not in the app, because Flower may make a new app for
 # every message, as Ray does. Tasks are kept by the function that makes them and by node; hosts are kept by task. Both
-# are bounded, because a task may hold a whole data set. Another run reads its data anew, as they may have changed.
+# are bounded, because a task may hold a whole data set. Another run reads its data again, as they may have changed.
 _MOST = 8
 _TASKS: OrderedDict[tuple[TaskFn, int, str], Task] = OrderedDict()
 _HOSTS: OrderedDict[int, Host] = OrderedDict()
