@@ -1,4 +1,4 @@
-"""A real Flower deployment on loopback: processes, certificates, keys; all of it ends with the test that began it."""
+"""A real Flower deployment on loopback: processes, certificates and keys. All of it ends with the test."""
 
 from __future__ import annotations
 
@@ -101,7 +101,13 @@ class Deployment:
         where.mkdir(exist_ok=True)
         log = (self.folder / f"{name}.log").open("ab")
         process = subprocess.Popen(
-            command, cwd=where, env={**self.env, **(env or {})}, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=where,
+            env={**self.env, **(env or {})},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            umask=0o077,
         )
         log.close()
         self.processes[name] = process

@@ -1,4 +1,4 @@
-"""Federations that live in one process, honest and otherwise."""
+"""Federations in one process, with honest and hostile clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashfl.engine.train import Trainer
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records
 from flashfl.flower.client import app_around
 from flashfl.flower.host import Host
-from flashfl.flower.inprocess import InProcessGrid, Tamper
+from flashfl.flower.testing import InProcessGrid, Tamper
 from flashfl.run.config import TrainConfig
 from flashfl.wire import seal
 
@@ -77,10 +77,10 @@ class RogueTrainer(Trainer):
 
 
 def rogue(task: Task, change: Callable[[Update, Order], Update]) -> ClientApp:
-    """An app that answers in good form and bad faith."""
+    """An app whose updates are well-formed lies."""
     host = Host(task)
     host.trainer = RogueTrainer(task, change)
-    return app_around(lambda kind, seat, data, held, context: host.serve(kind, seat, data, held))
+    return app_around(host.serve)
 
 
 def scaled(factor: float) -> Callable[[Update, Order], Update]:

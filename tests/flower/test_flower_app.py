@@ -1,4 +1,4 @@
-"""The configured app, and the processes that keep a client warm."""
+"""The configured app, the worker process and the SuperNode."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.flower import worker
 from flashfl.flower.app import read_config, server_main, task_of
-from flashfl.flower.exchange import Held, Seat
 from flashfl.flower.host import find
+from flashfl.flower.messages import Held, NodeContext
 from flashfl.flower.supernode import Instead, short_sleep
 from flashfl.methods import NST
 from flashfl.run.config import TrainConfig, plan_of
@@ -46,7 +46,7 @@ def app_config(**changes: Any) -> dict[str, Any]:
     return {**flat, **changes}
 
 
-def test_the_apps_own_settings_are_sound() -> None:
+def test_default_settings_of_the_app_are_valid() -> None:
     config = read_config(app_config())
     assert config.run.method == fl.SPDST(density=0.05)
     assert config.run.train.checkpoint_every == 1
@@ -54,12 +54,12 @@ def test_the_apps_own_settings_are_sound() -> None:
     assert not config.resume
 
 
-def test_another_method_keeps_what_it_knows_of_the_settings() -> None:
+def test_changing_the_method_keeps_the_settings_it_has() -> None:
     assert read_config(app_config(**{"method.name": "dense"})).run.method == fl.Dense()
     assert read_config(app_config(settings="method=jmwst r_int=3")).run.method == fl.JMWST(density=0.05, r_int=3)
 
 
-def test_a_configuration_file_takes_the_place_of_the_tables(tmp_path: Path) -> None:
+def test_config_file_replaces_the_tables(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[task]\ndataset = "digits"\nclients = 7\n[train]\nrounds = 9\n[method]\nname = "nst"\n')
     config = read_config(app_config(config=str(path), settings="rounds=11"))
@@ -71,12 +71,12 @@ def test_a_configuration_file_takes_the_place_of_the_tables(tmp_path: Path) -> N
     [
         ({"settings": "rounds"}, "must have the form name=value"),
         ({"settings": "rouns=3"}, "rounds"),
-        ({"flower.trim": 0.5}, "below 0.5"),
+        ({"train.trim": 0.5}, "below 0.5"),
         ({"flower.timeout": 0.0}, "above 0"),
         ({"config": "nowhere.toml"}, "nowhere.toml"),
     ],
 )
-def test_mistakes_are_named(changes: dict[str, Any], why: str) -> None:
+def test_wrong_settings_raise_with_the_reason(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         read_config(app_config(**changes))
     with pytest.raises(ConfigError, match="unknown setting of the app"):
@@ -94,9 +94,9 @@ def test_nodes_of_one_process_share_the_data() -> None:
     assert len(task.clients) == 3
 
 
-def test_the_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:
+def test_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:
     from flashfl.flower import client_app
-    from flashfl.flower.inprocess import InProcessGrid
+    from flashfl.flower.testing import InProcessGrid
 
     run = {"folder": str(tmp_path / "run"), "train.rounds": 1, "settings": "warmup_clients=0 max_steps=2"}
     grid = InProcessGrid({}, run_config=app_config(**run))
@@ -126,42 +126,42 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]
         assert not list(Path(folder).glob("*/*.sock")), "a worker ends with the process it depends on"
 
 
-def test_a_worker_answers_as_the_host_does(parent: subprocess.Popen[bytes]) -> None:
+def test_worker_gives_the_same_answers_as_the_host(parent: subprocess.Popen[bytes]) -> None:
     context, name = context_of(1), "flashfl.flower.app:task_of"
-    seat = Seat(dict(context.node_config), dict(context.run_config))
+    node = NodeContext(dict(context.node_config), dict(context.run_config))
     task = task_of(context)
-    host = find(task_of, seat, context)
-    assert worker.ask(name, "query", seat, b"", Held()) == host.serve("query", seat)
+    host = find(task_of, node)
+    assert worker.ask(name, "query", node, b"", Held()) == host.serve("query", node)
     server = Server(ClientMemory(MaskStore(task.layout, {})))
     method = NST(density=0.1)
-    state = method.init(plan_of(TrainConfig(per_round=1), task, task.clients))
+    state = method.init(plan_of(TrainConfig(per_round=1), task, len(task.clients)))
     client = task.clients[1]
-    order = method.order(state, client)
+    [(_, order)] = method.orders(state, [client])
     data = server.encode(server.message(client, order)).data
-    there, here = worker.ask(name, "train", seat, data, Held()), host.serve("train", seat, data)
+    there, here = worker.ask(name, "train", node, data, Held()), host.serve("train", node, data)
     assert there is not None
     assert (there.kind, there.data) == ("update", here.data)
     assert there.held == here.held
     assert here.held is not None
-    assert worker.ask(name, "train", seat, data, here.held) == host.serve("train", seat, data, here.held)
-    lost = worker.ask(name, "query", Seat({**seat.node, "partition-id": 9}, seat.run), b"", Held())
+    assert worker.ask(name, "train", node, data, here.held) == host.serve("train", node, data, here.held)
+    lost = worker.ask(name, "query", NodeContext({**node.node_config, "partition-id": 9}, node.run_config), b"", Held())
     assert lost is not None
-    assert "partition 9" in lost.fields["why"]
+    assert "partition-id = 9" in str(lost.fields["why"])
     with pytest.raises(RuntimeError, match=r"in the worker: .*colour"):
-        worker.ask(name, "query", Seat(seat.node, {"colour": "blue"}), b"", Held())
+        worker.ask(name, "query", NodeContext(node.node_config, {"colour": "blue"}), b"", Held())
     assert isinstance(order.local, Local)
 
 
-def test_a_folder_that_others_can_enter_is_not_used(
+def test_worker_refuses_a_socket_folder_others_can_enter(
     parent: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
-    assert worker.ask("flashfl.flower.app:task_of", "query", Seat({}, {}), b"", Held()) is None
+    assert worker.ask("flashfl.flower.app:task_of", "query", NodeContext({}, {}), b"", Held()) is None
 
 
-def test_the_quick_supernode_only_shortens_naps() -> None:
+def test_supernode_only_shortens_sleeps() -> None:
     clock = Instead(time, sleep=short_sleep(0.01))
     began = time.monotonic()
     clock.sleep(3)
@@ -169,17 +169,19 @@ def test_the_quick_supernode_only_shortens_naps() -> None:
     assert clock.monotonic is time.monotonic
 
 
-def test_what_it_hooks_into_is_there() -> None:
-    """The modules of Flower that the quick SuperNode changes still have what it changes."""
+def test_modules_that_the_supernode_patches_exist() -> None:
+    """The names in Flower's modules that our SuperNode replaces."""
     from flwr.supercore.superexec.executor import subprocess_executor
-    from flwr.supernode import start_client_internal
+    from flwr.supernode import fleet_http_connection, start_client_internal
+    from flwr.supernode.fleet_http_client import FleetHttpClient
 
     assert start_client_internal.time is time
     assert start_client_internal.subprocess is subprocess
     assert subprocess_executor.subprocess is subprocess
+    assert fleet_http_connection.FleetHttpClient is FleetHttpClient
 
 
-def test_a_client_process_needs_no_torch() -> None:
+def test_importing_a_client_app_does_not_import_torch() -> None:
     code = (
         "import sys; from flashfl.flower import client_app; import flashfl.flower.worker; "
         "client_app('flashfl.flower.app:task_of'); sys.exit('torch' in sys.modules)"
@@ -187,8 +189,8 @@ def test_a_client_process_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_damaged_memory_is_as_good_as_none() -> None:
-    """A context's state that somebody has tampered with: the server gives back what it knows."""
+def test_client_with_damaged_memory_is_sent_what_it_held() -> None:
+    """Somebody has changed the context's state."""
     task = make_task("norm")
     whole = train(small("nst"), task, federation(task))
     grid = federation(task)

@@ -1,4 +1,4 @@
-"""Flower as it is deployed: processes, TLS, authenticated SuperNodes, and what can go wrong with them."""
+"""A real deployment: processes, TLS, authenticated SuperNodes, and their failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from flower_support import only
 from flwr.app import Error, Message
 
 import flashfl as fl
+from flashfl.core.record import RoundRecord
 from flashfl.core.rng import fold
 from flashfl.data.tasks import TaskConfig, build_task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app
-from flashfl.flower.inprocess import InProcessGrid
+from flashfl.flower.testing import InProcessGrid
 from flashfl.run.config import TrainConfig
 
 pytestmark = pytest.mark.slow
@@ -37,10 +38,10 @@ def digits(clients: int) -> fl.Task:
     return build_task(TaskConfig(clients=clients), fold(0, "task"))
 
 
-def rounds(folder: Path) -> list[dict[str, Any]]:
+def rounds(folder: Path) -> list[RoundRecord]:
     path = folder / "results.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line for text in lines if (line := json.loads(text))["type"] == "round"]
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [RoundRecord.from_json(line) for line in lines if line["type"] == "round"]
 
 
 def end(folder: Path) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def three(tmp_path: Path) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:
-    """Where five rounds of three clients end, by the CPU engine."""
+    """The checksum of five rounds with three clients on the CPU engine."""
     return fl.simulate(SPDST, digits(3), 5, workers=1, **TRAIN).checksum
 
 
@@ -71,11 +72,11 @@ def test_three_supernodes_with_tls_and_authentication_train_spdst(
     assert three.wait(run, 240) == "finished:completed"
     assert end(tmp_path / "run")["checksum"] == undisturbed, "the bits of a simulation, over TLS and three processes"
     assert end(tmp_path / "run")["accuracy"] > 0.8
-    assert [line["cohort"] for line in rounds(tmp_path / "run")] == [[0, 1, 2]] * 6
-    assert not any(line["failures"] for line in rounds(tmp_path / "run"))
+    assert [line.cohort for line in rounds(tmp_path / "run")] == [(0, 1, 2)] * 6
+    assert not any(line.failures for line in rounds(tmp_path / "run"))
 
 
-def test_a_supernode_without_a_registered_key_stays_outside(three: Deployment, tmp_path: Path) -> None:
+def test_supernode_without_a_registered_key_cannot_join(three: Deployment, tmp_path: Path) -> None:
     from deployment import make_key
 
     make_key(three.folder / "node7.key")  # it has a key, but nobody has registered it
@@ -84,11 +85,24 @@ def test_a_supernode_without_a_registered_key_stays_outside(three: Deployment, t
         settings=SETTINGS + " warmup_clients=0", train__rounds=2, flower__clients=3, folder=str(tmp_path / "run")
     )
     assert three.wait(run, 180) == "finished:completed"
-    assert all(7 not in line["cohort"] for line in rounds(tmp_path / "run"))
+    assert all(7 not in line.cohort for line in rounds(tmp_path / "run"))
     assert "SuperNode ID" not in three.log("node7")
 
 
-def test_a_supernode_killed_in_mid_round_is_left_out(three: Deployment, tmp_path: Path) -> None:
+def test_restarted_supernode_joins_again(three: Deployment) -> None:
+    """The SuperLink counts a killed node as online for a minute, and Flower's own SuperNode then exits with 305."""
+    wait_for(lambda: "SuperNode ID" in three.log("node1"), 60, "the SuperNode")
+    three.kill("node1", signal.SIGKILL)
+    three.log_from_here("node1")
+    time.sleep(2)
+    three.supernode(1, 3)
+    wait_for(lambda: "SuperNode ID" in three.log("node1"), 150, "the restarted SuperNode")
+    assert "Trying again" in three.log("node1")
+    modes = {path.stat().st_mode & 0o777 for path in three.folder.glob("link.db*")}
+    assert modes == {0o600}, "nobody else can read the SuperLink's database"
+
+
+def test_supernode_killed_during_a_round_is_dropped(three: Deployment, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = three.run(settings=SETTINGS, train__rounds=5, flower__clients=3, flower__timeout=30.0, folder=str(folder))
     wait_for(lambda: len(rounds(folder)) >= 2, 180, "the second round")
@@ -98,14 +112,14 @@ def test_a_supernode_killed_in_mid_round_is_left_out(three: Deployment, tmp_path
     assert three.wait(run, 400) == "finished:completed"
     done = rounds(folder)
     assert len(done) == 6
-    assert "1" in {client for line in done for client in line["failures"]}
-    assert all(set(line["failures"]) <= {"1"} for line in done)
-    assert all({0, 2} <= set(line["cohort"]) for line in done)
+    assert 1 in {client for line in done for client in line.failures}
+    assert all(set(line.failures) <= {1} for line in done)
+    assert all({0, 2} <= set(line.cohort) for line in done)
     assert end(folder)["accuracy"] > 0.7
 
 
 @pytest.mark.parametrize("which", ["the ServerApp", "the SuperLink"])
-def test_a_killed_server_resumes(which: str, three: Deployment, undisturbed: str, tmp_path: Path) -> None:
+def test_killed_server_resumes(which: str, three: Deployment, undisturbed: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = {"settings": SETTINGS, "train__rounds": 5, "flower__clients": 3, "folder": str(folder)}
     three.run(**config)
@@ -124,7 +138,7 @@ def test_a_killed_server_resumes(which: str, three: Deployment, undisturbed: str
     assert len(rounds(folder)) == 6
 
 
-def test_a_rogue_does_not_change_the_model(tmp_path: Path) -> None:
+def test_rogue_supernode_does_not_change_the_model(tmp_path: Path) -> None:
     bad, folder = 3, tmp_path / "run"
     with deployment(tmp_path / "flower") as made:
         for number in range(4):
@@ -133,7 +147,7 @@ def test_a_rogue_does_not_change_the_model(tmp_path: Path) -> None:
         run = made.run(settings=SETTINGS, train__rounds=4, train__per_round=4, flower__clients=4, folder=str(folder))
         assert made.wait(run, 240) == "finished:completed"
         assert "ROGUE" in made.log(f"node{bad}")
-    reasons = [line["failures"][str(bad)] for line in rounds(folder)]
+    reasons = [line.failures[bad] for line in rounds(folder)]
     assert {reason.split(":")[0] for reason in reasons} == {"BadChecksum", "NonFinite"}
     assert end(folder)["checksum"] == without(bad, 4), "the model is as if the rogue had never answered"
 
@@ -154,7 +168,7 @@ def without(bad: int, clients: int) -> str:
     return strategy.run.checksum
 
 
-def test_bytes_through_a_proxy_are_those_accounted_for(tmp_path: Path) -> None:
+def test_bytes_through_a_proxy_match_the_accounting(tmp_path: Path) -> None:
     """One client behind a counting proxy. What Flower adds is measured: idle, and with next to no weights."""
     found: dict[float, dict[str, tuple[float, int]]] = {}
     with deployment(tmp_path / "flower") as made, contextlib.closing(CountingProxy(made.port)) as proxy:
@@ -183,7 +197,7 @@ def test_bytes_through_a_proxy_are_those_accounted_for(tmp_path: Path) -> None:
             assert abs(seen - accounted - fixed) <= 0.05 * accounted, (density, way, idle, found)
 
 
-def test_ray_simulation_ends_in_the_same_bits(tmp_path: Path) -> None:
+def test_ray_simulation_is_bit_identical(tmp_path: Path) -> None:
     """`flwr run` on a SuperLink in simulation mode, which starts Ray."""
     made = Deployment(tmp_path / "flower")
     port = free_port()

@@ -1,11 +1,11 @@
-"""Flower is just another engine: the same bits as a simulation, whatever carries them."""
+"""Flower is another engine: its results are bit-identical to a simulation's."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,17 @@ from torch import nn
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
 from flower_support import PATIENT, ROUNDS, SETTINGS, assert_equal, federation, node_of, train
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp.strategy import Strategy
 
 import flashfl as fl
 from flashfl.core.errors import CheckpointError, ConfigError
+from flashfl.core.record import RoundRecord
 from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, client_app, server_task
-from flashfl.report.gather import groups_of
-from flashfl.report.load import load
-from flashfl.run.config import RunConfig, TrainConfig
-from flashfl.run.results import read_run
+from flashfl.run.config import TrainConfig
+from flashfl.run.results import Results
 from tests.conftest import DropoutNet, NormNet, blobs, make_task
 from tests.test_every_method import VARIANTS, small
 
@@ -39,47 +38,49 @@ variants = pytest.mark.parametrize(
 
 
 @variants
-def test_every_method_ends_in_the_bits_of_the_cpu_engine(name: str, changes: dict[str, Any], small_task: Task) -> None:
+def test_every_method_is_bit_identical_to_the_cpu_engine(name: str, changes: dict[str, Any], small_task: Task) -> None:
     method = small(name, **changes)
     here = fl.simulate(method, small_task, ROUNDS, **SETTINGS)
     there = train(method, small_task, federation(small_task))
     assert_equal(here, there)
     assert here.traffic == there.traffic
     assert here.accuracy == there.accuracy
-    assert [r["cohort"] for r in here.history] == [r["cohort"] for r in there.history]
+    assert [r.cohort for r in here.history] == [r.cohort for r in there.history]
 
 
 @pytest.mark.parametrize("values", ["fp16", "int8"])
-def test_lossy_values_are_rounded_alike(values: Any) -> None:
+def test_lossy_values_are_bit_identical_to_the_cpu_engine(values: Any) -> None:
     task, method = make_task("norm"), small("jmwst")
     here = fl.simulate(method, task, ROUNDS, values=values, **SETTINGS)
     assert_equal(here, train(method, task, federation(task), values=values))
 
 
-def test_static_batch_norm_gathers_its_statistics() -> None:
+def test_static_batch_norm_is_bit_identical_to_the_cpu_engine() -> None:
     task, method = make_task("norm"), small("spdst")
     here = fl.simulate(method, task, ROUNDS, static_bn=True, **SETTINGS)
     assert_equal(here, train(method, task, federation(task), static_bn=True))
 
 
-@methods
-def test_flowers_own_loop_over_the_strategy_does_the_same(name: str) -> None:
-    task, method = make_task("norm"), small(name)
-    here = fl.simulate(method, task, ROUNDS, **SETTINGS)
-    strategy = FlashStrategy(method, task, TrainConfig(rounds=ROUNDS, **SETTINGS), PATIENT)
-    rounds = len(here.history)
-    result = Strategy.start(strategy, federation(task), ArrayRecord(), num_rounds=rounds)
-    assert strategy.state is not None
-    assert strategy.state.done
-    assert (strategy.state.weights.vector == here.weights.vector).all()
-    assert list(result.evaluate_metrics_clientapp) == [r for r in range(1, rounds + 1) if r % 2 == 0]
+def test_flower_hooks_for_single_steps_say_what_to_call_instead() -> None:
+    strategy, grid = FlashStrategy(small("pdst"), make_task("norm"), options=PATIENT), federation(make_task("norm"))
+    calls: list[Callable[[], Any]] = [
+        lambda: strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid),
+        lambda: strategy.aggregate_train(1, []),
+        lambda: strategy.configure_evaluate(1, ArrayRecord(), ConfigRecord(), grid),
+        lambda: strategy.aggregate_evaluate(1, []),
+        lambda: Strategy.start(strategy, grid, ArrayRecord(), num_rounds=1),  # Flower's own loop calls them
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=r"Call strategy.start\(grid\)"):
+            call()
+    assert not grid.pushed
 
 
 def own_parts(task: Task) -> list[Any]:
     return [blobs(11 + i, (6,), 100 + i) for i in range(len(task.clients))]
 
 
-def test_clients_judge_where_the_server_has_no_samples() -> None:
+def test_clients_evaluate_if_the_server_has_no_test_samples() -> None:
     whole = Task(DropoutNet, own_parts(make_task("dropout")), name="held")
     here = fl.simulate(small("spdst"), whole, ROUNDS, **SETTINGS)
     server = server_task(DropoutNet, example=blobs(1, (6,), 0)[0], name="held")
@@ -88,28 +89,29 @@ def test_clients_judge_where_the_server_has_no_samples() -> None:
     assert_equal(here, there)
     assert there.accuracy == pytest.approx(here.accuracy)
     assert any(kind == "evaluate" for _, kind in grid.pushed)
-    # What judging took is told beside the bytes of training, which are those of the simulation.
+    # Evaluation bytes are recorded beside those of training, which are the same as in the simulation.
     assert there.traffic == here.traffic
-    assert [bool(line.get("judging")) for line in there.history] == [bool(line["metrics"]) for line in there.history]
-    assert there.results.lines[-1]["judging"] == there.bytes_judging > 0
-    assert "judging" not in here.results.lines[-1]
+    assert [r.evaluation_bytes > 0 for r in there.history] == [bool(r.metrics) for r in there.history]
+    assert there.results.end is not None
+    assert there.results.end["evaluation_bytes"] == there.bytes_evaluation > 0
+    assert here.bytes_evaluation == 0
 
 
-def test_nobody_to_judge_is_said_before_anything_runs() -> None:
+def test_missing_evaluation_samples_raise_before_training() -> None:
     task = make_task("norm")  # whose clients hold nothing back, as it has test samples
     grid = federation(task)
-    with pytest.raises(ConfigError, match="nothing to judge the model on"):
+    with pytest.raises(ConfigError, match="nobody has samples to evaluate the model on"):
         train(small("pdst"), server_task(NormNet), grid)
     assert all(kind == "query" for _, kind in grid.pushed)
 
 
 @pytest.mark.parametrize("setting", [{"dropout": 0.5}, {"device": "cuda"}])
-def test_settings_without_effect_are_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(setting))} = .*; set it to"):
+def test_settings_of_simulations_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} = .*[Ss]et it to"):
         FlashStrategy(small("pdst"), make_task("norm"), TrainConfig(**setting))
 
 
-def test_who_joins_within_a_round_may_judge_at_its_end() -> None:
+def test_client_that_joins_during_a_round_can_evaluate() -> None:
     whole = Task(DropoutNet, own_parts(make_task("dropout")), name="held")
     grid = federation(whole)
     late = grid.apps[node_of(7)]
@@ -126,7 +128,7 @@ def test_who_joins_within_a_round_may_judge_at_its_end() -> None:
     assert (node_of(7), "evaluate") in grid.pushed
 
 
-def test_who_joins_with_other_data_late_is_believed() -> None:
+def test_late_client_with_new_classes_is_accepted() -> None:
     """Clients that have converged hardly move; one with a class nobody had moves a hundred times as far."""
     torch.manual_seed(0)
     centers = 3 * torch.randn(4, 6)
@@ -140,16 +142,16 @@ def test_who_joins_with_other_data_late_is_believed() -> None:
     grid = federation(Task(net, parts[:4], data([0, 1, 2, 3])))
 
     def joins(s: Any, line: Any) -> None:
-        if line["round"] == 12:
+        if line.round == 12:
             grid.join(7, client_app(Task(net, [parts[4]], holdout=0)), {"client-id": 4})
 
     server = server_task(net, data([0, 1, 2, 3], 80))
     run = train(fl.Dense(), server, grid, rounds=24, per_round=4, watch=joins, options=replace(PATIENT, clients=4))
-    assert not any(line["failures"] for line in run.history)
+    assert not any(line.failures for line in run.history)
 
 
-def test_a_task_of_one_client_is_the_nodes_own() -> None:
-    """The user's own model and data: nobody has more than his share, and the server has none."""
+def test_each_node_can_have_its_own_task() -> None:
+    """Each node has only its own samples, and the server has none."""
     task = make_task("norm")
     here = fl.simulate(small("jmwst"), task, ROUNDS, **SETTINGS)
     grid = federation(task)
@@ -167,7 +169,7 @@ def test_a_task_of_one_client_is_the_nodes_own() -> None:
     assert sorted(made) == list(range(8)), "a task is made once in a process, not for every message"
 
 
-def test_densities_are_the_clients_own() -> None:
+def test_clients_state_their_own_densities() -> None:
     densities = [0.2, 0.2, 0.3, 0.3, 0.4, 0.4, 0.4, 0.2]
     task = make_task("norm")
     stated = make_task("norm")
@@ -178,7 +180,7 @@ def test_densities_are_the_clients_own() -> None:
 
 
 @methods
-def test_a_client_that_forgets_gets_its_own_mask_back(name: str) -> None:
+def test_client_that_lost_its_memory_gets_its_mask_back(name: str) -> None:
     task, method = make_task("norm"), small(name)
     whole = train(method, task, federation(task))
     grid = federation(task)
@@ -196,8 +198,8 @@ class _Stop(Exception):
 
 @pytest.mark.parametrize("again", ["same nodes", "fresh nodes"])
 @methods
-def test_a_killed_server_resumes_to_the_same_bits(name: str, again: str, tmp_path: Path) -> None:
-    """Clients have worked on since the last checkpoint: nobody's memory is stepped twice."""
+def test_resume_after_kill_is_bit_identical(name: str, again: str, tmp_path: Path) -> None:
+    """Clients trained after the last checkpoint; their memory must not advance twice."""
     task, method = make_task("norm"), small(name)
     whole = train(method, task, federation(task))
     for at in range(1, len(whole.history), 2):
@@ -214,73 +216,46 @@ def test_a_killed_server_resumes_to_the_same_bits(name: str, again: str, tmp_pat
         assert len(resumed.history) == len(whole.history)
 
 
-def test_results_are_those_of_a_simulation(tmp_path: Path) -> None:
+def test_results_file_has_the_fields_of_a_simulation(tmp_path: Path) -> None:
     task = make_task("norm")
     fl.simulate(small("spdst"), task, ROUNDS, folder=tmp_path / "here", **SETTINGS)
     train(small("spdst"), task, federation(task), tmp_path / "there")
-    here, there = read_run(tmp_path / "here"), read_run(tmp_path / "there")
-    assert here["end"].keys() == there["end"].keys()
-    assert here["end"]["checksum"] == there["end"]["checksum"]
-    assert set(here["rounds"][0]) == set(there["rounds"][0])
+    here, there = Results.read(tmp_path / "here"), Results.read(tmp_path / "there")
+    assert here.end is not None
+    assert there.end is not None
+    assert here.end.keys() == there.end.keys()
+    assert here.end["checksum"] == there.end["checksum"]
+    assert set(here.rounds[0].to_json()) == set(there.rounds[0].to_json())
 
 
-def test_checkpoints_that_cannot_be_used_are_an_error_and_stay(tmp_path: Path) -> None:
+def test_unreadable_checkpoints_raise_and_are_kept(tmp_path: Path) -> None:
     task = make_task()
     train(small("pdst"), task, federation(task), tmp_path)
     kept = sorted((tmp_path / "checkpoints").glob("*.json"))
     for path in kept:
         path.write_text(path.read_text().replace('"flashfl checkpoint": ', '"flashfl checkpoint": 9'))
-    with pytest.raises(CheckpointError, match="reads format"):
+    with pytest.raises(CheckpointError, match="format"):
         train(small("pdst"), task, federation(task), tmp_path, resume=True)
     assert sorted((tmp_path / "checkpoints").glob("*.json")) == kept
 
 
-def test_what_decides_the_average_is_recorded_and_stays(tmp_path: Path) -> None:
-    task, method = make_task("norm"), small("pdst")
-    trimmed = replace(PATIENT, trim=0.3, max_samples=100)
+def test_resume_refuses_another_trim_and_allows_another_trust(tmp_path: Path) -> None:
+    task, method, trimmed = make_task("norm"), small("pdst"), {"trim": 0.3}
 
-    def stop(state: State, line: Any) -> None:
+    def stop(state: State, record: RoundRecord) -> None:
         if state.round == 2:
             raise _Stop
 
     with pytest.raises(_Stop):
-        train(method, task, federation(task), tmp_path, watch=stop, options=trimmed)
-    header = read_run(tmp_path)["header"]
-    assert header["flower"] == {"trust": 10.0, "clip": 0.0, "trim": 0.3, "max_samples": 100}
-    with pytest.raises(CheckpointError, match=r"trim is 0\.3, this run's is 0"):
+        train(method, task, federation(task), tmp_path, watch=stop, **trimmed)
+    with pytest.raises(CheckpointError, match="trim"):
         train(method, task, federation(task), tmp_path, resume=True)
-    more = replace(trimmed, trust=20.0, max_samples=0)
-    resumed = train(method, task, federation(task), tmp_path, resume=True, options=more)
-    assert_equal(resumed, train(method, task, federation(task), options=trimmed))
+    more = replace(PATIENT, trust=20.0, max_samples=100)
+    resumed = train(method, task, federation(task), tmp_path, resume=True, options=more, **trimmed)
+    assert_equal(resumed, train(method, task, federation(task), **trimmed))
 
 
-def test_a_checkpoint_from_before_the_average_was_recorded_goes_on(tmp_path: Path) -> None:
-    task, method, trimmed = make_task("norm"), small("pdst"), replace(PATIENT, trim=0.3)
-    train(method, task, federation(task), tmp_path, options=trimmed)
-    for path in (tmp_path / "checkpoints").glob("*.json"):
-        record = json.loads(path.read_text())
-        del record["identity"]["flower"]
-        path.write_text(json.dumps({**record, "flashfl checkpoint": 1}))
-    for options in (trimmed, PATIENT):
-        run = train(method, task, federation(task), tmp_path, resume=True, options=options)
-        assert len(run.history) == ROUNDS
-
-
-def test_reports_tell_averages_apart_and_deployed_runs_from_simulated_ones(tmp_path: Path) -> None:
-    task, method = make_task("norm"), small("pdst")
-    config = RunConfig(train=TrainConfig(rounds=1, **SETTINGS), method=method)
-    for name, options in {"plain": PATIENT, "trim": replace(PATIENT, trim=0.3)}.items():
-        where = tmp_path / name
-        FlashStrategy(method, task, config.train, options, folder=where, header=config.to_json()).start(
-            federation(task)
-        )
-    fl.simulate(method, task, train=config.train, folder=tmp_path / "here", header=config.to_json())
-    found = load([tmp_path])
-    assert not found.problems
-    assert sorted(groups_of(found.runs)) == ["pdst", "pdst · flower.trim 0.0", "pdst · flower.trim 0.3"]
-
-
-def test_a_run_that_is_not_there_cannot_be_resumed_and_starts(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_a_run(tmp_path: Path) -> None:
     task = make_task("norm")
     fresh = train(small("pdst"), task, federation(task), tmp_path, resume=True)
     assert_equal(train(small("pdst"), task, federation(task)), fresh)

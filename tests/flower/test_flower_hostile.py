@@ -1,4 +1,4 @@
-"""What a node may not do to the others: ruin the average, end the run, or train another model than they do."""
+"""What a hostile node cannot do: ruin the average, end the run, or train another model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from flashfl.core.mask import Weights
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records, server_task
 from flashfl.flower.app import read_config, task_of
-from flashfl.flower.fixed import NONE, difference, fingerprint
-from flashfl.flower.inprocess import InProcessGrid
-from flashfl.flower.roster import Entry, Terms
+from flashfl.flower.registration import NONE, Entry, Terms, difference, fingerprint
+from flashfl.flower.testing import InProcessGrid
 from tests.conftest import blobs, make_task
 from tests.test_every_method import small
 
@@ -77,30 +76,30 @@ def with_bad(change: Callable[[Update, Order], Update], task: Task, bad: tuple[i
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_the_model_is_as_if_the_hostile_had_not_been_there(kind: str, tmp_path: Path) -> None:
+def test_hostile_updates_do_not_change_the_model(kind: str, tmp_path: Path) -> None:
     change, why = HOSTILE[kind]
     task = make_task("norm")
     run = train(small("pdst"), task, with_bad(change, task), tmp_path, **EVERY)
     for line in run.history:
-        assert list(line["failures"]) == [str(client) for client in BAD]
-        assert all(reason.startswith(why) for reason in line["failures"].values()), line["failures"]
+        assert list(line.failures) == list(BAD)
+        assert all(reason.startswith(why) for reason in line.failures.values()), line.failures
     silent = with_bad(lambda update, order: replace(update, n=10**6), task)
     assert_equal(run, train(small("pdst"), task, silent, **EVERY))
     for line in (tmp_path / "results.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
-def test_one_of_two_cannot_send_numbers_nobody_can_go_on_from(tmp_path: Path) -> None:
+def test_one_of_two_clients_cannot_send_huge_weights(tmp_path: Path) -> None:
     task = make_task("norm", clients=2)
     run = train(small("pdst"), task, with_bad(with_weights(1e30), task, (1,)), tmp_path, per_round=2)
-    assert all("ChangeTooLarge" in line["failures"]["1"] for line in run.history)
+    assert all("ChangeTooLarge" in line.failures[1] for line in run.history)
     further = train(small("pdst"), task, federation(task), tmp_path, resume=True, per_round=2)
-    assert math.isfinite(further.history[-1]["loss"])
+    assert math.isfinite(further.history[-1].loss)
 
 
 @pytest.mark.parametrize("name", ["dense", "nst", "hetero-spdst"])
 @pytest.mark.parametrize("static", [False, True])
-def test_skewed_clients_are_believed(name: str, static: bool) -> None:
+def test_skewed_honest_clients_are_accepted(name: str, static: bool) -> None:
     """One class each, brightness from a fifth to five times, and one with many times the others' data."""
     parts = []
     for i, share in enumerate((0.2, 0.5, 1.0, 1.0, 1.0, 1.0, 2.0, 5.0)):
@@ -109,7 +108,7 @@ def test_skewed_clients_are_believed(name: str, static: bool) -> None:
     task = make_task("norm")
     skewed = Task(task._model, parts, blobs(30, (1, 5, 5), 7), name="skewed")
     run = train(small(name), skewed, federation(skewed), static_bn=static, **EVERY)
-    assert not any(line["failures"] for line in run.history)
+    assert not any(line.failures for line in run.history)
 
 
 # -- registration -------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def fields(**said: Any) -> dict[str, Any]:
         ({"fixed": '{"a": 3}'}, "cannot be read"),
     ],
 )
-def test_a_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str) -> None:
+def test_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str) -> None:
     terms = Terms("a", samples=100)
     assert Entry.read(7, fields(n=100), terms).client.n == 100
     assert Entry.read(7, fields(n=2**32), Terms("a")).client.n == 2**32
@@ -142,11 +141,11 @@ def test_a_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str)
         Entry.read(7, fields(**said), terms)
 
 
-def test_the_cap_on_samples_is_an_option() -> None:
+def test_max_samples_refuses_larger_clients() -> None:
     task = make_task("norm")  # clients of 11 to 18 samples
     options = replace(PATIENT, max_samples=14, clients=4)
     run = train(small("dense"), task, federation(task), options=options, per_round=4)
-    assert {c for line in run.history for c in line["cohort"]} == {0, 1, 2, 3}
+    assert {c for line in run.history for c in line.cohort} == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match="max_samples"):
         FlowerOptions(max_samples=-1)
 
@@ -188,7 +187,7 @@ def test_nodes_with_other_fixed_weights_are_refused() -> None:
         train(small("pdst"), server, nodes(*map(drawn, range(3))), options=QUICK, min_replies=2, per_round=3)
 
 
-def test_a_class_draws_fixed_weights_from_one_seed() -> None:
+def test_model_class_draws_fixed_weights_from_one_seed() -> None:
     for key in range(3):  # whatever was drawn before
         torch.manual_seed(key)
         assert train(small("pdst"), server_task(Backed, blobs(30, (6,), 9)), nodes(Backed, Backed), per_round=2).history
@@ -198,7 +197,7 @@ def one(model: nn.Module) -> str:
     return fingerprint(Task(model, [blobs(12, (6,), 0)]))
 
 
-def test_fixed_tensors_are_told_apart_but_for_their_last_bits() -> None:
+def test_fingerprints_differ_beyond_rounding_only() -> None:
     ours, other = one(drawn(0)), drawn(0)
     assert set(json.loads(ours)) == {"back.bias", "back.weight", "mask", "table"}, "no counters, nothing that travels"
     with torch.no_grad():
@@ -212,10 +211,10 @@ def test_fixed_tensors_are_told_apart_but_for_their_last_bits() -> None:
     assert one(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))) == NONE
 
 
-# -- what a process keeps, and what a server does -----------------------------------------------------------------
+# -- what a process keeps, and evaluation -------------------------------------------------------------------------
 
 
-def test_another_run_reads_its_data_anew() -> None:
+def test_new_run_reads_its_data_again() -> None:
     from flashfl.flower import host
 
     made: list[int] = []
@@ -238,7 +237,7 @@ def test_another_run_reads_its_data_anew() -> None:
     assert made == [7, 7, 8, 8]
 
 
-def test_the_apps_task_is_of_its_run() -> None:
+def test_task_of_the_app_is_made_once_per_run() -> None:
     from flwr.app import Context, RecordDict
 
     node, run = {"partition-id": 0, "num-partitions": 3}, {"task.dataset": "digits"}
@@ -247,7 +246,7 @@ def test_the_apps_task_is_of_its_run() -> None:
     assert second is not first
 
 
-def test_servers_keep_every_round_unless_told_otherwise(tmp_path: Path) -> None:
+def test_default_is_a_checkpoint_after_every_round(tmp_path: Path) -> None:
     assert FlashStrategy(small("dense"), make_task("norm")).train.checkpoint_every == 1
     path = tmp_path / "run.toml"
     for text, every in (("rounds = 9", 1), ("checkpoint_every = 7", 7)):
@@ -255,7 +254,7 @@ def test_servers_keep_every_round_unless_told_otherwise(tmp_path: Path) -> None:
         assert read_config({"config": str(path)}).run.train.checkpoint_every == every
 
 
-def test_clients_may_judge_by_a_measure_the_server_does_not_know() -> None:
+def test_clients_may_evaluate_by_a_metric_unknown_to_the_server() -> None:
     def large(output: Any, target: Any) -> float:
         return 700.0
 
@@ -265,17 +264,15 @@ def test_clients_may_judge_by_a_measure_the_server_does_not_know() -> None:
 
 
 @pytest.mark.parametrize("said_of", [{"loss": 1.7e308}, {"metric": 1e29}, {"metric": -1.0}])
-def test_a_verdict_beyond_measure_is_left_out(said_of: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+def test_impossible_evaluation_is_dropped(said_of: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
     task = Task(make_task("norm")._model, [blobs(12 + i, (1, 5, 5), i) for i in range(3)], name="held")
 
     def lie(message: Any, reply: Any) -> Any:
-        said = records.read_fields(reply.content, "judged")
-        reply.content = records.fields("judged", {**said, **said_of})
+        said = records.read_fields(reply.content, "evaluated")
+        reply.content = records.fields("evaluated", {**said, **said_of})
         return [reply]
 
     server = server_task(task._model, example=blobs(1, (1, 5, 5), 0)[0], metric=fl.accuracy)
     run = train(fl.Dense(), server, federation(task, only(node_of(1), "evaluate", lie)), per_round=3)
-    assert all(
-        found["loss"] < 1e6 and 0 <= found["metric"] <= 1 for line in run.history for found in line["metrics"].values()
-    )
-    assert "client 1 is left out of this evaluation" in caplog.text
+    assert all(found.loss < 1e6 and 0 <= found.metric <= 1 for line in run.history for found in line.metrics.values())
+    assert "client 1 is dropped from this evaluation" in caplog.text

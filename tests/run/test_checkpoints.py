@@ -28,7 +28,7 @@ from flashfl.core.exchange import Traffic
 from flashfl.core.state import State
 from flashfl.data.sources import Arrays, Subset
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.memories import Memories
+from flashfl.engine.memory import ClientMemory
 from flashfl.run import checkpoint
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.observe import Observer
@@ -304,7 +304,7 @@ def test_a_results_file_damaged_in_the_middle_is_not_cut(cut: Path) -> None:
 
 @pytest.mark.parametrize("where", ["save", "masks"])
 def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatch: Any, where: str) -> None:
-    real_save, real_memory, calls = checkpoint.save, Memories.save, iter(range(99))
+    real_save, real_memory, calls = checkpoint.save, ClientMemory.save, iter(range(99))
 
     def full(real: Any) -> Any:
         def fails(*given: Any, **named: Any) -> Any:
@@ -317,7 +317,7 @@ def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path: Path, monkeypatc
     if where == "save":
         monkeypatch.setattr(checkpoint, "save", full(real_save))
     else:
-        monkeypatch.setattr(Memories, "save", full(real_memory))
+        monkeypatch.setattr(ClientMemory, "save", full(real_memory))
     with (
         pytest.warns(
             RuntimeWarning, match=r"could not write a checkpoint to .*No space left.*the last good one is kept"

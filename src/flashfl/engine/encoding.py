@@ -13,7 +13,7 @@ from ..aggregate import add
 from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
 from ..core.mask import Mask, Weights
 from ..sparsity import recipe_mask
-from ..wire import Encoded, Limits, Message, WireError, decode, encode
+from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
 from ..wire.errors import WrongContent
 from ..wire.values import Form
 from .account import Account
@@ -109,6 +109,15 @@ class Encoding(Account):
         self._orders[client.id] = message
         self._turns.append(client.id)
         return self._count(self.server.encode(message))
+
+    def largest_update(self, client: int) -> int:
+        """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
+        order = self._orders[client]
+        start, k = order.local.start if order.local else None, self.layout.prunable_size
+        active = max(sum(start.budgets) if start else 0, order.mask.active if order.mask else 0)
+        plain = size_with(replace(order, extra={}), active, k // 8 + 2, self.server.values).total
+        extras = max([k, *(extra.value.numel() for extra in order.extra.values())])
+        return plain + 4 * extras * len(order.extra)
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""

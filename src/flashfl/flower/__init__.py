@@ -8,8 +8,8 @@
 
     app = client_app(lambda context: Task(Net, [my_samples]))
 
-Names are loaded when they are asked for: a ClientApp process that hands its work to a worker needs neither torch nor
-the server's half.
+Names are loaded on first use: a ClientApp process that hands its work to a worker needs neither torch nor the server's
+half.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attendance import FlowerOptions
     from .client import client_app
     from .engine import FlowerEngine
-    from .options import FlowerOptions
-    from .strategy import FlashStrategy
-    from .tasks import server_task
+    from .strategy import FlashStrategy, server_task
 
 _HOMES = {
     "FlashStrategy": "strategy",
     "FlowerEngine": "engine",
-    "FlowerOptions": "options",
+    "FlowerOptions": "attendance",
     "client_app": "client",
-    "server_task": "tasks",
+    "server_task": "strategy",
 }
 
 __all__ = ["FlashStrategy", "FlowerEngine", "FlowerOptions", "client_app", "server_task"]

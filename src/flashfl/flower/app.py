@@ -1,6 +1,6 @@
 """A whole Flower app from a configuration: the same tables as `flashfl run`, on real machines.
 
-`server_main` and `task_of` are all that the app in apps/flower is made of.
+The app in apps/flower consists of `server_main` and `task_of`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..core.rng import fold
 from ..data.task import Task
 from ..data.tasks import TaskConfig, build_task
 from ..run.config import RunConfig, load_toml, make_config
-from .options import FlowerOptions
+from .attendance import FlowerOptions
+from .messages import NodeContext, Setting
 
 _TABLES = ("task", "train", "method")
 _OWN = ("config", "settings", "folder", "resume")
@@ -30,7 +31,7 @@ _OWN = ("config", "settings", "folder", "resume")
 
 @dataclass(frozen=True)
 class AppConfig:
-    """What a run of the app is asked to do."""
+    """What a run of the app must do."""
 
     run: RunConfig
     options: FlowerOptions
@@ -38,11 +39,11 @@ class AppConfig:
     resume: bool
 
 
-def read_config(flat: Mapping[str, Any]) -> AppConfig:
-    """A Flower run config, whose tables come flattened to `table.name`, as the settings of a run.
+def read_config(flat: Mapping[str, Setting]) -> AppConfig:
+    """The settings of a run from a Flower run config, which has its tables flattened to `table.name`.
 
-    `config` names a TOML file that takes the place of the app's own tables, on the server and on every node;
-    `settings` adds to either, as on the command line: "method=jmwst density=0.05 rounds=100".
+    `config` names a TOML file that replaces the app's own tables, on the server and on every node. `settings` adds to
+    either, as on the command line: "method=jmwst density=0.05 rounds=100".
     """
     tables: dict[str, dict[str, Any]] = {name: {} for name in (*_TABLES, "flower")}
     for key, value in flat.items():
@@ -53,7 +54,7 @@ def read_config(flat: Mapping[str, Any]) -> AppConfig:
             raise unknown("setting of the app", key, [*_OWN, *(f"{t}.…" for t in tables)])
     options = build(FlowerOptions, tables.pop("flower"), "flower")
     data: Mapping[str, Any] = load_toml(Path(str(flat["config"]))) if flat.get("config") else tables
-    if isinstance(table := data.get("train", {}), Mapping):  # a server that may be killed keeps every round
+    if isinstance(table := data.get("train", {}), Mapping):  # a server may be killed at any time
         data = {**data, "train": {"checkpoint_every": 1, **table}}
     settings = _settings(str(flat.get("settings", "")))
     name = settings.get("method", data.get("method", {}).get("name", "spdst"))
@@ -62,7 +63,7 @@ def read_config(flat: Mapping[str, Any]) -> AppConfig:
     return AppConfig(run, options, Path(str(flat.get("folder") or place)), bool(flat.get("resume", False)))
 
 
-def _put(table: dict[str, Any], path: list[str], value: Any) -> None:
+def _put(table: dict[str, Any], path: list[str], value: Setting) -> None:
     for name in path[:-1]:
         table = table.setdefault(name, {})
     table[path[-1]] = value
@@ -80,19 +81,20 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def server_main(grid: Grid, context: Context) -> None:
-    """Train what the run config says; results and checkpoints go to its folder."""
+    """Train as the run config says. Results and checkpoints go to its folder."""
     from .strategy import FlashStrategy
 
     config = read_config(context.run_config)
     if (config.folder / "results.jsonl").exists() and not config.resume:
         raise ConfigError(
             f"{config.folder} already holds a run: continue it with --run-config 'resume=true', "
-            "or choose another place with --run-config 'folder=\"...\"'"
+            "or choose another folder with --run-config 'folder=\"...\"'"
         )
     task = _task(json.dumps(config.run.to_json()["task"]), config.run.train.seed, context.run_id)
+    accepted = {"trust": config.options.trust, "max_samples": config.options.max_samples}
     strategy = FlashStrategy(
         config.run.method, task, config.run.train, config.options,
-        folder=config.folder, resume=config.resume, header=config.run.to_json(),
+        folder=config.folder, resume=config.resume, header={**config.run.to_json(), "flower": accepted},
     )  # fmt: skip
     strategy.start(grid)
     assert strategy.run is not None
@@ -103,8 +105,8 @@ def server_main(grid: Grid, context: Context) -> None:
     )
 
 
-def task_of(context: Context) -> Task:
-    """The configured task on a node: its `num-partitions` says over how many clients the data is split."""
+def task_of(context: Context | NodeContext) -> Task:
+    """The configured task on a node, whose `num-partitions` says among how many clients the data is split."""
     config, node = read_config(context.run_config).run, context.node_config
     task = config.task
     if "num-partitions" in node:
@@ -116,5 +118,5 @@ def task_of(context: Context) -> Task:
 
 @functools.lru_cache(1)
 def _task(described: str, seed: int, run_id: int) -> Task:
-    """Shared by all the nodes that a process plays, and read anew for another run."""
+    """Shared by all nodes that a process plays; another run reads its data again."""
     return build_task(build(TaskConfig, json.loads(described), "task"), fold(seed, "task"))

@@ -1,4 +1,4 @@
-"""The client's half as a Flower ClientApp: messages in, the host's answers out, memory in the context's state."""
+"""The client's half as a Flower ClientApp: messages in, answers out, memory in the context's state."""
 
 from __future__ import annotations
 
@@ -6,45 +6,47 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from . import records
-from .exchange import Answer, Held, Seat
+from .messages import Answer, Held, NodeContext
 
 if TYPE_CHECKING:
+    from flwr.clientapp.typing import Mod
+
     from ..data.task import Task
     from .host import TaskFn
 
-Serve = Callable[[str, Seat, bytes, Held, Context], Answer]
+Serve = Callable[[str, NodeContext, bytes, Held], Answer]
 _ROUNDS, _MASKS = "flashfl.rounds", "flashfl.masks"  # the names of our records in a context's state
 
 
-def client_app(task: Task | TaskFn | str, mods: list[Any] | None = None) -> ClientApp:
+def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that trains `task`.
 
-    task: a Task; or a function from the Flower context (its node_config and run_config) to one; or, best, such a
-    function by name, "module:function". A task of one client is this node's own; of a task of several the node plays
-    the one its `partition-id` names. The node's settings may also say `client-id` (else the partition is the id),
-    `density` and `threads`.
+    task: a Task, or a function that makes one from a context (`node_config`, `run_config`, `run_id`), or, best, the
+    name of such a function: "module:function". A task with one client belongs to this node alone. Of a task with
+    several clients the node plays the one that its `partition-id` names. The node's settings may also give `client-id`
+    (default: the partition), `density` and `threads`.
 
-    A task is made once in a process and kept for the run, with the model and the data. Where Flower starts a process
-    for every message, as it does in a deployment, a task given by name is kept by a worker process beside it; the
-    node's setting `worker=false` does without.
+    A process makes the task once and keeps it for the run, with the model and the data. In a deployment Flower starts
+    a process for every message; a task given by name is then kept by a worker process beside it. The node's setting
+    `worker=false` turns the worker off.
     """
 
-    def serve(kind: str, seat: Seat, data: bytes, held: Held, context: Context) -> Answer:
-        if isinstance(task, str) and _brief() and seat.node.get("worker", True):
+    def serve(kind: str, node: NodeContext, data: bytes, held: Held) -> Answer:
+        if isinstance(task, str) and _brief() and node.node_config.get("worker", True):
             from .worker import ask
 
-            if (answer := ask(task, kind, seat, data, held)) is not None:
+            if (answer := ask(task, kind, node, data, held)) is not None:
                 return answer
         from .host import find
         from .worker import resolve
 
-        return find(resolve(task) if isinstance(task, str) else task, seat, context).serve(kind, seat, data, held)
+        return find(resolve(task) if isinstance(task, str) else task, node).serve(kind, node, data, held)
 
     return app_around(serve, mods)
 
@@ -54,14 +56,14 @@ def _brief() -> bool:
     return Path(sys.argv[0]).name == "flwr-clientapp"
 
 
-def app_around(serve: Serve, mods: list[Any] | None = None) -> ClientApp:
-    """A ClientApp whose answers are made by `serve`, wherever that does it."""
+def app_around(serve: Serve, mods: list[Mod] | None = None) -> ClientApp:
+    """A ClientApp that answers with what `serve` returns."""
     app = ClientApp(mods=mods)
 
     def answer(kind: str, message: Message, context: Context) -> Message:
-        seat = Seat(dict(context.node_config), dict(context.run_config), context.run_id)
+        node = NodeContext(dict(context.node_config), dict(context.run_config), context.run_id)
         data = b"" if kind == "query" else records.read_blob(message.content, "order")[1]
-        return reply_to(message, context, serve(kind, seat, data, recall(context.state), context))
+        return reply_to(message, context, serve(kind, node, data, recall(context.state)))
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
@@ -79,7 +81,7 @@ def app_around(serve: Serve, mods: list[Any] | None = None) -> ClientApp:
 
 
 def reply_to(message: Message, context: Context, answer: Answer) -> Message:
-    """An answer as Flower carries it; what the client is to remember goes into its state."""
+    """An answer as a Flower message. What the client must remember goes into its state."""
     if answer.held is not None:
         remember(context.state, answer.held)
     if answer.kind in ("update", "lack"):
@@ -88,14 +90,14 @@ def reply_to(message: Message, context: Context, answer: Answer) -> Message:
 
 
 def recall(state: RecordDict) -> Held:
-    """What was remembered; a record that cannot be read is as good as none."""
+    """What was remembered; nothing if the records are damaged."""
     rounds, masks = state.get(_ROUNDS), state.get(_MASKS)
     if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
         return Held()
     try:
-        memory = [(tuple(tag), order, own) for tag, order, own in json.loads(str(rounds["rounds"]))]
-        return Held(memory, {digest: records.read_array(array) for digest, array in masks.items()})  # type: ignore[arg-type]
-    except (KeyError, ValueError, TypeError, records.BadRecord):
+        memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in json.loads(str(rounds["rounds"]))]
+        return Held(memory, {digest: records.read_array(array) for digest, array in masks.items()})
+    except (KeyError, IndexError, ValueError, TypeError, records.BadRecord):
         return Held()
 
 

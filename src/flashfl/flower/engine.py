@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from flwr.app import Message
@@ -23,13 +22,12 @@ from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..engine.trust import Trust
 from ..wire.values import Form
-from .jury import Jury
-from .options import FlowerOptions
-from .roster import Roster
-from .round import Round
+from .registry import Registry
+from .round import ClientEvaluation, Exchange, Post, Round
 
 log = logging.getLogger("flwr.flashfl")
 _TOGETHER = 8  # messages pushed at a time
+_PATIENT = 10.0  # seconds of waiting for the last clients after which the log says so
 
 
 class FlowerEngine:
@@ -41,66 +39,33 @@ class FlowerEngine:
         self,
         task: Task,
         grid: Grid,
-        roster: Roster,
-        options: FlowerOptions | None = None,
+        registry: Registry,
         values: Form = "fp32",
         folder: Path | None = None,
         clip: float = 0.0,
         trim: float = 0.0,
     ) -> None:
-        self.task, self.grid, self.roster, self.options = task, grid, roster, options or FlowerOptions()
+        self.task, self.grid, self.registry, self.options = task, grid, registry, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
         self.server = Server(self.memory, values, Trust(factor=self.options.trust, clip=clip, trim=trim))
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
-        self._late: dict[str, str] = {}  # messages whose answer is no longer waited for
-
-    def open(self) -> Round:
-        """A round to be."""
-        nodes = {client: entry.node for client, entry in self.roster.entries.items()}
-        return Round(self.server, nodes, self.options.timeout)
+        self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        """Send every order to its client and wait for all replies, or as long as a client has."""
-        began, this = time.perf_counter(), self.open()
-        self._tag = s.tag
+        """Send every order to its client and wait for replies, as long as the options and past rounds allow."""
+        began, self._tag = time.perf_counter(), s.tag
+        this = Round(self.server, self._nodes(), self.options.timeout)
         self._push(this.post(client, order) for client, order in orders)
         sent = time.perf_counter()
-        self._exchange(lambda: this.waiting, this.take)
-        for message, post in this.waiting.items():
-            self._late[message] = f"client {post.client.id}, round {s.tag}"
+        silent = self._wait(this)
         waited = time.perf_counter()
-        outcome = self.finish(this)
+        outcome = this.close()
+        self.registry.attendance.round_over(silent)
+        self.registry.doubt(this.doubtful)
+        self.registry.stale = True
         seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
         return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
-
-    def finish(self, this: Round) -> Outcome:
-        """What a round came to; the next look at the roster is a fresh one."""
-        self.roster.stale = True
-        outcome = this.close()
-        self.roster.doubt(this.doubtful)
-        return outcome
-
-    def _push(self, messages: Iterable[Message]) -> None:
-        """Send messages, a few at a time: together is faster than one by one, all at once may be too much to hold."""
-        rest = iter(messages)
-        while some := list(itertools.islice(rest, _TOGETHER)):
-            if not all(self.grid.push_messages(some)):
-                log.warning("the SuperLink did not take a message: its client will be left out")
-
-    def _exchange(self, waiting: Callable[[], Mapping[str, Any]], take: Callable[[Message], Message | None]) -> None:
-        """Pull replies until nothing is waited for or time is up. Flower's own loop looks every three seconds only."""
-        end, pause = time.monotonic() + self.options.timeout, min(0.05, self.options.poll)
-        while (left := [i for i in waiting() if i]) and time.monotonic() < end:
-            replies = list(self.grid.pull_messages([*left, *self._late]))
-            for reply in replies:
-                if (late := self._late.pop(reply.metadata.reply_to_message_id, None)) is not None:
-                    log.warning("a late reply is left out (%s)", late)
-                elif (follow := take(reply)) is not None:
-                    self._push([follow])
-            if not replies:
-                time.sleep(pause)
-                pause = min(self.options.poll, 2 * pause)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over the server's test samples, or over those that clients hold back."""
@@ -113,12 +78,77 @@ class FlowerEngine:
     def _ask_clients(self, weights: Weights, statistics: bool) -> Evaluation:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
         share = self.task.metric is accuracy and self.task.metric_known
-        present = self.roster.present()  # first of all, as this look may find others than the last
-        jury = Jury(self.server, order, dict(self.roster.entries), self.options.timeout, share)
-        self._push(jury.post(client) for client in present if jury.entries[client.id].held)
-        self._exchange(lambda: jury.waiting, jury.take)
-        self.roster.doubt(jury.out)
-        return jury.verdict()
+        present = self.registry.present()  # before anything else: it may find other clients than the last look
+        held = {client: entry.held for client, entry in self.registry.entries.items()}
+        this = ClientEvaluation(self.server, self._nodes(), self.options.timeout, held, share)
+        self._push(this.post(client, order) for client in present if held[client.id])
+        self.registry.attendance.missed(self._wait(this))
+        self.registry.doubt(this.doubtful)
+        return this.close()
+
+    def _nodes(self) -> dict[int, int]:
+        return {client: entry.node for client, entry in self.registry.entries.items()}
+
+    def _push(self, messages: Iterable[Message]) -> None:
+        """Send messages a few at a time: faster than one by one, and never all of them in memory."""
+        rest = iter(messages)
+        while some := list(itertools.islice(rest, _TOGETHER)):
+            if not all(self.grid.push_messages(some)):
+                log.warning("the SuperLink did not take a message: its client will be dropped")
+
+    def _wait(self, this: Exchange) -> list[int]:
+        """Take replies until all are in or time is up; the clients that did not reply.
+
+        Flower's own loop looks every three seconds only.
+        """
+        attendance, began = self.registry.attendance, time.monotonic()
+        pause, told = min(0.05, self.options.poll), False
+        while waiting := {i: post for i, post in this.waiting.items() if i}:
+            missing, times = [post.client.id for post in waiting.values()], this.reply_times
+            allowed = attendance.time_allowed(this.kind, missing, times)
+            waited = time.monotonic() - began
+            if waited >= allowed:
+                break
+            if not told and times and waited > max(times) + _PATIENT:
+                told = True
+                log.info("%s; waiting up to %.0f s for %s", _so_far(this), allowed - waited, _names(missing))
+            if not self._pull(this, list(waiting)):
+                time.sleep(pause)
+                pause = min(self.options.poll, 2 * pause)
+        for post in this.posts:
+            if post.seconds is not None:
+                attendance.replied(this.kind, post.client.id, post.seconds)
+        # Without an id, Flower never took the message, and the client is not to blame.
+        silent = {post.metadata.message_id: post for post in this.stop_waiting() if post.metadata.message_id}
+        missing = [post.client.id for post in silent.values()]
+        if missing:
+            log.warning("waited %.0f s for %s; %s", time.monotonic() - began, _names(missing), _so_far(this))
+        self._late |= silent
+        return missing
+
+    def _pull(self, this: Exchange, messages: list[str]) -> bool:
+        """Take the replies to these messages that have arrived; whether there were any."""
+        now = time.monotonic()
+        self._late = {i: post for i, post in self._late.items() if now - post.sent < self.options.timeout}
+        replies = list(self.grid.pull_messages([*messages, *self._late]))
+        for reply in replies:
+            late = self._late.pop(reply.metadata.reply_to_message_id, None)
+            if late is None:
+                if (follow := this.take(reply)) is not None:
+                    self._push([follow])
+            elif not reply.has_error():
+                seconds = time.monotonic() - late.sent
+                log.warning("client %d replied after %.0f s, too late: dropped", late.client.id, seconds)
+                self.registry.attendance.replied(late.metadata.message_type, late.client.id, seconds)
+        return bool(replies)
 
     def close(self) -> None:
         pass
+
+
+def _names(clients: list[int]) -> str:
+    return ("client " if len(clients) == 1 else "clients ") + ", ".join(map(str, sorted(clients)))
+
+
+def _so_far(this: Exchange) -> str:
+    return f"{len(this.reply_times)} of {len(this.posts)} replies are in"

@@ -1,6 +1,6 @@
-"""What plays a client: its data, a replica of the model, and one function for each kind of message.
+"""Plays a client: holds its data and a replica of the model, and has one function for each kind of message.
 
-Everything that comes in and goes out is plain data, so it does not matter in which process a host lives.
+Everything that comes in and goes out is plain data, so a host can live in any process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,8 +23,8 @@ from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..wire import Message, UnknownMask, decode, encode
 from ..wire.frame import VERSION
-from .exchange import Answer, Held, Seat
-from .fixed import fingerprint
+from .messages import Answer, Held, NodeContext
+from .registration import fingerprint
 
 
 class Host:
@@ -35,66 +35,70 @@ class Host:
         warn_of_buffers(task)
         self.trainer = Trainer(task)
 
-    def serve(self, kind: str, seat: Seat, data: bytes = b"", held: Held | None = None) -> Answer:
-        """The answer to a message of this kind; what the user can mend is said to the server too."""
+    def serve(self, kind: str, node: NodeContext, data: bytes = b"", held: Held | None = None) -> Answer:
+        """The answer to a message of this kind. The server is told about errors that a user can fix."""
         try:
             with _threads(self.threads):
-                return {"query": self.about, "train": self.train, "evaluate": self.judge}[kind](
-                    seat, data, held or Held()
+                return {"query": self.about, "train": self.train, "evaluate": self.evaluate}[kind](
+                    node, data, held or Held()
                 )
         except FlashError as error:
             return Answer("failed", fields={"why": f"{type(error).__name__}: {error}"})
 
-    def about(self, seat: Seat, data: bytes, held: Held) -> Answer:
+    def about(self, node: NodeContext, data: bytes, held: Held) -> Answer:
         """Who this client is and what it runs."""
-        fields = {
-            "client": seat.client, "n": len(self._samples(seat)), "held": len(self._judges(seat) or ()),
+        fields: dict[str, str | int | float] = {
+            "client": node.client, "n": len(self._samples(node)), "held": len(self._evaluation_samples(node) or ()),
             "layout": self.task.layout.hash, "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
         }  # fmt: skip
-        density = seat.node.get("density", self.task.clients[self._at(seat)].density)
-        return Answer("client", fields=fields | ({} if density is None else {"density": float(density)}))
+        density = node.node_config.get("density", self.task.clients[self._at(node)].density)
+        if density is not None:
+            fields["density"] = float(density)
+        return Answer("client", fields=fields)
 
-    def train(self, seat: Seat, data: bytes, held: Held) -> Answer:
+    def train(self, node: NodeContext, data: bytes, held: Held) -> Answer:
         """Carry out an order."""
         masks = dict(held.masks)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
-        reply = side.work(seat.client, self._samples(seat), data, held.memory)
+        reply = side.work(node.client, self._samples(node), data, held.memory)
         names = {name for _, *names in reply.memory for name in names if name is not None}
         kept = Held(reply.memory, {name: masks[name] for name in sorted(names)})
         return Answer("lack" if reply.lacks else "update", reply.data, held=kept)
 
-    def judge(self, seat: Seat, data: bytes, held: Held) -> Answer:
+    def evaluate(self, node: NodeContext, data: bytes, held: Held) -> Answer:
         """Loss and metric of a model on the samples this client holds back, times their number."""
-        samples, layout = self._judges(seat), self.task.layout
+        samples, layout = self._evaluation_samples(node), self.task.layout
         if samples is None:
-            raise ConfigError(f"client {seat.client} holds no samples back to judge on")
+            raise ConfigError(
+                f"client {node.client} holds no samples back, so it cannot evaluate: give its task a `holdout` above 0"
+            )
         store = MaskStore(layout, dict(held.masks))
         try:
             order = decode(
                 data, layout, known={name: mask for name in held.masks if (mask := store.find(name)) is not None}
             )
         except UnknownMask as error:
-            return Answer("lack", encode(Message("lack", layout, (0, 0, 0), seat.client, lacks=error.hash)).data)
+            return Answer("lack", encode(Message("lack", layout, (0, 0, 0), node.client, lacks=error.hash)).data)
         statistics = order.local is None or order.local.statistics
         weights = Weights(Mask.full(layout), order.weights().vector)
         loss, metric = self.trainer.evaluate_all(weights, samples, statistics)
-        return Answer("judged", fields={"n": len(samples), "loss": loss, "metric": metric})
+        return Answer("evaluated", fields={"n": len(samples), "loss": loss, "metric": metric})
 
-    def _at(self, seat: Seat) -> int:
-        """Which of the task's clients this is: a task of one client is that client's own."""
-        at = 0 if len(self.task.train) == 1 else int(seat.node.get("partition-id", seat.client))
+    def _at(self, node: NodeContext) -> int:
+        """Which of the task's clients this node plays: the only one, or the one its partition names."""
+        at = 0 if len(self.task.train) == 1 else int(node.node_config.get("partition-id", node.client))
         if not 0 <= at < len(self.task.train):
-            raise ConfigError(f"this node is partition {at}, the task has {len(self.task.train)}")
+            raise ConfigError(f"partition-id = {at}: the task has {len(self.task.train)} clients, numbered from 0")
         return at
 
-    def _samples(self, seat: Seat) -> Source:
-        return self.task.train[self._at(seat)]
+    def _samples(self, node: NodeContext) -> Source:
+        return self.task.train[self._at(node)]
 
-    def _judges(self, seat: Seat) -> Source | None:
+    def _evaluation_samples(self, node: NodeContext) -> Source | None:
         if self.task.test is not None:
             return self.task.test if len(self.task.train) == 1 else None
-        whole = getattr(self._samples(seat), "source", None)
-        return next((h for h in self.task.evaluation if getattr(h, "source", None) is whole), None)
+        at, evaluators = self._at(node), self.task.evaluators
+        return self.task.evaluation[evaluators.index(at)] if at in evaluators else None
 
 
 @contextmanager
@@ -108,39 +112,42 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-TaskFn = Callable[[Any], Task]  # called with anything that has `node_config`, `run_config` and `run_id`
+# Makes a task from a context: a NodeContext, or Flower's own Context, which has the same fields and more.
+TaskFn = Callable[[Any], Task]
 
 
-# What a process keeps between messages. Flower may hand an app to a process anew for every message (Ray does), so it
-# is kept here and not in the app: by the function that makes a task, and by the task. Both are bounded, as each task
-# may hold all of a data set. Another run reads its data anew, as they may have changed.
+# What a process keeps between messages. It is kept here and not in the app, because Flower may make a new app for
+# every message, as Ray does. Tasks are kept by the function that makes them and by node; hosts are kept by task. Both
+# are bounded, because a task may hold a whole data set. Another run reads its data again, as they may have changed.
 _MOST = 8
-_TASKS: OrderedDict[tuple[Any, int, str], Task] = OrderedDict()
+_TASKS: OrderedDict[tuple[TaskFn, int, str], Task] = OrderedDict()
 _HOSTS: OrderedDict[int, Host] = OrderedDict()
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-def find(make: Task | TaskFn, seat: Seat, context: Any) -> Host:
+def find(make: Task | TaskFn, node: NodeContext) -> Host:
     """The host for a message: a task is made once for each node and run, its replica once for each task."""
-    task = make if isinstance(make, Task) else _task(make, seat, context)
+    task = make if isinstance(make, Task) else _task(make, node)
     host = _HOSTS.get(id(task))
     if host is None or host.task is not task:
-        host = Host(task, int(seat.node.get("threads", 1)))
+        host = Host(task, int(node.node_config.get("threads", 1)))
     _keep(_HOSTS, id(task), host)
     return host
 
 
-def _task(make: TaskFn, seat: Seat, context: Any) -> Task:
-    key = (make, seat.run_id, repr((sorted(seat.node.items()), sorted(seat.run.items()))))
+def _task(make: TaskFn, node: NodeContext) -> Task:
+    key = (make, node.run_id, repr((sorted(node.node_config.items()), sorted(node.run_config.items()))))
     task = _TASKS.get(key)
     if task is None:
-        for old in [k for k in _TASKS if k[0] == make and k[1] != seat.run_id]:
+        for old in [k for k in _TASKS if k[0] == make and k[1] != node.run_id]:
             _HOSTS.pop(id(_TASKS.pop(old)), None)
-        task = make(context)
+        task = make(node)
     _keep(_TASKS, key, task)
     return task
 
 
-def _keep(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+def _keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
     cache[key] = value
     cache.move_to_end(key)
     while len(cache) > _MOST:

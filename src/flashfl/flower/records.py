@@ -1,7 +1,7 @@
 """What our messages look like inside Flower's: one blob of the wire format, or a few plain fields.
 
-A blob travels as an array of bytes, which Flower cuts into chunks and moves in parallel; a config record would go in
-one piece. Whoever reads a record treats it as written by a stranger.
+A blob travels as an array of bytes, which Flower cuts into chunks and moves in parallel. A config record would travel
+in one piece. Every record is read as if a stranger had written it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from ..core.errors import FlashError
 
 STYPE = "flash.v1"
+LONGEST_FIELD = 1 << 20  # characters of one text field
 Field = str | int | float
 
 
 class BadRecord(FlashError):
     """A reply that does not have the form it must have."""
+
+
+def printable(text: str, longest: int = 500) -> str:
+    """A stranger's text, safe to log, print and store: cut, and on one line without control characters."""
+    cut = text[:longest] + ("..." if len(text) > longest else "")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
 def blob(name: str, data: bytes) -> RecordDict:
@@ -29,20 +36,23 @@ def to_array(data: bytes) -> Array:
     return Array("uint8", (len(data),), STYPE, data)
 
 
-def read_array(array: Array) -> bytes:
-    """The bytes of an array that `to_array` made."""
+def read_array(array: Array, limit: int | None = None) -> bytes:
+    """The bytes of an array that `to_array` made; BadRecord if there are more than `limit`."""
+    if limit is not None and len(array.data) > limit:
+        raise BadRecord(f"a reply of {len(array.data)} bytes, at most {limit} fit what was ordered")
     if array.stype != STYPE or array.dtype != "uint8" or tuple(array.shape) != (len(array.data),):
         raise BadRecord(f"an array of type {array.dtype}, {array.stype} where bytes were expected")
     return bytes(array.data)
 
 
-def read_blob(content: RecordDict, *names: str) -> tuple[str, bytes]:
+def read_blob(content: RecordDict, *names: str, limit: int | None = None) -> tuple[str, bytes]:
     """Which of the named blobs this is, and its bytes."""
     for name in names:
         record = content.get(name)
         if isinstance(record, ArrayRecord) and list(record) == ["blob"]:
-            return name, read_array(record["blob"])
-    raise BadRecord(f"a record with {', '.join(sorted(content)) or 'nothing'} where {' or '.join(names)} was expected")
+            return name, read_array(record["blob"], limit)
+    found = ", ".join(sorted(content)[:8]) or "nothing"
+    raise BadRecord(f"a record with {found} where {' or '.join(names)} was expected")
 
 
 def fields(name: str, values: Mapping[str, Field]) -> RecordDict:
@@ -55,10 +65,14 @@ def read_fields(content: RecordDict, name: str) -> dict[str, Field]:
     record = content.get(name)
     if not isinstance(record, ConfigRecord):
         return {}
-    return {key: value for key, value in record.items() if isinstance(value, str | int | float)}
+    plain = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
+    for value in plain.values():
+        if isinstance(value, str) and len(value) > LONGEST_FIELD:
+            raise BadRecord(f"a text of {len(value)} characters, at most {LONGEST_FIELD} are read")
+    return plain
 
 
 def failure(content: RecordDict) -> str | None:
     """Why a client says it has nothing to send, if that is what it says."""
     why = read_fields(content, "failed").get("why")
-    return None if why is None else str(why)[:300]
+    return None if why is None else printable(str(why))

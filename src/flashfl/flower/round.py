@@ -1,119 +1,210 @@
-"""One round's messages to clients and what becomes of their replies, whoever carries them."""
+"""Messages to clients and what becomes of their replies: orders to train, and models to evaluate."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-from flwr.app import Message
+from flwr.app import Message, Metadata, RecordDict
 
-from ..core.exchange import Client, Order, Outcome
+from ..core.errors import FlashError, RunStopped
+from ..core.exchange import Client, Evaluation, Order, Outcome, Traffic
 from ..engine.encoding import Server
-from ..wire import WireError
+from ..engine.trust import LARGEST_METRIC
+from ..wire import encode
 from . import records
 
 log = logging.getLogger("flwr.flashfl")
+SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
 
 
 @dataclass
 class Post:
-    """An order on its way: to whom, in which message, and whether it has been answered."""
+    """A message on its way to a client."""
 
     client: Client
     order: Order
-    metadata: Any  # of the Flower message; its id is known once it is pushed
+    metadata: Metadata  # its message id is known once Flower has taken the message
+    limit: int  # bytes of the largest reply that fits the order
+    sent: float = field(default_factory=time.monotonic)
+    seconds: float | None = None  # how long a reply of the client took
+    reminded: bool = False
     done: bool = False
 
 
-class Round:
-    """Orders go out by `post`, replies come in by `take`; `close` says what they add up to.
+class Exchange:
+    """Sends messages to clients and takes their replies. The first good reply of each client counts.
 
-    Every reply is held against the message it answers: the first good one counts, anything else is left out, and why
-    is logged and recorded.
+    Each reply is compared to the message it answers. Any other reply is dropped, and the reason is logged.
     """
 
-    def __init__(self, server: Server, nodes: Mapping[int, int] | Any, timeout: float) -> None:
-        self.nodes, self.timeout = nodes, timeout
-        self.account = server.open()
+    kind: ClassVar[str]
+    failures: dict[int, str]  # client -> why it was dropped
+
+    def __init__(self, server: Server, nodes: Mapping[int, int], timeout: float) -> None:
+        self.server, self.nodes, self.timeout = server, nodes, timeout
         self.posts: list[Post] = []
-        self.doubtful: set[int] = set()  # clients that may not be what they said they are
+        self.doubtful: set[int] = set()  # clients that may not be what they registered as
 
     def post(self, client: Client, order: Order) -> Message:
         """The message that carries an order to its client."""
-        sent = self._message(client, order, self.account.sent(client, order))
-        self.posts.append(Post(client, order, sent.metadata))
-        return sent
+        raise NotImplementedError
 
-    def _message(self, client: Client, order: Order, data: bytes) -> Message:
-        stage, number, attempt = order.tag
-        group = f"{stage}.{number}.{attempt}"
-        content = records.blob("order", data)
-        return Message(content, self.nodes[client.id], "train", ttl=self.timeout, group_id=group)
+    def read(self, post: Post, content: RecordDict) -> Message | None:
+        """Count a reply, or raise a FlashError that says what is wrong with it; a message that must follow it."""
+        raise NotImplementedError
+
+    def fail(self, post: Post, why: str) -> None:
+        """Drop a client, for a reason that may quote it."""
+        raise NotImplementedError
+
+    def message(self, client: Client, order: Order, data: bytes) -> Message:
+        content, group = records.blob("order", data), ".".join(map(str, order.tag))
+        return Message(content, self.nodes[client.id], self.kind, ttl=self.timeout, group_id=group)
 
     @property
     def waiting(self) -> dict[str, Post]:
         """Unanswered posts by message id."""
         return {post.metadata.message_id: post for post in self.posts if not post.done}
 
+    @property
+    def reply_times(self) -> list[float]:
+        """Seconds that each good reply took."""
+        return [p.seconds for p in self.posts if p.seconds is not None and p.client.id not in self.failures]
+
     def take(self, reply: Message) -> Message | None:
         """Deal with a reply; the message that must follow it, if the client lacks a mask."""
         about = reply.metadata.reply_to_message_id
         post = next((p for p in self.posts if p.metadata.message_id == about), None)
         if post is None:
-            log.warning("a reply that is not of this round is left out (node %d)", reply.metadata.src_node_id)
-            return None
-        if post.done:
-            log.warning("client %d replied twice: the second reply is left out", post.client.id)
-            return None
-        if reply.has_error():
+            log.warning("node %d sent a reply that nobody waits for: dropped", reply.metadata.src_node_id)
+        elif post.done:
+            log.warning("client %d replied twice: the second reply is dropped", post.client.id)
+        elif reply.has_error():
             self.doubtful.add(post.client.id)
-            self._fail(post, f"Flower reports error {reply.error.code}: {str(reply.error.reason)[:300]}")
-            return None
-        if reply.metadata.src_node_id != post.metadata.dst_node_id:
-            log.warning("node %d replied in place of client %d: left out", reply.metadata.src_node_id, post.client.id)
-            return None
-        return self._read(post, reply)
+            self._drop(post, f"Flower reports error {reply.error.code}: {reply.error.reason}")
+        elif reply.metadata.src_node_id != post.metadata.dst_node_id:
+            log.warning("node %d replied in place of client %d: dropped", reply.metadata.src_node_id, post.client.id)
+        else:
+            return self._read(post, reply.content)
+        return None
 
-    def _read(self, post: Post, reply: Message) -> Message | None:
-        if (why := records.failure(reply.content)) is not None:
-            self.doubtful.add(post.client.id)
-            self._fail(post, why)
-            return None
+    def _read(self, post: Post, content: RecordDict) -> Message | None:
         try:
-            kind, data = records.read_blob(reply.content, "update", "lack")
-        except records.BadRecord as error:
-            self._fail(post, f"BadRecord: {error}")
-            return None
-        if kind == "lack":
-            return self._remind(post, data)
+            if (why := records.failure(content)) is not None:
+                self.doubtful.add(post.client.id)
+                self._drop(post, why)
+            elif (follow := self.read(post, content)) is not None:
+                post.metadata, post.reminded = follow.metadata, True
+                return follow
+            else:
+                post.done = True
+        except FlashError as error:
+            self._drop(post, f"{type(error).__name__}: {error}")
+        post.seconds = time.monotonic() - post.sent
+        return None
+
+    def _drop(self, post: Post, why: str) -> None:
         post.done = True
+        self.fail(post, why)
+
+    def stop_waiting(self) -> list[Post]:
+        """Drop the clients that have not replied."""
+        silent = [post for post in self.posts if not post.done]
+        for post in silent:
+            self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
+        return silent
+
+
+class Round(Exchange):
+    """One round of training."""
+
+    kind = "train"
+
+    def __init__(self, server: Server, nodes: Mapping[int, int], timeout: float) -> None:
+        super().__init__(server, nodes, timeout)
+        self.account = server.open()
+        self.failures = self.account.failures
+
+    def post(self, client: Client, order: Order) -> Message:
+        sent = self.message(client, order, self.account.sent(client, order))
+        self.posts.append(Post(client, order, sent.metadata, self.account.largest_update(client.id) + SLACK))
+        return sent
+
+    def read(self, post: Post, content: RecordDict) -> Message | None:
+        kind, data = records.read_blob(content, "update", "lack", limit=post.limit)
+        if kind == "lack":
+            return self.message(post.client, post.order, self.account.lacking(post.client.id, data))
         self.account.received(post.client.id, data)
         return None
 
-    def _remind(self, post: Post, data: bytes) -> Message | None:
-        """A client lacks a mask: it is sent the full one, once."""
-        try:
-            full = self.account.lacking(post.client.id, data)
-        except WireError as error:
-            self._fail(post, f"{type(error).__name__}: {error}")
-            return None
-        sent = self._message(post.client, post.order, full)
-        post.metadata = sent.metadata
-        return sent
-
-    def _fail(self, post: Post, why: str) -> None:
-        post.done = True
+    def fail(self, post: Post, why: str) -> None:
         self.account.failed(post.client.id, why)
 
     def close(self) -> Outcome:
-        """What the good updates add up to; whoever has not answered by now is left out."""
-        for post in self.posts:
-            if not post.done:
-                self._fail(post, f"no reply within {self.timeout:g} s")
+        """What the good updates add up to."""
         outcome = self.account.close()
         self.doubtful |= {c for c, why in outcome.failures.items() if why.startswith("WrongContent")}
-        for client, why in outcome.failures.items():
-            log.warning("client %d is left out of this round: %s", client, why)
-        return outcome
+        failures = {client: records.printable(why) for client, why in outcome.failures.items()}
+        for client, why in failures.items():
+            log.warning("client %d is dropped from this round: %s", client, why)
+        return replace(outcome, failures=failures)
+
+
+class ClientEvaluation(Exchange):
+    """Sends a model to the clients that hold samples back, and adds up what they find."""
+
+    kind = "evaluate"
+
+    def __init__(
+        self, server: Server, nodes: Mapping[int, int], timeout: float, held: Mapping[int, int], share: bool = False
+    ) -> None:
+        """`held`: each client's number of samples. `share`: the metric is a share of samples, so it is at most 1."""
+        super().__init__(server, nodes, timeout)
+        self.held, self.share = held, share
+        self.traffic = Traffic()
+        self.failures = {}
+        self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
+
+    def post(self, client: Client, order: Order) -> Message:
+        sent = self._order(client, order)
+        self.posts.append(Post(client, order, sent.metadata, SLACK))
+        return sent
+
+    def _order(self, client: Client, order: Order, full: bool = False) -> Message:
+        message = self.server.message(client, order)
+        # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
+        encoded = encode(message, (), self.server.values) if full else self.server.encode(message)
+        self.traffic += encoded.parts.traffic("order")
+        return self.message(client, order, encoded.data)
+
+    def read(self, post: Post, content: RecordDict) -> Message | None:
+        if "lack" in content and not post.reminded:
+            return self._order(post.client, post.order, full=True)
+        found, held = records.read_fields(content, "evaluated"), self.held[post.client.id]
+        try:
+            n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
+        except (KeyError, ValueError, OverflowError) as error:
+            raise records.BadRecord(f"its evaluation cannot be read ({error!r})") from None
+        possible = 0 <= metric <= n * (1 + 1e-5) if self.share else abs(metric) <= LARGEST_METRIC
+        if n != held or not (abs(loss) <= LARGEST_METRIC and possible):
+            raise records.BadRecord(f"loss {loss} and metric {metric} of {n} samples; it registered {held} samples")
+        self._found[post.client.id] = (n, loss, metric)
+        return None
+
+    def fail(self, post: Post, why: str) -> None:
+        self.doubtful.add(post.client.id)
+        self.failures[post.client.id] = records.printable(why)
+
+    def close(self) -> Evaluation:
+        """The mean over all samples of the clients that replied."""
+        for client, why in sorted(self.failures.items()):
+            log.warning("client %d is dropped from this evaluation: %s", client, why)
+        found = [self._found[c] for c in sorted(self._found)]
+        total = sum(n for n, _, _ in found)
+        if not total:
+            raise RunStopped("no client could evaluate the model. The state before this round is kept.")
+        return Evaluation(sum(f[1] for f in found) / total, sum(f[2] for f in found) / total, self.traffic.down)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor, nn
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, DataError
 from ..core.mask import Weights
 from ..core.method import Method
 from ..core.record import RoundRecord
@@ -23,26 +25,66 @@ from ..run import checkpoint
 from ..run.config import TrainConfig
 from ..run.progress import Display
 from ..run.simulate import Run, Watch, drive
+from .attendance import FlowerOptions
 from .engine import FlowerEngine
-from .fixed import fingerprint
-from .options import FlowerOptions
-from .roster import Roster, Terms
+from .registration import Terms, fingerprint
+from .registry import Registry
 
 log = logging.getLogger("flwr.flashfl")
-_ONLY_START = "FlashStrategy runs as a whole: call strategy.start(grid)"
+
+
+class _Elsewhere:
+    """Stands for samples that clients have; an example shows what they look like."""
+
+    def __init__(self, example: tuple[Tensor, ...] | None) -> None:
+        self.example = example
+
+    def __len__(self) -> int:
+        return 2
+
+    def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[tuple[Tensor, ...], Tensor]:
+        if self.example is None:
+            raise DataError("the server has no samples to count FLOPs with: give server_task an `example` input")
+        return tuple(x[:1] for x in self.example), torch.zeros(1, dtype=torch.long)
+
+    def to(self, device: torch.device | str) -> _Elsewhere:
+        return self
+
+
+def server_task(
+    model: nn.Module | Callable[[], nn.Module],
+    test: object = None,
+    *,
+    example: Tensor | tuple[Tensor, ...] | None = None,
+    **settings: Any,
+) -> Task:
+    """What a server knows about a task: the model, and test samples if it has some. Else clients evaluate the model.
+
+    example: a batch of inputs, needed only to count FLOPs where there are no test samples.
+    settings: loss, metric, prunable, fixed and name, as for `Task`. Model and rules must be the same as the clients'.
+    Where clients evaluate by accuracy, pass metric=flashfl.accuracy: results outside 0 to 1 are then refused.
+    """
+    inputs = (example,) if isinstance(example, Tensor) else example
+    task = Task(model, [_Elsewhere(inputs)], test, **settings)
+    task.metric_known = test is not None or "metric" in settings  # otherwise clients may have another metric
+    return task
 
 
 class FlashStrategy(Strategy):
     """Runs a method on the nodes of a grid.
 
-    method: any Method. task: the model and how it is judged (`server_task`); with test samples the server judges,
-    without them the clients do. train: the run's settings; without any, the usual ones and a checkpoint after each
-    round. options: how to deal with clients.
-    folder: where results and checkpoints go. resume: go on from the last checkpoint there, if there is one.
-    header: what the results file says of the run's settings. watch: called after every round; progress is shown unless
-    quiet.
+    method: any Method.
+    task: the model and how to evaluate it (`server_task`). The server evaluates if the task has test samples, else the
+        clients do.
+    train: the run's settings; by default the usual ones, with a checkpoint after each round.
+    options: how to deal with clients.
+    folder: where results and checkpoints go.
+    resume: continue from the last checkpoint in the folder, if there is one.
+    header: the settings that the results file records.
+    watch: called after every round.
+    quiet: show no progress.
 
-    Call `start`. Flower's step-by-step hooks raise an error: they could not send a client the masks it has lost.
+    Call `start`. Flower's hooks for single steps raise an error: they cannot send a client the masks it has lost.
     """
 
     def __init__(
@@ -60,7 +102,7 @@ class FlashStrategy(Strategy):
     ) -> None:
         self.method, self.task = method, task
         self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
-        if not resume:  # a run that has recorded them goes on with them
+        if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
@@ -74,16 +116,19 @@ class FlashStrategy(Strategy):
         timeout: float | None = None,
         **unused: Any,
     ) -> Result:
-        """Train to the end. The run itself is then in `run`; Flower's result holds the model and its metrics."""
+        """Train to the end. Returns the model and its metrics; the attribute `run` then holds the whole run."""
         if initial_arrays is not None:
-            raise ConfigError("initial_arrays: the method draws the weights; to start from some, give Task that module")
+            raise ConfigError(
+                "initial_arrays: the method draws the weights. To start from your own, give Task a module"
+            )
         self.train = replace(self.train, rounds=num_rounds) if num_rounds else self.train
         self.options = replace(self.options, timeout=timeout) if timeout else self.options
         resume = self.resume and self.folder is not None and bool(checkpoint.found_in(self.folder / "checkpoints"))
         engine = self.connect(grid)
-        if self.task.test is None and not any(entry.held for entry in engine.roster.entries.values()):
+        if self.task.test is None and not any(entry.held for entry in engine.registry.entries.values()):
             raise ConfigError(
-                "nothing to judge the model on: give the server's task `test`, or the clients' a `holdout` above 0"
+                "nobody has samples to evaluate the model on: give the server's task `test`, or the clients' tasks a "
+                "`holdout` above 0"
             )
         self.summary()
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
@@ -95,7 +140,7 @@ class FlashStrategy(Strategy):
 
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.roster, self.folder, resume, watch, self.header
+                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, watch, self.header
             )
         finally:
             display.close()
@@ -105,38 +150,38 @@ class FlashStrategy(Strategy):
         """Wait for clients; the engine that reaches them."""
         need, options = self.train.min_replies, self.options
         terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples)
-        roster = Roster(grid, terms, need, options.wait, options.poll)
+        registry = Registry(grid, terms, options, need)
         if self.resume and (record := _latest(self.folder)) is not None:
-            roster.load(record["clients"])
-        roster.gather(options.clients or min(self.train.per_round, roster.size or self.train.per_round))
-        if self.train.per_round > roster.size:
+            registry.load(record["clients"])
+        registry.gather(options.clients or min(self.train.per_round, registry.size or self.train.per_round))
+        if self.train.per_round > registry.size:
             raise ConfigError(
-                f"per_round = {self.train.per_round} and {roster.size} clients registered: start more SuperNodes, "
-                "or set per_round to what there is"
+                f"per_round = {self.train.per_round} and {registry.size} clients registered: start more SuperNodes, "
+                "or lower per_round"
             )
-        log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in roster.present()))
+        log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in registry.present()))
         masks = self.folder / "masks" if self.folder else None
-        return FlowerEngine(
-            self.task, grid, roster, options, self.train.values, masks, self.train.clip, self.train.trim
-        )
+        return FlowerEngine(self.task, grid, registry, self.train.values, masks, self.train.clip, self.train.trim)
+
+    # Flower's hooks for single steps.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        raise NotImplementedError(_ONLY_START)
+        _refuse_step("configure_train")
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        raise NotImplementedError(_ONLY_START)
+        _refuse_step("aggregate_train")
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        raise NotImplementedError(_ONLY_START)
+        _refuse_step("configure_evaluate")
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        raise NotImplementedError(_ONLY_START)
+        _refuse_step("aggregate_evaluate")
 
     def summary(self) -> None:
         """Log what is about to run."""
@@ -144,18 +189,22 @@ class FlashStrategy(Strategy):
                  self.train.per_round, self.train.values, self.options)  # fmt: skip
 
 
+def _refuse_step(name: str) -> NoReturn:
+    raise NotImplementedError(f"FlashStrategy has no {name}: it runs all rounds itself. Call strategy.start(grid).")
+
+
 def _check(train: TrainConfig) -> None:
-    """Refuse settings of a simulation that would be recorded and have no effect."""
+    """Refuse settings that work in a simulation only."""
     if train.dropout:
         raise ConfigError(
             f"dropout = {train.dropout}: it simulates failures; on Flower, real clients fail on their own. Set it to 0."
         )
     if train.device not in ("auto", "cpu"):
-        raise ConfigError(f"device = {train.device!r}: Flower's clients train on the CPU; set it to auto or cpu")
+        raise ConfigError(f"device = {train.device!r}: clients on Flower train on the CPU. Set it to auto or cpu.")
 
 
 def _latest(folder: Path | None) -> dict[str, Any] | None:
-    """The newest checkpoint's record that is whole; whether its tensors are is checked when it is loaded."""
+    """The record of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
     for path in checkpoint.found_in(folder / "checkpoints") if folder else ():
         with suppress(checkpoint.Unusable):
             return checkpoint.read_record(path)

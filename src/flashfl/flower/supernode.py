@@ -1,25 +1,36 @@
-"""`python -m flashfl.flower.supernode ...`: flower-supernode with less waiting. Takes the same arguments.
+"""`python -m flashfl.flower.supernode ...`: flower-supernode that waits less and comes back after a crash.
 
-Flower's SuperNode looks for messages every 3 s and for its app's reply every 0.5 s, its SuperExec looks for work every
-second and then starts an interpreter for every message. Here all look every FLASHFL_POLL seconds (0.2 unless set), and
-apps are forked from a process that has Flower loaded (`flashfl.flower.superexec`). What Flower has no setting for is
-changed by giving its modules another clock and another way to start processes; should a later version be built
-otherwise, it runs as it is.
+Takes the same arguments as flower-supernode. It differs in three ways:
+- Flower's SuperNode looks for messages every 3 s and for its app's reply every 0.5 s; its SuperExec looks for work
+  every second. Here all look every FLASHFL_POLL seconds (default: 0.2).
+- Flower starts an interpreter for every message. Here ClientApps are forked from a process that has loaded Flower.
+- Flower's SuperNode exits with code 305 if the SuperLink still counts its predecessor as online, as it does for up to a
+  minute after a crash. Here it waits and tries again.
+
+Flower has no settings for this, so its modules are given another clock, another way to start processes, and another
+client. If a later version of Flower is built differently, those names are not found and the command says so.
 """
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.context import ForkServerProcess
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+SUPEREXEC = "--as-superexec"  # our own first argument: run the SuperExec in place of the SuperNode
+REJOIN = 120.0  # seconds to try again; the SuperLink forgets a crashed node after 60
+_PRELOAD = ["flwr.supernode.cli.flwr_clientapp", "flashfl.flower.client", "flashfl.flower.worker"]
 
 
 class Instead:
-    """A module in which some names are others."""
+    """A module in which some names are replaced."""
 
     def __init__(self, module: ModuleType, **names: Any) -> None:
         self._module = module
@@ -30,30 +41,109 @@ class Instead:
 
 
 def short_sleep(most: float) -> Callable[[float], None]:
-    """A sleep that never lasts longer than this."""
+    """A sleep that lasts at most this long."""
     return lambda seconds: time.sleep(min(seconds, most))
 
 
-def popen_ours(command: Sequence[str], **options: Any) -> Any:
-    """Start a process; a SuperExec is ours."""
+def start_superexec(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process; in place of a SuperExec, start ours."""
     if command[0] == "flower-superexec":
-        command = [sys.executable, "-m", "flashfl.flower.superexec", *command[1:]]
+        command = [sys.executable, "-m", "flashfl.flower.supernode", SUPEREXEC, *command[1:]]
     return subprocess.Popen(command, **options)
 
 
+def try_again(
+    call: Callable[[], T], refused: Callable[[Exception], bool], seconds: float = REJOIN, pause: float = 5.0
+) -> T:
+    """Call until it succeeds or fails for another reason than `refused`, for at most this long."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if not refused(error) or time.monotonic() + pause > end:
+                raise
+            left = end - time.monotonic()
+            print(
+                "flashfl: the SuperLink refuses this node. It may still count the node as online after a crash, or "
+                f"does not know its key. Trying again for up to {left:.0f} s.",
+                file=sys.stderr,
+                flush=True,
+            )
+            time.sleep(pause)
+
+
+def not_activated(error: Exception) -> bool:
+    """Whether the SuperLink said that a node cannot be activated now."""
+    import httpx
+    from flwr.supercore.error import ApiErrorCode, FlowerError
+
+    if not isinstance(error, httpx.HTTPStatusError):
+        return False
+    found = FlowerError.from_json(error.response.text)
+    return found is not None and found.code == ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED
+
+
+def run_app(command: Sequence[str], quiet: bool) -> None:
+    """What `flwr-clientapp` does, in a process that has loaded Flower."""
+    if quiet:
+        sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115 - for as long as the process lives
+    sys.argv = list(command)
+    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
+
+    flwr_clientapp()
+
+
+class Starter:
+    """Starts processes: ClientApps from Python's fork server, all others as usual."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | ForkServerProcess:
+        if command[0] != "flwr-clientapp":
+            return subprocess.Popen(command, **options)
+        mp.active_children()  # collects those that have ended
+        quiet = options.get("stdout") == subprocess.DEVNULL
+        process = self._context.Process(target=run_app, args=(list(command), quiet), daemon=True)
+        process.start()
+        return process
+
+
+def superexec() -> None:
+    """Start a SuperExec with a fork server."""
+    from flwr.supercore.cli import flower_superexec
+    from flwr.supercore.superexec.executor import subprocess_executor
+
+    executor: Any = subprocess_executor
+    executor.subprocess = Instead(subprocess, Popen=Starter().popen)
+    flower_superexec()
+
+
 def main() -> None:
-    """Start a SuperNode that does not dawdle."""
+    """Start a SuperNode."""
+    if sys.argv[1:2] == [SUPEREXEC]:
+        del sys.argv[1]
+        return superexec()
     most = max(0.01, float(os.environ.get("FLASHFL_POLL", "0.2")))
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(most))
     try:
-        from flwr.supernode import start_client_internal
+        from flwr.supernode import fleet_http_connection, start_client_internal
         from flwr.supernode.cli import flower_supernode
+        from flwr.supernode.fleet_http_client import FleetHttpClient
     except ImportError as error:
         sys.exit(f"flashfl: a SuperNode needs Flower ({error}): pip install 'flashfl[flower]'")
 
+    class Client(FleetHttpClient):
+        def ActivateNode(self, request: Any) -> Any:  # noqa: N802 - Flower's name
+            return try_again(lambda: super(Client, self).ActivateNode(request), not_activated)
+
+    connection: Any = fleet_http_connection
+    connection.FleetHttpClient = Client
     loop: Any = start_client_internal
     loop.time = Instead(time, sleep=short_sleep(most))
-    loop.subprocess = Instead(subprocess, Popen=popen_ours)
+    loop.subprocess = Instead(subprocess, Popen=start_superexec)
     flower_supernode()
 
 

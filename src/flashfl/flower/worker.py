@@ -1,8 +1,8 @@
-"""A process that outlives messages: it keeps torch, the model and the data where Flower would reload them.
+"""A process that outlives messages: it keeps torch, the model and the data, which Flower would load every time.
 
 Flower starts a new process for every message of a deployed client. That process hands the work to this one over a
-socket that only the same user can reach, and needs to import neither torch nor the data. The worker ends when the
-process that starts Flower's (the node's SuperExec) has ended, or when it has had nothing to do for long.
+socket that only the same user can reach, and imports neither torch nor the data. The worker ends with the process that
+starts Flower's processes (the node's SuperExec), or after half an hour without work.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ import time
 from importlib import import_module
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .exchange import Answer, Held, Seat
+from .messages import Answer, Held, NodeContext
+
+if TYPE_CHECKING:
+    from .host import TaskFn
 
 IDLE = 1800.0  # seconds without work after which a worker ends
 _STARTS = 60.0  # seconds a worker has to open its socket
-_started: list[Any] = []  # workers outlive whoever starts them; nobody waits for them
+_started: list[subprocess.Popen[bytes]] = []  # workers outlive the process that starts them
 
 
-def resolve(reference: str) -> Any:
-    """The object that `module:name` names."""
+def resolve(reference: str) -> TaskFn:
+    """The function that `module:name` names."""
     module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)
+    found: TaskFn = getattr(import_module(module), name)
+    return found
 
 
-def ask(reference: str, kind: str, seat: Seat, data: bytes, held: Held) -> Answer | None:
+def ask(reference: str, kind: str, node: NodeContext, data: bytes, held: Held) -> Answer | None:
     """The worker's answer to a message; None if there can be no worker here."""
     parent, folder = os.getppid(), _folder()
     if folder is None or parent <= 1:
@@ -43,7 +46,7 @@ def ask(reference: str, kind: str, seat: Seat, data: bytes, held: Held) -> Answe
         json.dumps([parent, reference, sys.path, sys.executable]).encode(), digest_size=8
     ).hexdigest()
     with _connect(folder / f"{name}.sock", parent, reference) as connection:
-        asked = {"kind": kind, "node": dict(seat.node), "run": dict(seat.run), "run_id": seat.run_id}
+        asked = {"kind": kind, "node": dict(node.node_config), "run": dict(node.run_config), "run_id": node.run_id}
         _send(connection, asked, data, held)
         fields, reply, kept = _receive(connection)
     if "raised" in fields:
@@ -52,8 +55,8 @@ def ask(reference: str, kind: str, seat: Seat, data: bytes, held: Held) -> Answe
 
 
 def _folder() -> Path | None:
-    """Where sockets lie: a folder that nobody but this user can enter."""
-    if not hasattr(os, "getuid") or not hasattr(__import__("socket"), "AF_UNIX"):
+    """The folder of our sockets, which only this user can enter; None if there is no such folder."""
+    if os.name != "posix":
         return None
     folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -63,7 +66,7 @@ def _folder() -> Path | None:
 
 
 def _connect(socket: Path, parent: int, reference: str) -> Connection:
-    """A connection to the worker behind this socket, which is started if it is not there."""
+    """A connection to the worker behind this socket; starts the worker if there is none."""
     try:
         return _client(socket)
     except OSError:
@@ -88,7 +91,7 @@ def _send(connection: Connection, fields: dict[str, Any], data: bytes, held: Hel
     """A few fields as JSON, a blob, and masks: no pickles."""
     head = {**fields, "memory": held.memory, "masks": list(held.masks)}
     connection.send_bytes(json.dumps(head).encode())
-    connection.send_bytes(data or b"\0")  # an empty one is not told from none on every system
+    connection.send_bytes(data or b"\0")  # some systems cannot send an empty message
     for mask in held.masks.values():
         connection.send_bytes(mask)
 
@@ -97,33 +100,32 @@ def _receive(connection: Connection) -> tuple[dict[str, Any], bytes, Held]:
     fields = json.loads(connection.recv_bytes())
     data = connection.recv_bytes()
     masks = {digest: connection.recv_bytes() for digest in fields["masks"]}
-    memory = [(tuple(tag), order, own) for tag, order, own in fields["memory"]]
+    memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in fields["memory"]]
     return fields, b"" if data == b"\0" else data, Held(memory, masks)
 
 
 def serve(socket: Path, parent: int, reference: str) -> None:
-    """Answer one message after another until there is nobody left to answer."""
+    """Answer one message after another. `_watch` ends the process."""
     last = [time.monotonic()]
     threading.Thread(target=_watch, args=(socket, parent, last), daemon=True).start()
-    with Listener(str(socket), family="AF_UNIX") as listener:  # before torch is loaded: who calls meanwhile waits
+    with Listener(str(socket), family="AF_UNIX") as listener:  # opened before torch is loaded: callers wait
         while True:
             try:
                 with listener.accept() as connection:
                     last[0] = float("inf")
                     _answer(connection, reference)
             except (EOFError, OSError, ValueError) as error:
-                print(f"flashfl worker: a caller was lost ({error!r})", file=sys.stderr)
+                print(f"flashfl worker: lost a caller ({error!r})", file=sys.stderr)
             last[0] = time.monotonic()
 
 
-def _answer(connection: Any, reference: str) -> None:
+def _answer(connection: Connection, reference: str) -> None:
     fields, data, held = _receive(connection)
-    seat = Seat(fields["node"], fields["run"], fields["run_id"])
+    node = NodeContext(fields["node"], fields["run"], fields["run_id"])
     try:
         from .host import find
 
-        context = SimpleNamespace(node_config=dict(seat.node), run_config=dict(seat.run), run_id=seat.run_id)
-        answer = find(resolve(reference), seat, context).serve(fields["kind"], seat, data, held)
+        answer = find(resolve(reference), node).serve(fields["kind"], node, data, held)
     except Exception as error:  # the caller raises it again, as Flower expects of an app
         _send(connection, {"raised": f"{type(error).__name__}: {error}"}, b"", Held())
         return
@@ -146,7 +148,7 @@ def _alive(process: int) -> bool:
         return False
     except PermissionError:
         pass
-    try:  # one that has ended and was not waited for yet is not alive either
+    try:  # a zombie is not alive either
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
         return True

@@ -1,4 +1,4 @@
-"""Who is who: ids, refusals by name, nodes that come and go."""
+"""Which node is which client: ids, refusals, nodes that join and leave."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ from flwr.app import Error, Message
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.state import State
 from flashfl.data.task import Task
-from flashfl.flower import client_app, records, server_task
-from flashfl.flower.fixed import fingerprint
-from flashfl.flower.roster import Roster, Terms
+from flashfl.flower import FlowerOptions, client_app, records, server_task
+from flashfl.flower.registration import Terms, fingerprint
+from flashfl.flower.registry import Registry
 from tests.conftest import NormNet, blobs, make_task
 from tests.test_every_method import small
 
 
-def roster_of(grid: Any, task: Any, need: int = 1) -> Roster:
-    return Roster(grid, Terms(task.layout.hash, fingerprint(task)), need, wait=0.1, poll=0.01)
+def registry_of(grid: Any, task: Any, need: int = 1) -> Registry:
+    return Registry(grid, Terms(task.layout.hash, fingerprint(task)), FlowerOptions(wait=0.1, poll=0.01), need)
 
 
 def test_clients_are_known_by_their_own_ids() -> None:
     task = make_task("norm")
-    roster = roster_of(federation(task), task)
-    assert [c.id for c in roster] == list(range(8))
-    assert [c.n for c in roster] == [c.n for c in task.clients]
-    assert all(roster.node(c.id) == node_of(c.id) for c in task.clients)
+    registry = registry_of(federation(task), task)
+    assert [c.id for c in registry.present()] == list(range(8))
+    assert [c.n for c in registry.present()] == [c.n for c in task.clients]
+    assert all(registry.entries[c.id].node == node_of(c.id) for c in task.clients)
 
 
-def test_a_second_node_of_the_same_id_waits_until_the_first_leaves(caplog: pytest.LogCaptureFixture) -> None:
+def test_second_node_with_the_same_client_id_waits(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
     grid = federation(task)
-    roster = roster_of(grid, task)
-    assert len(roster) == 8
+    registry = registry_of(grid, task)
+    assert len(registry.present()) == 8
     grid.join(7, client_app(task), {"partition-id": 3})
     with caplog.at_level(logging.ERROR, "flwr.flashfl"):
-        roster.refresh()
-        roster.refresh()
-    assert roster.node(3) == node_of(3)
+        registry.refresh()
+        registry.refresh()
+    assert registry.entries[3].node == node_of(3)
     assert caplog.text.count(f"node 7 is refused: client 3 is already node {node_of(3)}") == 1
     grid.leave(node_of(3))
-    roster.refresh()
-    assert roster.node(3) == 7
-    assert len(roster) == 8
+    registry.refresh()
+    assert registry.entries[3].node == 7
+    assert len(registry.present()) == 8
 
 
-def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_node_with_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     task, other = make_task("norm"), make_task("dropout")
     grid = federation(task)
     grid.join(node_of(5), client_app(other), {"partition-id": 5})
     with caplog.at_level(logging.ERROR, "flwr.flashfl"):
-        roster = roster_of(grid, task)
-        assert [c.id for c in roster] == [0, 1, 2, 3, 4, 6, 7]
-    assert "client 5 has another model" in roster.refused[node_of(5)]
+        registry = registry_of(grid, task)
+        assert [c.id for c in registry.present()] == [0, 1, 2, 3, 4, 6, 7]
+    assert "client 5 has another model" in registry.refused[node_of(5)]
     assert other.layout.hash in caplog.text
 
 
@@ -74,19 +74,19 @@ def test_another_model_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> N
         ({"density": "thick"}, "cannot be read"),
     ],
 )
-def test_a_registration_that_cannot_be_is_refused(said: dict[str, Any], why: str) -> None:
+def test_impossible_registration_is_refused(said: dict[str, Any], why: str) -> None:
     task = make_task("norm")
 
     def lie(message: Message, reply: Message) -> Iterable[Message]:
         reply.content = records.fields("client", {**records.read_fields(reply.content, "client"), **said})
         return [reply]
 
-    roster = roster_of(federation(task, only(node_of(1), "query", lie)), task)
-    assert 1 not in [c.id for c in roster]
-    assert why in roster.refused[node_of(1)]
+    registry = registry_of(federation(task, only(node_of(1), "query", lie)), task)
+    assert 1 not in [c.id for c in registry.present()]
+    assert why in registry.refused[node_of(1)]
 
 
-def test_another_version_of_the_package_is_only_remarked(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_package_version_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
 
     def old(message: Message, reply: Message) -> Iterable[Message]:
@@ -94,20 +94,20 @@ def test_another_version_of_the_package_is_only_remarked(caplog: pytest.LogCaptu
         return [reply]
 
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
-        assert len(roster_of(federation(task, only(node_of(1), "query", old)), task)) == 8
+        assert len(registry_of(federation(task, only(node_of(1), "query", old)), task).present()) == 8
     assert "client 1 runs flashfl 0.0.1" in caplog.text
 
 
-def test_a_node_that_does_not_say_who_it_is_is_told_how() -> None:
+def test_node_without_partition_id_is_told_what_to_set() -> None:
     task = make_task("norm")
     grid = federation(task)
     grid.join(11, client_app(task), {})
-    roster = roster_of(grid, task)
-    assert len(roster) == 8
-    assert "--node-config 'partition-id=N'" in roster.refused[11]
+    registry = registry_of(grid, task)
+    assert len(registry.present()) == 8
+    assert "--node-config 'partition-id=N'" in registry.refused[11]
 
 
-def test_a_node_whose_app_fails_is_asked_a_few_times_only() -> None:
+def test_node_whose_app_fails_is_asked_three_times() -> None:
     task = make_task("norm")
     grid = federation(task)
 
@@ -115,22 +115,22 @@ def test_a_node_whose_app_fails_is_asked_a_few_times_only() -> None:
         raise OSError("no data here")
 
     grid.join(11, client_app(broken), {"partition-id": 11})
-    roster = roster_of(grid, task)
+    registry = registry_of(grid, task)
     for _ in range(6):
-        roster.refresh()
-    assert "no data here" in roster.refused[11]
+        registry.refresh()
+    assert "no data here" in registry.refused[11]
     assert grid.pushed.count((11, "query")) == 3
 
 
-def test_a_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
     run = train(small("hetero-spdst"), task, federation(task, nodes={4: {"density": 0.77}}), per_round=4)
     assert run.state is not None
-    assert all(4 not in line["cohort"] for line in run.history)
-    assert "client 4 has density 0.77" in caplog.text
+    assert all(4 not in line.cohort for line in run.history)
+    assert "client 4 states density 0.77" in caplog.text
 
 
-def test_nodes_that_appear_take_part_and_those_that_leave_do_not() -> None:
+def test_nodes_can_join_and_leave() -> None:
     task = make_task("norm")
     grid = federation(task)
     late = {c: grid.apps[node_of(c)] for c in (6, 7)}
@@ -138,19 +138,19 @@ def test_nodes_that_appear_take_part_and_those_that_leave_do_not() -> None:
         grid.leave(node_of(c))
 
     def change(state: State, line: Any) -> None:
-        if line["round"] == 1:
+        if line.round == 1:
             for c, app in late.items():
                 grid.join(node_of(c), app, {"partition-id": c})
             grid.leave(node_of(0))
 
     run = train(small("dense"), task, grid, watch=change, per_round=6, rounds=4)
-    cohorts = [set(line["cohort"]) for line in run.history]
+    cohorts = [set(line.cohort) for line in run.history]
     assert cohorts[:2] == [set(range(6))] * 2
     assert all(0 not in cohort for cohort in cohorts[2:])
     assert {6, 7} & (cohorts[2] | cohorts[3])
 
 
-def test_too_few_clients_stop_the_run_and_say_why() -> None:
+def test_too_few_clients_stop_the_run_with_the_reason() -> None:
     task = make_task("norm")
     grid = federation(task)
     for c in range(1, 8):
@@ -159,14 +159,14 @@ def test_too_few_clients_stop_the_run_and_say_why() -> None:
         train(small("dense"), task, grid, min_replies=2, per_round=4, options=QUICK)
 
 
-def test_more_clients_a_round_than_there_are_is_said_before_anything_runs() -> None:
+def test_per_round_above_the_number_of_clients_raises_before_training() -> None:
     task = make_task("norm")
     with pytest.raises(ConfigError, match="per_round = 9 and 8 clients"):
         train(small("dense"), task, federation(task), per_round=9)
 
 
-def test_a_resumed_run_keeps_its_plan_with_fewer_clients(tmp_path: Any) -> None:
-    """Densities given to clients stay theirs, and shares are those of the run as planned."""
+def test_resumed_run_keeps_its_plan_with_fewer_clients(tmp_path: Any) -> None:
+    """Clients keep the densities they were given."""
     task = make_task("norm")
     run = train(small("hetero-spdst"), task, federation(task), tmp_path, rounds=2)
     grid = federation(task)
@@ -184,23 +184,23 @@ def of_size(n: int, net: Any = NormNet, client: int = 2) -> Any:
 
 
 def after(grid: Any, number: int, node: int, app: Any, **config: Any) -> Any:
-    """Starts a node anew, with another app, after a round."""
+    """Restarts a node with another app after a round."""
 
     def change(state: State, line: Any) -> None:
-        if line["round"] == number:
+        if line.round == number:
             grid.join(node, app, {"partition-id": 2, **config})
 
     return change
 
 
-def test_a_node_that_comes_back_with_other_data_is_left_out_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_node_restarted_with_other_data_is_dropped_once(caplog: pytest.LogCaptureFixture) -> None:
     task, cohort = make_task("norm"), {"per_round": 8, "rounds": 5}
     grid = federation(task)
-    anew = after(grid, 1, node_of(2), of_size(33))
-    run = train(small("pdst"), server_task(NormNet, blobs(30, (1, 5, 5), 7)), grid, watch=anew, **cohort)
-    assert [list(line["failures"]) for line in run.history] == [[], [], ["2"], [], []]
-    assert "reports 33 samples and is known to have 13" in run.history[2]["failures"]["2"]
-    assert f"node {node_of(2)} was started anew: client 2 with 33 samples" in caplog.text
+    restart = after(grid, 1, node_of(2), of_size(33))
+    run = train(small("pdst"), server_task(NormNet, blobs(30, (1, 5, 5), 7)), grid, watch=restart, **cohort)
+    assert [list(line.failures) for line in run.history] == [[], [], [2], [], []]
+    assert "reports 33 samples and is known to have 13" in run.history[2].failures[2]
+    assert f"node {node_of(2)} was restarted: client 2 with 33 samples" in caplog.text
     assert grid.pushed.count((node_of(2), "query")) == 2
     assert grid.pushed.count((node_of(3), "query")) == 1
 
@@ -209,65 +209,65 @@ def test_a_node_that_comes_back_with_other_data_is_left_out_once(caplog: pytest.
     (of_size(33), "registers 33 samples, flower.max_samples is 20"),
     (client_app(make_task("dropout")), "has another model"),
 ])  # fmt: skip
-def test_a_node_that_comes_back_unfit_is_refused(app: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_node_restarted_with_an_unfit_app_is_refused(app: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     task, options = make_task("norm"), replace(PATIENT, max_samples=20)
     grid = federation(task)
     server = server_task(NormNet, blobs(30, (1, 5, 5), 7))
     run = train(small("pdst"), server, grid, watch=after(grid, 1, node_of(2), app), options=options, per_round=7)
     assert f"node {node_of(2)} is refused: client 2 {why}" in caplog.text
-    assert 2 not in run.history[-1]["cohort"]
+    assert 2 not in run.history[-1].cohort
 
 
-def test_a_node_that_comes_back_as_another_client_is_that_one() -> None:
+def test_node_restarted_as_another_client_gets_that_id() -> None:
     task = make_task("norm", clients=3)
     grid = federation(task)
-    roster = roster_of(grid, task)
-    assert [c.id for c in roster] == [0, 1, 2]
+    registry = registry_of(grid, task)
+    assert [c.id for c in registry.present()] == [0, 1, 2]
     grid.join(node_of(2), of_size(9), {"partition-id": 0, "client-id": 5})
-    roster.doubt([2, 77])
-    assert [(c.id, c.n) for c in roster][2:] == [(5, 9)]
-    assert roster.node(5) == node_of(2)
+    registry.doubt([2, 77])
+    assert [(c.id, c.n) for c in registry.present()][2:] == [(5, 9)]
+    assert registry.entries[5].node == node_of(2)
 
 
-def test_a_node_that_is_refused_is_asked_again_after_a_while(
+def test_refused_node_is_asked_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     task = make_task("norm")
     grid = federation(task)
     grid.join(node_of(2), client_app(make_task("dropout")), {"partition-id": 2})
-    roster = roster_of(grid, task)
-    assert len(roster) == 7
-    roster.refresh()
+    registry = registry_of(grid, task)
+    assert len(registry.present()) == 7
+    registry.refresh()
     assert grid.pushed.count((node_of(2), "query")) == 1, "not all the time"
-    monkeypatch.setattr("flashfl.flower.roster._AGAIN", 0.0)
-    roster.refresh()
+    monkeypatch.setattr("flashfl.flower.registry._AGAIN", 0.0)
+    registry.refresh()
     assert grid.pushed.count((node_of(2), "query")) == 2
     assert caplog.text.count("has another model") == 1, "what is known is not said again"
     grid.join(node_of(2), client_app(task), {"partition-id": 2})
-    roster.refresh()
-    assert [c.id for c in roster] == list(range(8))
-    assert not roster.refused
-    roster.refresh()
+    registry.refresh()
+    assert [c.id for c in registry.present()] == list(range(8))
+    assert not registry.refused
+    registry.refresh()
     assert grid.pushed.count((node_of(2), "query")) == 3
 
 
-def test_a_client_that_is_out_of_reach_for_a_while_stays_known() -> None:
+def test_unreachable_client_stays_registered() -> None:
     task = make_task("norm")
     grid = federation(task)
-    roster = roster_of(grid, task)
-    assert len(roster) == 8
+    registry = registry_of(grid, task)
+    assert len(registry.present()) == 8
     grid.tamper = lambda node, message, reply: [
         Message(Error(2, "no way there"), reply_to=message) if node == node_of(2) else reply
     ]
     for _ in range(12):
-        roster.doubt([2])
-        roster.refresh()
+        registry.doubt([2])
+        registry.refresh()
     assert grid.pushed.count((node_of(2), "query")) > 4, "more often than an unknown one would be"
-    assert [c.id for c in roster] == list(range(8))
-    assert not roster.refused
+    assert [c.id for c in registry.present()] == list(range(8))
+    assert not registry.refused
 
 
-def test_who_is_needed_is_waited_for() -> None:
+def test_server_waits_for_needed_clients() -> None:
     task = make_task("norm")
     grid = federation(task)
     apps = {c.id: grid.apps[node_of(c.id)] for c in task.clients}

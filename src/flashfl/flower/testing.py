@@ -1,16 +1,15 @@
-"""A grid whose nodes live in this process: for tests and for trying a strategy without Ray or sockets.
+"""A grid whose nodes live in this process: for tests, and to try a strategy without Ray or sockets.
 
-This is the one place that needs Flower's internals: an app's identity, which Flower sets before it runs one, and the
-id of a message, which the link gives it.
+It uses two internals of Flower: the identity of an app, which Flower sets before it runs one, and the id of a message,
+which the SuperLink assigns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict, UserConfigValue
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
@@ -20,15 +19,15 @@ Tamper = Callable[[int, Message, Message], Iterable[Message]]  # (node, message,
 
 
 class InProcessGrid(Grid):
-    """Carries each message to its node's ClientApp when the reply is asked for.
+    """Runs a node's ClientApp when the reply to its message is pulled.
 
-    nodes: node id -> (app, node config). tamper: what becomes of each reply: none of it, one, or several.
+    nodes: node id -> (app, node config). tamper: replaces each reply by none, one or several.
     """
 
     def __init__(
         self,
-        nodes: Mapping[int, tuple[ClientApp, Mapping[str, Any]]],
-        run_config: Mapping[str, Any] | None = None,
+        nodes: Mapping[int, tuple[ClientApp, Mapping[str, UserConfigValue]]],
+        run_config: Mapping[str, UserConfigValue] | None = None,
         tamper: Tamper | None = None,
     ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
@@ -44,7 +43,7 @@ class InProcessGrid(Grid):
         for node, (app, config) in nodes.items():
             self.join(node, app, config)
 
-    def join(self, node: int, app: ClientApp, config: Mapping[str, Any]) -> None:
+    def join(self, node: int, app: ClientApp, config: Mapping[str, UserConfigValue]) -> None:
         self.apps[node] = app
         self.contexts[node] = Context(1, node, dict(config), RecordDict(), dict(self.run_config))
 

@@ -1,0 +1,92 @@
+"""Which clients reply, how long they take, when to stop waiting for them, and whom not to ask for a while."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ..core.errors import ConfigError
+
+log = logging.getLogger("flwr.flashfl")
+_PAST = 9  # reply times that are remembered of each client
+_SLOWER = 3.0  # how many times its usual time a client gets
+_LONGEST = 64  # rounds a client is passed over at most
+
+
+@dataclass(frozen=True)
+class FlowerOptions:
+    """How the server deals with clients it does not control."""
+
+    clients: int = 0  # how many must have registered before the first round; 0: as many as take part in one
+    wait: float = 300.0  # seconds to wait for them, then or whenever too few are left
+    timeout: float = 600.0  # seconds a client has to reply at most
+    # A round is closed early once this share of its clients has replied and `grace` seconds more have passed, but not
+    # before three times the time that share took, nor three times a missing client's usual time. 1: wait for everyone.
+    enough: float = 0.5
+    grace: float = 60.0
+    poll: float = 0.2  # seconds between two looks for replies
+    # A change per step above this many times the cohort's median is refused, unless the whole change is small compared
+    # to the weights; 0: every change is accepted.
+    trust: float = 10.0
+    max_samples: int = 0  # a client that registers more samples than this is refused; 0: no limit up to 2^32
+
+    def __post_init__(self) -> None:
+        for name in ("clients", "wait", "timeout", "grace", "poll", "trust", "max_samples"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} = {value}: must be a number of at least 0")
+        if self.timeout == 0 or self.poll == 0:
+            raise ConfigError(f"timeout = {self.timeout}, poll = {self.poll}: both must be above 0")
+        if not 0 < self.enough <= 1:
+            raise ConfigError(f"enough = {self.enough}: must be above 0 and at most 1")
+
+
+class Attendance:
+    """Remembers how long clients took, and who missed rounds. A restarted server starts with a clean slate."""
+
+    def __init__(self, options: FlowerOptions, need: int = 1) -> None:
+        self.options, self.need = options, need
+        self.passed_over: dict[int, int] = {}  # client -> for how many more rounds
+        self._missed: dict[int, int] = {}  # client -> rounds it missed in a row
+        self._seconds: dict[tuple[str, int], deque[float]] = {}  # by kind of message and client
+
+    def usual(self, kind: str, client: int) -> float:
+        """The median of the client's last reply times to this kind of message; 0 if there are none."""
+        return median(self._seconds.get((kind, client), (0.0,)))
+
+    def time_allowed(self, kind: str, waiting: Iterable[int], replies: Sequence[float]) -> float:
+        """Seconds after which to go on without the clients in `waiting`; `replies`: what the good replies took."""
+        missing = list(waiting)
+        asked = len(missing) + len(replies)
+        enough = max(self.need, math.ceil(self.options.enough * asked))
+        if len(replies) < enough:
+            return self.options.timeout
+        soon = sorted(replies)[enough - 1]
+        longest = max([soon, *(self.usual(kind, client) for client in missing)])
+        return min(self.options.timeout, max(soon + self.options.grace, _SLOWER * longest))
+
+    def replied(self, kind: str, client: int, seconds: float) -> None:
+        self._seconds.setdefault((kind, client), deque(maxlen=_PAST)).append(seconds)
+        self.returned(client)
+
+    def returned(self, client: int) -> None:
+        """The client is there: forget the rounds it missed."""
+        self._missed.pop(client, None)
+        self.passed_over.pop(client, None)
+
+    def round_over(self, silent: Iterable[int]) -> None:
+        """A round has ended without a reply from these clients: they are passed over for a while."""
+        self.passed_over = {client: left - 1 for client, left in self.passed_over.items() if left > 1}
+        self.missed(silent)
+
+    def missed(self, silent: Iterable[int]) -> None:
+        for client in silent:
+            count = self._missed[client] = self._missed.get(client, 0) + 1
+            rounds = self.passed_over[client] = min(2 ** (count - 1), _LONGEST)
+            times = "" if count == 1 else f" {count} times in a row"
+            span = "round" if rounds == 1 else f"{rounds} rounds"
+            log.warning("client %d did not reply%s: it is not asked in the next %s", client, times, span)

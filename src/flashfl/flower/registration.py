@@ -1,0 +1,120 @@
+"""What a node says about itself when it registers, and whether it fits the run.
+
+Fixed tensors (frozen weights, and buffers that do not travel) never cross the wire, so each side describes its own by
+a few numbers. The bits need not agree: tables that are computed, and weights drawn from one seed, differ in their last
+bits between processors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import __version__
+from ..core.errors import ConfigError
+from ..core.exchange import Client
+from ..data.task import Task
+from ..wire.frame import VERSION
+from .records import Field, printable
+
+log = logging.getLogger("flwr.flashfl")
+NONE = "{}"  # the fingerprint of a model without fixed tensors
+_SAMPLES = 1 << 32  # of one client: sums over any cohort fit 64 bits
+_PART = 1 << 20  # how many numbers are taken in double precision at a time
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_CLOSE = 1e-4  # of a tensor's norm
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a node must have to take part."""
+
+    layout: str  # the model's hash
+    fixed: str = NONE  # the fingerprint of its fixed tensors
+    samples: int = 0  # the most samples a client may register; 0: no limit but the format's
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered node."""
+
+    node: int
+    client: Client
+    held: int  # samples it evaluates models on
+
+    @staticmethod
+    def read(node: int, fields: Mapping[str, Field], terms: Terms) -> Entry:
+        """What a node says about itself, or a ConfigError that says why it cannot take part."""
+        try:
+            client, n, held = (int(fields[name]) for name in ("client", "n", "held"))
+            theirs, wire, package = str(fields["layout"]), int(fields["wire"]), str(fields["package"])
+            density = float(fields["density"]) if "density" in fields else None
+            other = difference(terms.fixed, str(fields.get("fixed", NONE)))
+        except (KeyError, ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"its registration cannot be read ({error!r})") from None
+        if not (0 <= client < 2**63 and 1 <= n <= _SAMPLES and 0 <= held <= _SAMPLES):
+            raise ConfigError(f"it registers as client {client} with {n} samples and {held} held back")
+        if terms.samples and n > terms.samples:
+            raise ConfigError(f"client {client} registers {n} samples, flower.max_samples is {terms.samples}")
+        if wire != VERSION:
+            raise ConfigError(f"client {client} speaks version {wire} of the wire format, the server {VERSION}")
+        if theirs != terms.layout:
+            raise ConfigError(
+                f"client {client} has another model: its layout is {theirs[:40]}, the server's {terms.layout}. "
+                "Model, prunable weights and fixed weights must be the same on both sides"
+            )
+        if other is not None:
+            raise ConfigError(
+                f"client {client} has other fixed weights: {other[:100]!r} differs from the server's. Fixed weights do "
+                "not travel: load them from the same file on both sides, or give the task a class or a function "
+                "instead of a module, so that both sides draw them from one seed"
+            )
+        if package != __version__:
+            log.warning("client %d runs flashfl %s, the server %s", client, printable(package, 40), __version__)
+        return Entry(node, Client(client, n, density), held)
+
+
+def fingerprint(task: Task) -> str:
+    """JSON: the name of each fixed tensor -> its shape, its norm and its product with a vector both sides know."""
+    module, travelling = task.build(), {layer.name for layer in task.layout.travelling}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    fixed = {name: t for name, t in sorted(tensors.items()) if name not in travelling}
+    return json.dumps({name: _marks(t) for name, t in fixed.items() if not name.endswith("num_batches_tracked")})
+
+
+def _marks(tensor: Tensor) -> tuple[list[int], float, float]:
+    tensor = tensor.detach().cpu()
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
+    square = product = 0.0
+    for at in range(0, len(flat), _PART):
+        part = flat[at : at + _PART].double().nan_to_num(3.0, 2.0, -2.0)  # the masks of attention hold infinities
+        known = torch.arange(at, at + len(part), dtype=torch.float64).mul_(_GOLDEN).frac_().sub_(0.5)
+        square, product = square + float(part.square().sum()), product + float(part @ known)
+    return list(tensor.shape), math.sqrt(square), product
+
+
+def difference(ours: str, theirs: str) -> str | None:
+    """The name of a tensor in which two fingerprints differ, if there is one; ValueError if theirs cannot be read."""
+    mine, other = json.loads(ours), _read(theirs)
+    for name in sorted({*mine, *other}):
+        if name not in mine or name not in other or mine[name][0] != other[name][0]:
+            return str(name)
+        (_, norm, _), pairs = mine[name], zip(mine[name][1:], other[name][1:], strict=True)
+        if not all(a == b or abs(a - b) <= _CLOSE * norm for a, b in pairs):
+            return str(name)
+    return None
+
+
+def _read(text: str) -> dict[str, tuple[list[int], float, float]]:
+    """A stranger's fingerprint."""
+    try:
+        found = json.loads(text)
+        return {name: (list(shape), float(norm), float(product)) for name, (shape, norm, product) in found.items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"its fixed tensors cannot be read: {type(error).__name__}") from None
