@@ -96,7 +96,7 @@ class Encoding(Account):
     def __init__(self, server: Server) -> None:
         super().__init__(server.memory, server.trust)
         self.server = server
-        self.orders: dict[int, Message] = {}  # of clients that have not answered yet
+        self._orders: dict[int, Message] = {}  # of clients that have not answered yet
         self._turns: deque[int] = deque()  # clients whose update is not added yet
         self._held = Held(self.layout, server.memory.store.folder)
         self._cohort = Cohort(server.trust)
@@ -106,20 +106,20 @@ class Encoding(Account):
     def sent(self, client: Client, order: Order) -> bytes:
         """The bytes of an order that is sent now."""
         message = self.server.message(client, order)
-        self.orders[client.id] = message
+        self._orders[client.id] = message
         self._turns.append(client.id)
         return self._count(self.server.encode(message))
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""
-        return self.server.encode(self.orders[client]).data
+        return self.server.encode(self._orders[client]).data
 
     def lacking(self, client: int, data: bytes) -> bytes:
         """A client says that it lacks a mask: the order with the full mask, and with its own if it is known here.
 
         Raises a WireError if this is not what the client says, or if it says so a second time.
         """
-        lack, order = decode(data, self.layout), self.orders[client]
+        lack, order = decode(data, self.layout), self._orders[client]
         if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
             raise WireError("the client reports a missing mask and has no reason to")
         self._reminded.add(client)
@@ -128,7 +128,7 @@ class Encoding(Account):
         if own is None:
             self.memory.forget(client)
         order = replace(order, start=self.memory.start(client), own=None if own is None else own.hash)
-        self.orders[client] = order
+        self._orders[client] = order
         if own is not None:
             order = replace(order, extra={**order.extra, OWN: Extra("bits", own.bits)})
         return self._count(encode(order, (), values=self.server.values))
@@ -139,12 +139,12 @@ class Encoding(Account):
 
     def failed(self, client: int, why: str) -> None:
         super().failed(client, why)
-        self.orders.pop(client, None)
+        self._orders.pop(client, None)
         self._add_ready()
 
     def received(self, client: int, data: bytes) -> None:
         """An answer. If it is not a good one, its client is dropped."""
-        order = self.orders[client]
+        order = self._orders[client]
         try:
             update = self.server.decode(data, order)
         except WireError as error:
@@ -160,7 +160,7 @@ class Encoding(Account):
         self._accepted[client] = (order.tag, self.memory.keep(order.mask), own)
         if self.trust.clip:
             self._starts[client] = order
-        del self.orders[client]
+        del self._orders[client]
         if self._turns[0] == client and not self.trust.needs_cohort:
             self._turns.popleft()
             add(self.sums, _update(update, order))
@@ -172,13 +172,13 @@ class Encoding(Account):
         """Add the updates of all clients before the first one that has not answered."""
         if self.trust.needs_cohort:
             return
-        while self._turns and self._turns[0] not in self.orders:
+        while self._turns and self._turns[0] not in self._orders:
             client = self._turns.popleft()
             if client in self._held:
                 add(self.sums, self._held.pop(client))
 
     def close(self) -> Outcome:
-        for client in list(self.orders):
+        for client in list(self._orders):
             self.failed(client, "no answer")
         if self.trust.needs_cohort:
             for client, why in self._cohort.rejected().items():
