@@ -63,9 +63,7 @@ class Server:
         update = decode(data, self.layout, known=self._known(order), limits=_limits(order))
         check_update(update, order, _expected(order), self.trust.factor > 0, self._frozen(order))
         if update.n != order.n:  # averages are weighted by it, so the client must not change it
-            raise WrongContent(
-                f"client {update.client} reports {update.n} samples, expected {order.n}"
-            )
+            raise WrongContent(f"client {update.client} reports {update.n} samples, expected {order.n}")
         return update
 
     def _known(self, order: Message) -> dict[str, Mask]:
