@@ -186,42 +186,46 @@ class Sums:
     _mask: Mask | None = None  # the mask of all updates so far, until one has another
     _packed: Tensor | None = None  # sum of n * w, packed under that mask, float64
     _held: int = 0  # sum of n over the updates in `_packed`
-    _flat: tuple[Tensor, Tensor] | None = None  # `weights` and `holders`, once they are made
+    _weights: Tensor | None = None  # the flat vectors, once they are made
+    _holders: Tensor | None = None
 
     @property
     def weights(self) -> Tensor | None:
         """Sum of n * w, float64; None if no weights were reported."""
-        return self.flat()[0] if self._packed is not None or self._flat is not None else None
+        if self._weights is None and self._mask is not None and self._packed is not None:
+            active, k = self._mask.active, self.layout.prunable_size
+            self._weights = torch.zeros(self.layout.size, dtype=torch.float64, device=self._packed.device)
+            self._weights[_places(self._mask)] = self._packed[:active]
+            self._weights[k:] = self._packed[active:]
+        return self._weights
 
     @property
     def holders(self) -> Tensor | None:
         """Sum of n * m over the prunable weights; None if no weights were reported."""
-        return self.flat()[1] if self._packed is not None or self._flat is not None else None
+        if self._holders is None and self._mask is not None:
+            self._holders = self._mask.bits * torch.tensor(self._held)
+        return self._holders
 
     def flat(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """`weights` and `holders`, to be added to in place; zeros on `device` if nothing was added yet."""
-        if self._flat is None:
-            k, device = self.layout.prunable_size, device if self._packed is None else self._packed.device
+        weights, holders = self.weights, self.holders
+        if weights is None or holders is None:
             weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
-            holders = torch.zeros(k, dtype=torch.int64, device=device)
-            if self._mask is not None and self._packed is not None:
-                active = self._mask.active
-                weights[:k][self._mask.bits], weights[k:] = self._packed[:active], self._packed[active:]
-                holders.add_(self._mask.bits, alpha=self._held)
-            self._flat, self._mask, self._packed = (weights, holders), None, None
-        return self._flat
+            holders = torch.zeros(self.layout.prunable_size, dtype=torch.int64, device=device)
+        self._weights, self._holders, self._mask, self._packed = weights, holders, None, None
+        return weights, holders
 
     def add_weights(self, mask: Mask, values: Tensor, n: int) -> None:
         """Add n times the model that `values`, packed, describe under `mask`."""
-        if self._flat is None and self._packed is None:
+        if self._packed is None and self._weights is None:
             self._mask, self._packed = mask, torch.zeros(len(values), dtype=torch.float64, device=values.device)
         if self._mask is not None and self._packed is not None and self._mask.equal(mask):
             for at in range(0, len(values), _PART):  # torch copies what it adds in another precision
                 self._packed[at : at + _PART].add_(values[at : at + _PART], alpha=n)
             self._held += n
+            self._weights = self._holders = None
             return
-        (weights, holders), active = self.flat(values.device), mask.active
-        places = torch.from_numpy(np.flatnonzero(mask.bits.cpu().numpy())).to(weights.device)  # faster than torch's
+        (weights, holders), places, active = self.flat(values.device), _places(mask), mask.active
         weights.index_add_(0, places, values[:active].double(), alpha=n)
         holders.index_add_(0, places, holders.new_tensor(n).expand(active))
         weights[mask.layout.prunable_size :].add_(values[active:], alpha=n)
@@ -239,6 +243,11 @@ class Sums:
     @property
     def mean_loss(self) -> float:
         return self.loss / max(1, self.n)
+
+
+def _places(mask: Mask) -> Tensor:
+    """Where the active weights lie. numpy finds them faster than torch."""
+    return torch.from_numpy(np.flatnonzero(mask.bits.cpu().numpy())).to(mask.bits.device)
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,7 @@ class Server:
         update = decode(data, self.layout, known=self._known(order), limits=_limits(order))
         check_update(update, order, _expected(order), self.trust.factor > 0, self._frozen(order))
         if update.n != order.n:  # averages are weighted by it, so the client must not change it
-            raise WrongContent(
-                f"client {update.client} reports {update.n} samples, expected {order.n} as it said first"
-            )
+            raise WrongContent(f"client {update.client} reports {update.n} samples, expected {order.n}")
         return update
 
     def _known(self, order: Message) -> dict[str, Mask]:
@@ -96,7 +94,7 @@ class Encoding(Account):
     def __init__(self, server: Server) -> None:
         super().__init__(server.memory, server.trust)
         self.server = server
-        self._orders: dict[int, Message] = {}  # clients that have not answered yet
+        self._orders: dict[int, Message] = {}  # of clients that have not answered yet
         self._turns: deque[int] = deque()  # clients whose update is not added yet
         self._held = Held(self.layout, server.memory.store.folder)
         self._cohort = Cohort(server.trust)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -166,11 +167,11 @@ def change_norm(update: Message, order: Message) -> float:
         parts = zip(new.split(_PART), old.split(_PART), strict=True)
         return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in parts))
     a, b = sum(update.mask.counts), sum(order.mask.counts)
-    mine, theirs = update.mask.bits, order.mask.bits
+    mine, theirs = update.mask.bits.numpy(), order.mask.bits.numpy()
     change = new.double()
     change[a:] -= old[b:]
-    head = change[:a]
-    head[theirs[mine]] -= old[:b][mine[theirs]]
+    both = torch.from_numpy(theirs[np.flatnonzero(mine)])  # of the update's weights those that the order has too
+    change[:a][both] -= old[:b][torch.from_numpy(mine[np.flatnonzero(theirs)])]
     return float(torch.linalg.vector_norm(change))
 
 
