@@ -23,7 +23,7 @@ from flashfl.data.registry import load
 UNCHECKED = Options(verify=False)
 
 
-def test_missing_files_say_which_where_and_how(tmp_path: Path) -> None:
+def test_missing_file_error_says_which_where_and_how_to_get_it(tmp_path: Path) -> None:
     published.mnist(tmp_path / "mnist")
     gone = tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz"
     gone.unlink()
@@ -130,7 +130,7 @@ class Bomb:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_a_pickle_bomb_runs_nothing(tmp_path: Path, verify: bool, protocol: int) -> None:
+def test_pickle_bomb_runs_nothing(tmp_path: Path, verify: bool, protocol: int) -> None:
     published.cifar_python(tmp_path, 10)
     mark = tmp_path / "went-off"
     bomb = pickle.dumps({b"data": Bomb(mark), b"labels": [1]}, protocol=protocol)
@@ -181,7 +181,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_pickle_reader_refuses(name: str) -> None:
+def test_pickle_reader_refuses(name: str) -> None:
     with pytest.raises(DataError, match="some-file is damaged: refused as a pickle"):
         loads(REFUSED[name], Path("some-file"))
 
@@ -216,7 +216,7 @@ def test_pickle_of_nested_tuple_keys_does_not_end_the_process(tmp_path: Path) ->
     assert "nested is damaged: refused as a pickle" in done.stderr
 
 
-def test_the_pickle_reader_admits_plain_data() -> None:
+def test_pickle_reader_admits_plain_data() -> None:
     held = {
         b"bytes": b"\x00\xff",
         b"numbers": [1, 2.5, -(2**40), True, None],
@@ -254,7 +254,7 @@ def test_damaged_cifar(tmp_path: Path, content: object, what: str) -> None:
         load("cifar10", tmp_path, UNCHECKED)
 
 
-def test_cut_binary_cifar(tmp_path: Path) -> None:
+def test_truncated_binary_cifar(tmp_path: Path) -> None:
     published.cifar_binary(tmp_path, 10)
     file = tmp_path / "cifar-10-batches-bin" / "test_batch.bin"
     file.write_bytes(file.read_bytes()[:-1])
@@ -348,7 +348,7 @@ def test_damaged_vocabulary(tmp_path: Path) -> None:
         load("sst2", tmp_path, Options(vocab=str(tmp_path / "nothing.txt")))
 
 
-def test_folders_of_images(tmp_path: Path) -> None:
+def test_incomplete_image_folders(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     with pytest.raises(DataError, match="no folder"):
         load(f"folder:{tmp_path / 'x'}", tmp_path)
@@ -364,7 +364,7 @@ def test_folders_of_images(tmp_path: Path) -> None:
         load(f"folder:{tmp_path}", tmp_path)
 
 
-def test_damaged_folders_of_images(tmp_path: Path) -> None:
+def test_damaged_image_folders(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     for name in ("train/a", "train/b", "test/a"):
         published.picture(tmp_path / name / "1.png", (1, 1, 1), (8, 8))
