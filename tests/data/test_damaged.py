@@ -9,11 +9,14 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import published
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flashfl.core.errors import DataError
 from flashfl.data.dataset import Options
@@ -232,6 +235,34 @@ def test_pickle_reader_admits_plain_data() -> None:
         assert list(read) == list(held)
         for name, value in held.items():
             assert np.array_equal(read[name], value) if isinstance(value, np.ndarray) else read[name] == value
+
+
+SOME_BYTES = st.binary(min_size=1)  # empty ones are a call of `bytes` in old protocols
+ATOMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | SOME_BYTES
+PLAIN = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | SOME_BYTES, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(value=PLAIN, protocol=st.sampled_from([0, 1, 2, 3, 4, 5]))
+def test_pickle_reader_reads_what_pickle_writes(value: object, protocol: int) -> None:
+    assert loads(pickle.dumps(value, protocol=protocol), Path("x")) == value
+
+
+@settings(deadline=None, max_examples=300)
+@given(value=PLAIN, at=st.integers(0, 200), byte=st.integers(0, 255))
+def test_pickle_reader_reads_or_refuses_damaged_pickles(value: object, at: int, byte: int) -> None:
+    data = bytearray(published.python2({"data": np.arange(5), "more": value}))
+    data[at % len(data)] = byte
+    with suppress(DataError):
+        loads(bytes(data), Path("x"))
 
 
 @pytest.mark.parametrize(
