@@ -202,7 +202,7 @@ def test_folder_data_set_does_not_become_a_path_of_results(tmp_path: Path, capsy
         patch.chdir(tmp_path / "deep")
         which = "folder:../ü b/img"
         assert "--size N" in refused(capsys, "data", "check", which)
-        assert "expected pixels" in refused(capsys, "data", "check", which, "--size", "-1")
+        assert "size = -1: must be at least 0" in refused(capsys, "data", "check", which, "--size", "-1")
         assert cli.main(["data", "check", which, "--size", "16"]) == 0
         few = ["--rounds", "1", "--clients", "2", "--per-round", "1", "--workers", "1", "--device", "cpu"]
         assert cli.main(["run", "--method", "dense", "--dataset", which, "--size", "16", *few, "--quiet"]) == 0

@@ -16,7 +16,7 @@ def pictures(count: int = 40, side: int = 12) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_draw_depends_on_key_and_position_only(name: str) -> None:
+def test_augmentation_depends_on_key_and_position_only(name: str) -> None:
     change, x = ALL[name], pictures()
     (whole,) = change((x,), 5, 100)
     parts = torch.cat([change((x[:7],), 5, 100)[0], change((x[7:],), 5, 107)[0]])
@@ -27,7 +27,7 @@ def test_a_draw_depends_on_key_and_position_only(name: str) -> None:
     assert not torch.equal(whole, change((x,), 5, 101)[0])
 
 
-def test_crop_flip_against_one_image_at_a_time() -> None:
+def test_crop_flip_matches_reference_loop() -> None:
     x = pictures(60, 8)
     (out,) = CropFlip(padding=2)((x,), 3, 10)
     for i, word in enumerate(hashes(fold(3, "crop-flip"), 10, 70).tolist()):
@@ -93,7 +93,7 @@ def test_other_inputs_pass_through() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ALL)
-def test_the_same_pixels_on_a_gpu(name: str) -> None:
+def test_augmentation_is_identical_on_gpu(name: str) -> None:
     x = pictures()
     norm = Normalise((0.5, 0.4, 0.3), (0.2, 0.1, 0.3))
     here = norm(ALL[name]((x,), 5, 100))[0]

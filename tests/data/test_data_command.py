@@ -21,7 +21,7 @@ def split(*words: str) -> int:
     return main(["data", "partition", *words])
 
 
-def test_the_list_names_every_data_set_and_how_to_get_it(tmp_path: Path, capsys: Said) -> None:
+def test_data_list_names_every_data_set_and_how_to_get_it(tmp_path: Path, capsys: Said) -> None:
     assert main(["data", "--data-root", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     rows = {line.split()[0]: line.split() for line in said.splitlines() if line}
@@ -34,7 +34,7 @@ def test_the_list_names_every_data_set_and_how_to_get_it(tmp_path: Path, capsys:
     assert {"hub:NAME", "folder:PATH"} <= set(rows)
 
 
-def test_the_list_says_what_is_present(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_list_shows_what_is_present(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     published.mnist(tmp_path / "mnist")
     published.cifar_binary(tmp_path, 100)
     published.sst2(tmp_path)
@@ -49,12 +49,12 @@ def test_the_list_says_what_is_present(tmp_path: Path, capsys: Said, monkeypatch
     assert "no weights in bert-base-uncased/" in said
 
 
-def test_a_root_that_is_not_there(tmp_path: Path, capsys: Said) -> None:
+def test_data_list_says_if_root_is_missing(tmp_path: Path, capsys: Said) -> None:
     assert main(["data", "--data-root", str(tmp_path / "none")]) == 0
     assert "there is no such folder" in capsys.readouterr().out
 
 
-def test_a_split_is_shown(capsys: Said) -> None:
+def test_data_partition_prints_one_line_a_client(capsys: Said) -> None:
     assert split("digits", "--clients", "12", "--alpha", "0.1", "--seed", "3", "--rows", "4") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "digits: lda, alpha 0.1, seed 3"
@@ -73,7 +73,7 @@ def test_a_split_is_shown(capsys: Said) -> None:
         ("natural", "natural, seed 0"),
     ],
 )
-def test_every_kind_of_split(kind: str, first: str, capsys: Said) -> None:
+def test_data_partition_takes_every_scheme(kind: str, first: str, capsys: Said) -> None:
     assert split("femnist", "--synthetic", "true", "--partition", kind, "--clients", "5") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"femnist (made-up data): {first}"
@@ -81,7 +81,7 @@ def test_every_kind_of_split(kind: str, first: str, capsys: Said) -> None:
     assert len(lines) == 2 + 5
 
 
-def test_the_split_shown_is_the_one_a_run_of_that_seed_has(tmp_path: Path, capsys: Said) -> None:
+def test_data_partition_shows_the_split_of_a_run(tmp_path: Path, capsys: Said) -> None:
     file = tmp_path / "made" / "split.npz"
     assert split("digits", "--clients", "7", "--partition", "dirichlet", "--seed", "5", "--save", str(file)) == 0
     assert str(file) in capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_the_split_shown_is_the_one_a_run_of_that_seed_has(tmp_path: Path, capsy
     assert lines[1].startswith("7 clients, 1437 samples")
 
 
-def test_the_split_of_a_configuration(tmp_path: Path, capsys: Said) -> None:
+def test_data_partition_takes_a_configuration(tmp_path: Path, capsys: Said) -> None:
     path = Path(__file__).parents[2] / "configs" / "paper" / "mnist-pathological.toml"
     assert split(str(path), "--synthetic", "true", "--clients", "20") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -103,7 +103,7 @@ def test_the_split_of_a_configuration(tmp_path: Path, capsys: Said) -> None:
     assert "2 to 2 of 10 classes a client" in lines[1]
 
 
-def test_a_split_is_drawn(tmp_path: Path, capsys: Said) -> None:
+def test_data_partition_plot(tmp_path: Path, capsys: Said) -> None:
     pytest.importorskip("matplotlib")
     image = tmp_path / "split.png"
     assert split("digits", "--plot", str(image)) == 0
@@ -133,27 +133,27 @@ def test_a_split_is_drawn(tmp_path: Path, capsys: Said) -> None:
         (["check", "digits", "--save", "x"], "belong to `flashfl data partition`"),
     ],
 )
-def test_errors(words: list[str], why: str, capsys: Said) -> None:
+def test_data_command_errors(words: list[str], why: str, capsys: Said) -> None:
     assert main(["data", *words]) == 1
     assert why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["partition", "cifar10"], ["check", "cifar10"]])
-def test_a_missing_data_set(words: list[str], tmp_path: Path, capsys: Said) -> None:
+def test_data_command_on_missing_data_set(words: list[str], tmp_path: Path, capsys: Said) -> None:
     assert main(["data", *words, "--data-root", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert str(tmp_path / "cifar-10-batches-py" / "data_batch_1") in said
     assert DATASETS["cifar10"].files.get in said
 
 
-def test_checking(tmp_path: Path, capsys: Said) -> None:
+def test_data_check(tmp_path: Path, capsys: Said) -> None:
     assert main(["data", "check", "digits"]) == 0
     said = capsys.readouterr().out
     assert "digits: 1,437 training and 360 test samples of 10 classes, shape 1x8x8" in said
     assert "checksums: none are known" in said
 
 
-def test_checking_finds_files_that_are_not_the_published_ones(tmp_path: Path, capsys: Said) -> None:
+def test_data_check_finds_unpublished_files(tmp_path: Path, capsys: Said) -> None:
     published.mnist(tmp_path / "mnist")
     published.mnist(tmp_path / "fashion-mnist")
     root = ["--data-root", str(tmp_path)]
@@ -163,13 +163,13 @@ def test_checking_finds_files_that_are_not_the_published_ones(tmp_path: Path, ca
     assert "has 40 training samples where 60,000 belong" in capsys.readouterr().err  # by its size
 
 
-def test_checking_data_of_writers(tmp_path: Path, capsys: Said) -> None:
+def test_data_check_counts_writers(tmp_path: Path, capsys: Said) -> None:
     published.leaf(tmp_path)
     assert main(["data", "check", "femnist", "--data-root", str(tmp_path)]) == 0
     assert "5 writers" in capsys.readouterr().out
 
 
-def test_the_commands_of_the_documentation(capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_commands_of_the_documentation_run(capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every `flashfl data` line of docs/data.md is understood; without files it ends in how to get them."""
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)

@@ -83,7 +83,7 @@ def test_tiny_imagenet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: p
     assert torch.equal(again.train.inputs[0], data.train.inputs[0])
 
 
-def test_tiny_imagenet_is_read_anew_when_its_files_change(tmp_path: Path) -> None:
+def test_tiny_imagenet_is_read_again_when_files_change(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     folder = published.tiny_imagenet(tmp_path)
     load("tinyimagenet", tmp_path)
@@ -96,7 +96,7 @@ def test_tiny_imagenet_is_read_anew_when_its_files_change(tmp_path: Path) -> Non
         load("tinyimagenet", tmp_path)
 
 
-def test_femnist_is_read_anew_when_its_files_change(tmp_path: Path) -> None:
+def test_femnist_is_read_again_when_files_change(tmp_path: Path) -> None:
     published.leaf(tmp_path)
     load("femnist", tmp_path)
     file = next((tmp_path / "femnist" / "train").glob("*_1_*.json"))
@@ -110,9 +110,7 @@ def test_femnist_is_read_anew_when_its_files_change(tmp_path: Path) -> None:
         load("femnist", tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_to_is_cached_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_of_unwritable_folder_goes_to_user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
     folder = published.tiny_imagenet(tmp_path / "data")
     (folder / ".flashfl-cache").write_text("in the way")  # even root cannot make a folder here
@@ -125,7 +123,7 @@ def test_a_folder_that_cannot_be_written_to_is_cached_elsewhere(
 
 
 @pytest.mark.parametrize("left", [0, 9, 500])
-def test_a_broken_cache_is_made_again(tmp_path: Path, left: int) -> None:
+def test_broken_cache_is_made_again(tmp_path: Path, left: int) -> None:
     pytest.importorskip("PIL")
     folder = published.tiny_imagenet(tmp_path)
     load("tinyimagenet", tmp_path)
@@ -169,7 +167,7 @@ def test_sst2_with_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_a_folder_of_images(tmp_path: Path, split: bool) -> None:
+def test_image_folder(tmp_path: Path, split: bool) -> None:
     pytest.importorskip("PIL")
     for part in ("train", "val") if split else ("",):
         for i, name in enumerate(("cat", "dog")):
@@ -182,7 +180,7 @@ def test_a_folder_of_images(tmp_path: Path, split: bool) -> None:
     assert load(f"folder:{tmp_path}", tmp_path, Options(size=6)).shape == (3, 6, 6)
 
 
-def test_what_is_no_image_of_a_class_is_passed_over(tmp_path: Path) -> None:
+def test_image_folder_skips_hidden_files_and_folders(tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     for name in ("cat", "dog"):
         published.picture(tmp_path / name / "1.png", (1, 1, 1), (8, 8))
@@ -193,7 +191,7 @@ def test_what_is_no_image_of_a_class_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I"])
-def test_grey_of_16_bits_is_scaled(tmp_path: Path, mode: str) -> None:
+def test_16_bit_grey_images_are_scaled_to_8_bits(tmp_path: Path, mode: str) -> None:
     pil = pytest.importorskip("PIL.Image")
     grey = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
     for name in ("cat", "dog"):
@@ -205,7 +203,7 @@ def test_grey_of_16_bits_is_scaled(tmp_path: Path, mode: str) -> None:
     assert np.array_equal(pixels, np.broadcast_to(grey // 257, (2, 3, 16, 16)))
 
 
-def test_grey_of_8_bits_in_a_wider_type_stays_as_it_is(tmp_path: Path) -> None:
+def test_8_bit_grey_images_in_wider_type_are_unchanged(tmp_path: Path) -> None:
     pil = pytest.importorskip("PIL.Image")
     grey = np.arange(256, dtype=np.int32).reshape(16, 16)
     for name in ("cat", "dog"):
@@ -229,7 +227,7 @@ def test_unknown_data_set_names_the_nearest() -> None:
         load("cifar-10", Path())
 
 
-def test_what_is_known_without_files(tmp_path: Path) -> None:
+def test_presence_of_data_sets_is_found_without_reading(tmp_path: Path) -> None:
     assert [name for name, info in DATASETS.items() if not info.files.absent(tmp_path)] == ["digits"]
     published.mnist(tmp_path / "mnist")
     assert not DATASETS["mnist"].files.absent(tmp_path)

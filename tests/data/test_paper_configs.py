@@ -51,7 +51,7 @@ def test_table_1(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_the_first_comment_is_the_command(path: Path) -> None:
+def test_first_comment_of_paper_config_is_its_command(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert re.match(rf"# flashfl run configs/paper/{re.escape(path.name)} --method \w+ --density [\d.]+", first)
     held = tomllib.loads(path.read_text())
@@ -75,7 +75,7 @@ def no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_run")
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_the_command_parses_to_the_files_own_settings(path: Path, tmp_path: Path) -> None:
+def test_command_of_paper_config_gives_its_settings(path: Path, tmp_path: Path) -> None:
     words = shlex.split(path.read_text().splitlines()[0].removeprefix("#"))
     assert words.pop(0) == "flashfl"
     with pytest.raises(Reached) as reached:
@@ -85,7 +85,7 @@ def test_the_command_parses_to_the_files_own_settings(path: Path, tmp_path: Path
 
 @pytest.mark.usefixtures("no_run")
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_an_unknown_setting_fails(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_setting_in_paper_config_fails(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["run", str(path), "--densty", "0.1", "--out", str(tmp_path)]
     assert main(command) == 1
     assert "densty" in capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_an_unknown_setting_fails(path: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_each_can_be_tried_without_data(path: Path, tmp_path: Path) -> None:
+def test_paper_configs_run_on_synthetic_data(path: Path, tmp_path: Path) -> None:
     values = tomllib.loads(path.read_text())["task"] | {"synthetic": True, "clients": 2, "data_root": str(tmp_path)}
     if values["model"] == "bert":
         pytest.importorskip("transformers")
@@ -159,7 +159,7 @@ def test_quick_shrinks_every_file_for_every_method(path: Path, method: str) -> N
     assert (task.model, task.partition, task.alpha) == (full.task.model, full.task.partition, full.task.alpha)
 
 
-def test_quick_keeps_what_is_said_on_the_command_line() -> None:
+def test_quick_keeps_settings_of_the_command_line() -> None:
     path = FOLDER / "femnist.toml"
     everyone = small(path, clients=0)
     assert (everyone.task.clients, everyone.train.per_round) == (0, 2)
@@ -172,7 +172,7 @@ def test_quick_keeps_what_is_said_on_the_command_line() -> None:
     assert small(path, warmup_clients=0).method.warmup_clients == 0
 
 
-def test_quick_shrinks_a_natural_partition_of_everyone() -> None:
+def test_quick_shrinks_natural_partition_with_all_clients() -> None:
     config = quick({"task": {"dataset": "femnist", "partition": "natural", "clients": 0, "synthetic": True}}, {})
     assert config.task.clients == 4
     task = build_task(config.task)
@@ -180,7 +180,7 @@ def test_quick_shrinks_a_natural_partition_of_everyone() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_without_data_a_run_says_what_to_do(
+def test_run_without_data_says_how_to_get_it(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = DATASETS[load_toml(path)["task"]["dataset"]]
@@ -197,6 +197,6 @@ def test_without_data_a_run_says_what_to_do(
     assert "--data-root or FLASHFL_DATA" in said
 
 
-def test_all_are_there() -> None:
+def test_all_paper_configs_exist() -> None:
     names = {path.stem for path in FILES}
     assert names == {*TABLE_1, "sst2", "vgg16-cifar10", "mnist-pathological"}

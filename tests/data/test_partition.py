@@ -28,7 +28,7 @@ def assert_cover(parts: partition.Partition, samples: int, clients: int) -> None
 
 @settings(deadline=None, max_examples=60)
 @given(labels=LABELS, key=KEYS, alpha=ALPHAS, data=st.data(), scheme=st.sampled_from(["lda", "iid", "dirichlet"]))
-def test_every_sample_once_and_nobody_empty(
+def test_partition_has_every_sample_once_and_no_empty_client(
     labels: np.ndarray, key: int, alpha: float, data: st.DataObject, scheme: str
 ) -> None:
     clients = data.draw(st.integers(1, len(labels)))
@@ -58,7 +58,7 @@ def test_shards_hold_few_classes(labels: np.ndarray, key: int, each: int, data: 
     assert max(len(np.unique(labels[part])) for part in parts) <= each
 
 
-def test_the_pathological_setting_has_exactly_two_classes_a_client() -> None:
+def test_shards_of_paper_have_exactly_two_classes_a_client() -> None:
     labels = np.random.default_rng(0).integers(0, 10, 6000)
     parts = partition.shards(labels, 400, 1, 2)
     assert {len(np.unique(labels[part])) for part in parts} == {2}
@@ -69,7 +69,7 @@ def test_the_pathological_setting_has_exactly_two_classes_a_client() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(ids=LABELS, key=KEYS)
-def test_natural_is_by_id(ids: np.ndarray, key: int) -> None:
+def test_natural_gives_each_id_a_client(ids: np.ndarray, key: int) -> None:
     parts = partition.natural(ids, 0, key)
     assert_cover(parts, len(ids), len(np.unique(ids)))
     assert all(len(np.unique(ids[part])) == 1 for part in parts)
@@ -86,7 +86,7 @@ def test_natural_with_fewer_clients_chooses_whole_ids() -> None:
         partition.natural(ids, 51, 0)
 
 
-def test_alpha_says_how_unlike_clients_are() -> None:
+def test_lda_clients_differ_more_with_smaller_alpha() -> None:
     labels = np.arange(20_000) % 10
 
     def skew(alpha: float) -> float:
@@ -99,12 +99,12 @@ def test_alpha_says_how_unlike_clients_are() -> None:
 
 
 @pytest.mark.parametrize("alpha", [1e6, 1e300, float("inf")])
-def test_without_end_alike_is_alike(alpha: float) -> None:
+def test_dirichlet_with_huge_alpha_gives_equal_sizes(alpha: float) -> None:
     sizes = [len(part) for part in partition.dirichlet(np.arange(1000) % 10, 4, 1, alpha)]
     assert max(sizes) - min(sizes) <= 20
 
 
-def test_class_proportions_are_dirichlet() -> None:
+def test_lda_class_proportions_have_dirichlet_variance() -> None:
     """With far more samples than are taken, a client's counts follow the Dirichlet-multinomial's variance."""
     labels = np.arange(400_000) % 4
     counts = partition.histogram(partition.lda(labels, 2000, 9, 2.0), labels, 4)
@@ -115,21 +115,21 @@ def test_class_proportions_are_dirichlet() -> None:
     assert first.var() == pytest.approx(wanted, rel=0.15)
 
 
-def test_another_key_splits_differently() -> None:
+def test_partition_depends_on_key() -> None:
     labels = np.arange(1000) % 10
     one, two = partition.lda(labels, 10, 1, 1.0), partition.lda(labels, 10, 2, 1.0)
     assert not all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["lda", "dirichlet", "shards", "iid"])
-def test_a_split_for_thousands_of_clients_is_quick(scheme: str) -> None:
+def test_partition_for_thousands_of_clients_is_quick(scheme: str) -> None:
     labels = np.random.default_rng(0).integers(0, 10, 50_000)
     start = time.process_time()  # of this process: the machine may be busy elsewhere
     assert_cover(partition.split(scheme, labels, 3400, 7, alpha=0.1), 50_000, 3400)
     assert time.process_time() - start < 1.0
 
 
-def test_impossible_splits_are_errors() -> None:
+def test_impossible_partitions_are_errors() -> None:
     labels = np.arange(10) % 2
     with pytest.raises(ConfigError, match="clients = 11: must lie between 1 and the number of samples, 10"):
         partition.lda(labels, 11, 0)
@@ -143,7 +143,7 @@ def test_impossible_splits_are_errors() -> None:
         partition.split("natural", labels, 2, 0)
 
 
-def test_save_and_load(tmp_path: Path) -> None:
+def test_partition_save_and_load(tmp_path: Path) -> None:
     labels = np.arange(100) % 10
     parts = partition.lda(labels, 7, 1, 0.5)
     partition.save(parts, tmp_path / "split", labels)
@@ -176,13 +176,13 @@ def test_save_and_load(tmp_path: Path) -> None:
         ([0, 1, 2], [], "rows of whole numbers"),
     ],
 )
-def test_a_bad_partition_file_is_refused(tmp_path: Path, index: object, ends: object, what: str) -> None:
+def test_bad_partition_file_is_refused(tmp_path: Path, index: object, ends: object, what: str) -> None:
     np.savez(tmp_path / "p.npz", index=index, ends=ends)
     with pytest.raises(DataError, match=what):
         partition.load(tmp_path / "p.npz", np.arange(10))
 
 
-def test_a_partition_file_of_objects_is_not_unpickled(tmp_path: Path) -> None:
+def test_partition_file_of_objects_is_not_unpickled(tmp_path: Path) -> None:
     np.savez(tmp_path / "p.npz", index=np.array([{}], dtype=object), ends=[1])
     with pytest.raises(DataError, match="not a saved partition"):
         partition.load(tmp_path / "p.npz", np.arange(10))
@@ -195,7 +195,7 @@ def test_partition_file_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> N
         partition.load(tmp_path / "p.npz", np.arange(10))
 
 
-def test_histogram_and_what_is_shown(tmp_path: Path) -> None:
+def test_partition_histogram_render_and_plot(tmp_path: Path) -> None:
     labels = np.array([0, 0, 1, 2, 2, 2])
     counts = partition.histogram([np.array([0, 1, 2]), np.array([3, 4, 5])], labels, 4)
     assert counts.tolist() == [[2, 1, 0, 0], [0, 0, 3, 0]]

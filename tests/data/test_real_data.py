@@ -65,7 +65,7 @@ def test_sst2() -> None:
     assert data.test.target.bincount().tolist() == [428, 444]
 
 
-def test_sst2_pieces_are_those_of_the_reference() -> None:
+def test_sst2_pieces_match_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     vocab = ROOT / "bert-base-uncased" / "vocab.txt"
     if not vocab.is_file() or DATASETS["sst2"].files.absent(ROOT):

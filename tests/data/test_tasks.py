@@ -26,7 +26,7 @@ def indices(task: object) -> list[list[int]]:
     return [s.index.tolist() for s in task.train]  # type: ignore[attr-defined]
 
 
-def test_the_default_task() -> None:
+def test_default_task() -> None:
     task = build_task(TaskConfig(), key=1)
     assert len(task.clients) == 20
     assert sum(c.n for c in task.clients) == 1437
@@ -39,7 +39,7 @@ def test_the_default_task() -> None:
     assert task.info["model"] == "digits"
 
 
-def test_the_key_draws_the_split_and_a_seed_can_fix_it() -> None:
+def test_key_draws_the_split_unless_partition_seed_fixes_it() -> None:
     data = load_data(TaskConfig())
     one, same, two = (indices(build_task(TaskConfig(), key, data)) for key in (1, 1, 2))
     assert one == same
@@ -48,13 +48,13 @@ def test_the_key_draws_the_split_and_a_seed_can_fix_it() -> None:
     assert fixed[0] == fixed[1]
 
 
-def test_clients_share_the_samples() -> None:
+def test_clients_share_one_copy_of_the_samples() -> None:
     task = build_task(TaskConfig())
     sources = {id(s.source) for s in task.train if isinstance(s, Subset)}
     assert len(sources) == 1
 
 
-def test_limits() -> None:
+def test_limit_and_per_client_limit_samples() -> None:
     task = build_task(TaskConfig(limit=100, clients=5))
     assert sum(c.n for c in task.clients) == 100
     assert task.test is not None
@@ -63,7 +63,7 @@ def test_limits() -> None:
     assert {c.n for c in task.clients} == {7}
 
 
-def test_a_saved_partition_is_used(tmp_path: Path) -> None:
+def test_saved_partition_is_used(tmp_path: Path) -> None:
     data = load_data(TaskConfig())
     parts = partition.lda(data.labels, 6, 99, 0.3)
     partition.save(parts, tmp_path / "p.npz", data.labels)
@@ -72,7 +72,7 @@ def test_a_saved_partition_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in DATASETS if n != "sst2"])
-def test_every_data_set_can_be_made_up(name: str, tmp_path: Path) -> None:
+def test_every_data_set_has_synthetic_data(name: str, tmp_path: Path) -> None:
     config = TaskConfig(dataset=name, clients=2, synthetic=True, data_root=str(tmp_path))
     task = build_task(config)
     (x,), y = task.train[0].fetch(torch.arange(4), key=3)
@@ -84,12 +84,12 @@ def test_every_data_set_can_be_made_up(name: str, tmp_path: Path) -> None:
     assert "made-up" in task.info["dataset"]
 
 
-def test_made_up_data_by_writer() -> None:
+def test_synthetic_data_by_writer() -> None:
     task = build_task(TaskConfig(dataset="femnist", synthetic=True, clients=50, partition="natural"))
     assert {c.n for c in task.clients} == {16}
 
 
-def test_made_up_sentences_train_a_small_transformer() -> None:
+def test_synthetic_texts_train_tiny_transformer() -> None:
     config = TaskConfig(dataset="sst2", model="tiny-transformer", synthetic=True, clients=2, partition="iid")
     task = build_task(config)
     model = task.build(1)
@@ -103,7 +103,7 @@ def test_made_up_sentences_train_a_small_transformer() -> None:
     assert task.metric(model(*inputs), y) > 0.9
 
 
-def test_made_up_sentences_for_the_full_bert() -> None:
+def test_synthetic_texts_with_full_bert() -> None:
     pytest.importorskip("transformers")
     task = build_task(TaskConfig(dataset="sst2", synthetic=True, clients=2))
     assert task.pretrained
@@ -112,7 +112,7 @@ def test_made_up_sentences_for_the_full_bert() -> None:
     assert task.info["model"] == "bert"
 
 
-def test_a_local_bert_keeps_its_weights_and_reads_pieces(tmp_path: Path) -> None:
+def test_local_bert_keeps_its_weights_and_reads_pieces(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from flashfl.models import build_model
 
@@ -137,7 +137,7 @@ def test_named_tasks(tmp_path: Path) -> None:
         tasks.cifar10(tmp_path, verfy=False)
 
 
-def test_the_root_is_given_or_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_root_is_given_or_from_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published.mnist(tmp_path / "mnist")
     monkeypatch.setenv("FLASHFL_DATA", str(tmp_path))
     assert build_task(TaskConfig(dataset="mnist", verify=False, clients=2)).info["train"] == 40
@@ -145,7 +145,7 @@ def test_the_root_is_given_or_the_environments(tmp_path: Path, monkeypatch: pyte
         build_task(TaskConfig(dataset="mnist", data_root="elsewhere"))
 
 
-def test_by_writer(tmp_path: Path) -> None:
+def test_mnist_writers_gives_each_writer_a_client(tmp_path: Path) -> None:
     made = published.mnist(tmp_path / "mnist")
     published.qmnist(tmp_path / "qmnist", made["train-labels"], np.arange(40) % 8)
     task = tasks.mnist_writers(tmp_path, verify=False)
@@ -153,14 +153,14 @@ def test_by_writer(tmp_path: Path) -> None:
     assert len(tasks.mnist_writers(tmp_path, clients=3, verify=False).clients) == 3
 
 
-def test_a_limit_is_shared_over_writers() -> None:
+def test_limit_is_shared_over_writers() -> None:
     config = TaskConfig(dataset="femnist", synthetic=True, clients=5, partition="natural")
     data = load_data(config)
     small = TaskConfig(dataset="femnist", partition="natural", clients=3, limit=30)
     assert [c.n for c in build_task(small, 1, data).clients] == [10] * 3
 
 
-def test_a_factory_can_travel_to_another_process() -> None:
+def test_model_factory_can_be_pickled() -> None:
     task = build_task(TaskConfig())
     again = pickle.loads(pickle.dumps(task._model))
     assert sum(p.numel() for p in again().parameters()) == 241_898
@@ -185,7 +185,7 @@ def test_bad_settings(values: dict[str, object], what: str) -> None:
         _ = build_task(build(TaskConfig, values)).layout
 
 
-def test_the_shortest_texts_and_the_smallest_vocabulary(tmp_path: Path) -> None:
+def test_shortest_texts_and_smallest_vocabulary(tmp_path: Path) -> None:
     published.sst2(tmp_path)
     config = TaskConfig(dataset="sst2", data_root=str(tmp_path), model="tiny-transformer", length=3, vocab_size=5)
     inputs, _ = build_task(replace(config, clients=2)).train[0].fetch(torch.arange(2))
@@ -238,7 +238,7 @@ ClassLabel = type("ClassLabel", (), {"num_classes": 3})
 Value = type("Value", (), {"dtype": "string"})
 
 
-def test_images_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_images(monkeypatch: pytest.MonkeyPatch) -> None:
     pil = pytest.importorskip("PIL.Image")
     pictures = [pil.new("L", (9, 9), 20 * i) for i in range(6)]
     held = FakeSplit({"img": pictures, "label": [0, 1, 2, 0, 1, 2]}, {"img": Image(), "label": ClassLabel()})
@@ -251,7 +251,7 @@ def test_images_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         load_data(TaskConfig(dataset="hub:someone/else"))
 
 
-def test_texts_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     columns: dict[str, list[object]] = {"text": ["a b", "c d", "a d"], "label": [0, 1, 2]}
     held = FakeSplit(columns, {"text": Value(), "label": ClassLabel()})
     unlabelled = FakeSplit({**columns, "label": [-1] * 3}, held.features)
@@ -274,13 +274,13 @@ THREE: list[object] = ["a b", "c d", "a d"]
 
 
 @pytest.mark.parametrize("other", ["id", "doc_id", "title"])
-def test_the_column_of_texts_is_found(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+def test_hub_text_column_is_found(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     held = hub_texts({other: ["x1", "x2", "x3"], "sentence": THREE, "label": [0, 1, 2]}, ClassLabel())
     fake_hub(monkeypatch, {"train": held})
     assert load_data(TaskConfig(dataset="hub:someone/things")).vocab == 4 + 4
 
 
-def test_labels_from_the_hub_may_be_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_labels_may_be_words(monkeypatch: pytest.MonkeyPatch) -> None:
     held = hub_texts({"utterance": THREE, "label": ["good", "bad", "good"]})
     fake_hub(monkeypatch, {"train": held, "test": hub_texts({"utterance": THREE, "label": ["bad"] * 3})})
     data = load_data(TaskConfig(dataset="hub:someone/things"))
@@ -289,7 +289,7 @@ def test_labels_from_the_hub_may_be_words(monkeypatch: pytest.MonkeyPatch) -> No
     assert data.test.target.tolist() == [0, 0, 0]
 
 
-def test_splits_without_labels_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     held = hub_texts({"text": THREE, "label": [0, 1, 2]}, ClassLabel())
     secret = [hub_texts({"text": THREE, "label": [None] * 3}, ClassLabel()), hub_texts({"text": THREE})]
     for test in secret:
@@ -315,7 +315,7 @@ def test_splits_without_labels_are_passed_over(monkeypatch: pytest.MonkeyPatch) 
         ({"text": THREE, "label": [None] * 3}, {}, "split 'train' has 3 of 3 rows without a known label"),
     ],
 )
-def test_what_cannot_be_read_from_the_hub_is_said(
+def test_hub_data_that_cannot_be_read_is_an_error(
     monkeypatch: pytest.MonkeyPatch, train: dict[str, list[object]], test: dict[str, list[object]], what: str
 ) -> None:
     number = type("Value", (), {"dtype": "int64"})()
@@ -326,7 +326,7 @@ def test_what_cannot_be_read_from_the_hub_is_said(
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
-def test_an_image_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_missing_image_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pil = pytest.importorskip("PIL.Image")
     columns: dict[str, list[object]] = {"img": [None, pil.new("L", (9, 9)), None], "label": [0, 1, 2]}
     fake_hub(monkeypatch, {"train": FakeSplit(columns, {"img": Image(), "label": ClassLabel()})})
@@ -334,7 +334,7 @@ def test_an_image_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
-def test_the_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'flashfl\[hub\]'"):
         load_data(TaskConfig(dataset="hub:someone/things"))

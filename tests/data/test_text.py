@@ -19,14 +19,14 @@ def test_words() -> None:
     assert words("  ") == []
 
 
-def test_the_most_frequent_words_are_known_equals_by_the_alphabet() -> None:
+def test_vocabulary_has_most_frequent_words_ties_by_alphabet() -> None:
     made = Tokenizer.of_words(["b a b", "c a", "d"], size=7)
     assert made.vocab == {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 4, "b": 5, "c": 6}
     assert made.ids("a d b") == [4, 1, 5]
     assert len(made) == 7
 
 
-def test_longest_pieces_first(tmp_path: Path) -> None:
+def test_wordpiece_takes_longest_pieces_first(tmp_path: Path) -> None:
     made = Tokenizer.wordpiece(published.vocabulary(tmp_path))
     assert made.ids("unloved") == [7, 8, 9]
     assert made.ids("unlovely") == [1]
@@ -42,7 +42,7 @@ def test_padding_is_masked() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.text(max_size=30))
-def test_words_are_those_of_the_reference(text: str) -> None:
+def test_words_match_transformers(text: str) -> None:
     transformers = pytest.importorskip("transformers")
     basic = transformers.models.bert.tokenization_bert
     if not hasattr(basic, "BasicTokenizer"):

@@ -48,7 +48,7 @@ def test_masked_tokens_do_not_matter() -> None:
     assert not torch.allclose(model(ids, mask), model(ids, torch.ones_like(mask)), atol=1e-6)
 
 
-def test_the_mask_is_the_librarys_own() -> None:
+def test_mask_gives_the_same_output_as_in_transformers() -> None:
     model = build_model("bert-scratch", **SMALL).eval()
     ids, mask = batch()
     assert torch.allclose(model(ids, mask), model.net(input_ids=ids, attention_mask=mask).logits, atol=1e-5)
@@ -63,7 +63,7 @@ def test_bert_base_has_its_published_sizes() -> None:
     assert len(layout.prunable) == 72
 
 
-def test_local_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> None:
+def test_pretrained_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> None:
     first = build_model("bert-scratch", **SMALL)
     first.net.save_pretrained(tmp_path)
     again = build_model("bert", classes=3, vocab=50, length=12, path=str(tmp_path))
@@ -75,7 +75,7 @@ def test_local_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> None:
     assert not again.net.bert.embeddings.word_embeddings.weight.requires_grad
 
 
-def test_a_folder_without_weights_says_what_to_put_there(tmp_path: Path) -> None:
+def test_folder_without_weights_says_what_to_put_there(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"holds no weights: looked for model\.safetensors"):
         build_model("bert", path=str(tmp_path))
@@ -123,7 +123,7 @@ def test_weights_that_do_not_fit_are_not_replaced_by_random_ones(
     assert str(folder) in str(error.value)
 
 
-def test_an_encoder_alone_under_the_old_names_is_enough(tmp_path: Path) -> None:
+def test_encoder_without_classifier_and_with_old_names_loads(tmp_path: Path) -> None:
     """As bert-base-uncased is published: no classifier, gamma and beta for the norms."""
     first = build_model("bert-scratch", **SMALL).net
     first.save_pretrained(tmp_path)

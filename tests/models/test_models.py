@@ -37,7 +37,7 @@ def test_sizes_and_outputs(name: str) -> None:
     assert model(torch.zeros(2, *shape)).shape == (2, 62 if name == "leafcnn" else 10)
 
 
-def test_savings_in_values_are_the_papers() -> None:
+def test_value_savings_match_paper() -> None:
     resnet = Layout.of(build_model("resnet18", classes=10))
     assert round(saving(resnet, 0.1), 2) == 9.88
     assert round(saving(resnet, 0.05), 1) == 19.5
@@ -66,7 +66,7 @@ def test_first_and_last_layer_stay_dense(name: str, first: str, last: str) -> No
     assert last + ".weight" not in names
 
 
-def test_vgg16_prunes_convolutions_and_hidden_maps() -> None:
+def test_vgg16_prunes_convolutions_and_hidden_layers() -> None:
     names = [layer.name for layer in Layout.of(build_model("vgg16")).prunable]
     assert len(names) == 15
     assert names[-2:] == ["hidden.0.weight", "hidden.2.weight"]
@@ -91,7 +91,7 @@ def test_initialisation(name: str) -> None:
             assert not part.bias.any()
 
 
-def test_the_generator_decides_the_weights() -> None:
+def test_torch_seed_decides_the_weights() -> None:
     def draw(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return Layout.of(model := build_model("digits")).read(model)
@@ -105,12 +105,12 @@ def test_unknown_model_names_the_nearest() -> None:
         build_model("resnet81")
 
 
-def test_a_text_model_does_not_take_images() -> None:
+def test_text_model_does_not_take_images() -> None:
     with pytest.raises(ConfigError, match="'tiny-transformer' does not take 'channels'"):
         build_model("tiny-transformer", classes=2, channels=3, size=32)
 
 
-def test_the_small_transformer_prunes_its_layers_matrices() -> None:
+def test_tiny_transformer_prunes_matrices_of_its_layers() -> None:
     model = build_model("tiny-transformer", classes=2, vocab=50, length=12, width=16, depth=2, heads=2)
     layout = Layout.of(model)
     assert layout.prunable_size == 2 * (4 * 16 * 16 + 2 * 16 * 64)
@@ -118,7 +118,7 @@ def test_the_small_transformer_prunes_its_layers_matrices() -> None:
     assert not layout.of_kind("fixed", "statistic")
 
 
-def test_the_small_transformer_does_not_see_padding() -> None:
+def test_tiny_transformer_ignores_padding() -> None:
     model = build_model("tiny-transformer", vocab=50, length=12, width=16, depth=2, heads=2)
     ids = torch.arange(1, 25).view(2, 12)
     mask = torch.ones_like(ids)
@@ -127,10 +127,10 @@ def test_the_small_transformer_does_not_see_padding() -> None:
     assert torch.allclose(model(ids, mask)[1:], model(ids[1:, :5], mask[1:, :5]), atol=1e-6)
 
 
-def test_too_small_an_image_is_an_error() -> None:
+def test_too_small_images_are_an_error() -> None:
     with pytest.raises(ConfigError, match="mnistnet needs images of at least 13 pixels a side, not 8"):
         build_model("mnistnet", size=8)
 
 
-def test_every_name_is_known() -> None:
+def test_every_model_is_tested() -> None:
     assert set(MODELS) == {*IMAGE_MODELS, "bert", "bert-scratch", "tiny-transformer"}

@@ -1,7 +1,7 @@
-"""Augmentations over whole batches of uint8 images, keyed, and the same on every device.
+"""Augmentations of whole batches of uint8 images, with the same result on every device.
 
-A sample's draw depends only on the key and on its position in the epoch, so cutting an epoch into other batches
-changes nothing. Only integers are computed with, so a CPU and a GPU make the same pixels.
+What happens to a sample depends only on the key and its position in the epoch, not on how an epoch is cut into
+batches. All arithmetic is on integers, so a CPU and a GPU make the same pixels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _words(key: int, at: int, images: Tensor) -> Tensor:
 
 
 def _take(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Each image's pixels at its own rows and columns: N by H by W places, the same for every channel."""
+    """Each image's pixels at its rows `y` and columns `x` (N by H by W), the same for every channel."""
     n, channels, _, width = images.shape
     flat = y * width + x
     taken = images.flatten(2).gather(2, flat.view(n, 1, -1).expand(-1, channels, -1))
@@ -35,7 +35,7 @@ def _take(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Shift each image by up to `padding` pixels either way, black filling in, and mirror every second one."""
+    """Shift each image by up to `padding` pixels in both directions, filling in black, and mirror half of them."""
 
     padding: int = 4
     flip: bool = True
@@ -58,7 +58,7 @@ class CropFlip:
 
 @dataclass(frozen=True)
 class Rotate:
-    """Turn each image by an angle of up to `degrees` either way; nearest pixel, black outside."""
+    """Turn each image by up to `degrees` to either side, to the nearest pixel, with black outside."""
 
     degrees: float = 20.0
 
@@ -67,7 +67,7 @@ class Rotate:
         draw = _words(fold(key, "rotate"), at, images) * _ANGLES >> 32
         cos, sin = _turns(self.degrees, str(images.device))[:, draw, None, None]
         height, width = images.shape[-2:]
-        # Twice the distance from the centre, so that an even side has whole numbers too.
+        # Twice the distance from the centre, which is a whole number for even sides too.
         y = (2 * torch.arange(height, device=images.device) - height + 1).view(1, -1, 1)
         x = (2 * torch.arange(width, device=images.device) - width + 1).view(1, 1, -1)
         from_x = _pixel(cos * x + sin * y, width)
@@ -104,7 +104,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Normalise:
-    """uint8 images to float32: minus the mean, over the deviation, channel by channel (both on a scale of 0 to 1)."""
+    """Turn uint8 images into float32 and normalise each channel; `mean` and `std` are on a scale of 0 to 1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -121,7 +121,7 @@ IMAGENET = Normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # for pictur
 
 @lru_cache(maxsize=64)
 def _constants(norm: Normalise, device: str) -> tuple[Tensor, Tensor]:
-    """What `norm` subtracts and multiplies by; kept, because a copy to a GPU at every batch would stall it."""
+    """What `norm` subtracts and multiplies by. Cached, because a copy to a GPU at every batch would stall it."""
     mean = torch.tensor([m * norm.white for m in norm.mean], dtype=torch.float32)
     scale = torch.tensor([1 / (s * norm.white) for s in norm.std], dtype=torch.float32)
     return mean.view(-1, 1, 1).to(device), scale.view(-1, 1, 1).to(device)

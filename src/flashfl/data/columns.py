@@ -16,8 +16,9 @@ _NUMBERS = (int, float, np.generic, np.ndarray, Tensor)
 _IDS = ("id", "idx", "uid", "guid", "uuid")
 
 
-def is_id(column: str) -> bool:
-    return column.lower() in _IDS or column.lower().endswith("_id")
+def is_id(column: object) -> bool:
+    name = str(column).lower()
+    return name in _IDS or name.endswith("_id")
 
 
 def value_of(value: object) -> object:
@@ -43,10 +44,8 @@ def parts_of(sample: Mapping[str, object]) -> tuple[object, ...]:
     labels = [c for c in LABELS if c in values][:1] or [c for c, shape in shapes.items() if not shape]
     inputs = [c for c, shape in shapes.items() if shape and c not in labels]
     if "input_ids" in inputs:
-        inputs = ["input_ids", *(["attention_mask"] if "attention_mask" in inputs else [])]
-    elif len(inputs) != 1:
-        labels = []
-    if len(labels) != 1:
+        inputs = [c for c in ("input_ids", "attention_mask") if c in inputs]
+    if len(labels) != 1 or (len(inputs) != 1 and "input_ids" not in inputs):
         kinds = ", ".join(f"{column} ({type(value).__name__})" for column, value in sample.items())
         raise DataError(
             f"a sample is a dict with the columns {kinds}, and it is not clear which one is the input and which the "

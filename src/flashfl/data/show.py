@@ -1,4 +1,4 @@
-"""A partition to look at: in the terminal, or as a plot."""
+"""Show a partition, in the terminal or as a plot."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _SHADES = " ▁▂▃▄▅▆▇█"
 
 
 def render(counts: NDArray[Any], rows: int = 40, columns: int = 100) -> str:
-    """A histogram (clients by classes) as text: one line a client, a bar a class, as high as its share of the client.
+    """A histogram (clients by classes) as text: one line a client, with a bar for each class.
 
-    Beyond `rows` clients an even choice of them is shown, beyond `columns` classes neighbours are taken together.
+    With more than `rows` clients, an even choice of them is shown. With more than `columns` classes, neighbours are
+    grouped.
     """
     clients, classes = counts.shape
     sizes = counts.sum(1)
@@ -37,7 +38,7 @@ def render(counts: NDArray[Any], rows: int = 40, columns: int = 100) -> str:
 
 
 def plot(counts: NDArray[Any], path: str | Path, title: str = "") -> None:
-    """Write a histogram (clients by classes) as an image: stacked bars, one a client. Needs matplotlib."""
+    """Draw a histogram (clients by classes) as stacked bars, one a client. Needs matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

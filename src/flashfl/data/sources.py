@@ -150,8 +150,12 @@ def source(data: object) -> Source:
     if isinstance(data, Sequence) and 2 <= len(data) <= 16 and all(hasattr(x, "shape") for x in data):
         *inputs, target = (_single(torch.as_tensor(x)) for x in data)
         return Arrays(tuple(inputs), target)
-    mixed = isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16])
-    if mixed or (isinstance(data, Mapping) and 0 not in data):
+    if isinstance(data, Mapping) and 0 not in data:
+        keys = ", ".join(map(str, data))
+        raise DataError(
+            f"samples must be a tuple (inputs, ..., targets) or a data set, not a dict with the keys {keys}"
+        )
+    if isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16]):
         raise DataError(f"samples must be a tuple (inputs, ..., targets), {_WRAP}")
     if isinstance(data, Items):
         return Lazy(data)

@@ -1,4 +1,4 @@
-"""What follows a convolution: BatchNorm, perhaps an addition, perhaps ReLU."""
+"""What follows a convolution: BatchNorm, then an addition and ReLU if they are asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..core.kernel import kernel
 
-fused = True  # whether a GPU does all of it in kernels of our own; bench/gpu_round.py --plain measures without
+fused = True  # whether a GPU does all of it in one of our kernels; bench/gpu_round.py --plain measures without
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -27,7 +27,7 @@ def batch_norm(norm: nn.Module, x: Tensor, add: Tensor | None = None, relu: bool
 
 
 def _plain(norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None) -> bool:
-    """Whether the kernels can do it: an ordinary layer, images with their channels last, more than one value each."""
+    """Whether the kernel can do it: a plain layer, channels-last images, more than one value a channel."""
     hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
     here = x.device.index == torch.cuda.current_device()  # where kernels are launched
     watched = any(hooks) or torch.compiler.is_compiling()

@@ -9,7 +9,7 @@ from .norm import batch_norm
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions and a shortcut. The shortcut is a 1x1 convolution where the shape changes."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class Block(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet18 with a 3x3 first convolution of stride 1 and no max-pool: for images of 32x32 or 64x64.
+    """ResNet18 for images of 32x32 or 64x64: the first convolution is 3x3 with stride 1, and there is no max-pool.
 
-    Every convolution is prunable, the first and the shortcuts included; BatchNorm and the linear map stay dense.
+    Every convolution is prunable, also the first and the shortcuts. BatchNorm and the linear layer stay dense.
     """
 
     prunable = "conv"
