@@ -68,6 +68,7 @@ DAMAGE = {
     "metric": lambda text: re.sub(r'"metric": [0-9.]+', '"metric": "high"', text),
     "flops": lambda text: re.sub(r'"flops": [0-9.e+]+', '"flops": "x"', text),
     "layers": lambda text: re.sub(r'"layer_mismatch": \[[0-9.]+, ', '"layer_mismatch": [', text),
+    "densities": lambda text: text.replace('"layer_densities"', '"layer_densitie5"', 1),
     "cohort": lambda text: re.sub(r'"cohort_densities": \[[0-9.]+', '"cohort_densities": ["x"', text),
     "histogram": lambda text: re.sub(r'"histogram": \[\[\d+, ', '"histogram": [[', text),
     "alpha": lambda text: re.sub(r'"alpha": [0-9.]+', '"alpha": null', text),

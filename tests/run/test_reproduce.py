@@ -71,7 +71,7 @@ def test_every_cell_of_every_table_can_be_run(name: str) -> None:
         assert config.method.name == cell.method["name"]
     assert len({c.place(0) + c.column for c in cells}) == len(cells)
     for cell in cells:
-        assert cell in chosen(cells, "", "", "", cell.column), "a column can be asked for by its name"
+        assert cell in chosen(cells, method=cell.column), "a column can be asked for by its name"
 
 
 def test_unknown_table_names_the_nearest() -> None:
@@ -81,19 +81,19 @@ def test_unknown_table_names_the_nearest() -> None:
 
 def test_filters() -> None:
     cells = load_table("main").cells
-    found = chosen(cells, "cifar10", "1", "0.05", "")
+    found = chosen(cells, dataset="cifar10", alpha="1", density="0.05")
     assert {c.column for c in found} == {"dense", "NST", "PDST", "SPDST", "JMWST r1", "JMWST r5"}
     assert {c.density for c in found} == {0.05, 1.0}
     with pytest.raises(ConfigError, match="unknown dataset 'cifar11': did you mean 'cifar10'"):
-        chosen(cells, "cifar10,cifar11", "", "", "")
+        chosen(cells, dataset="cifar10,cifar11")
     with pytest.raises(ConfigError, match=r"unknown density '0\.07'"):
-        chosen(cells, "", "", "0.05,0.07", "")
+        chosen(cells, density="0.05,0.07")
     with pytest.raises(ConfigError, match="unknown method 'SPDTS'"):
-        chosen(cells, "", "", "", "SPDTS")
+        chosen(cells, method="SPDTS")
     with pytest.raises(ConfigError, match="no cell of the table matches all of these filters"):
-        chosen(cells, "femnist", "1", "", "")
+        chosen(cells, dataset="femnist", alpha="1")
     with pytest.raises(ConfigError, match="have no density"):
-        chosen(load_table("hetero").cells, "", "", "0.1", "")
+        chosen(load_table("hetero").cells, density="0.1")
 
 
 def test_missing_results_folder_or_unknown_format_is_an_error(tmp_path: Path, capsys: Any) -> None:
@@ -122,7 +122,7 @@ def test_committed_results_render_without_running_anything(capsys: Any, monkeypa
 def test_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(ROOT)
-    found = panels(chosen(load_table("main").cells, "cifar10", "1"), 1, Stored(Path("results")))
+    found = panels(chosen(load_table("main").cells, dataset="cifar10", alpha="1"), 1, Stored(Path("results")))
     assert [len(lines) for lines in found.values()] == [6, 6, 6]
     assert found["cifar10, alpha 1, density 0.01"]["dense"] == found["cifar10, alpha 1, density 0.1"]["dense"]
     asked = ["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]
@@ -313,7 +313,7 @@ def test_processes_add_results_at_the_same_time(tmp_path: Path) -> None:
         ({"curve": [[1, 2, 3]]}, "its curve cannot be used"),
         ({"curve": 7}, "it lacks a number"),
         ({"seed": 1}, "it has seed 1"),
-        ({"config": None}, "it lacks its task settings"),
+        ({"config": None}, "it lacks its task, train, method settings"),
         (
             {"config": {"task": {}, "method": {"density": 0.1}, "train": {}}},
             r"its density is 0\.1 and the cell's is 0\.2",
@@ -500,7 +500,7 @@ def test_no_budget_no_run(tmp_path: Path) -> None:
 
 
 def test_tables_show_what_is_missing_and_what_differs(tmp_path: Path) -> None:
-    some = chosen(load_table("main").cells, "cifar10", "1", "0.05")
+    some = chosen(load_table("main").cells, dataset="cifar10", alpha="1", density="0.05")
     assert table_of("main", some, 1, Stored(tmp_path)).markdown().count("not run") == 6
     table = table_of("main", some, 1, Stored(ROOT / "results"))
     assert "not run" not in table.markdown()

@@ -104,39 +104,42 @@ def load_table(name: str) -> PaperTable:
     return PaperTable(data["title"], tuple(data["rows"]), tuple(cells))
 
 
-def chosen(
-    cells: Sequence[Cell], dataset: str = "", alpha: str = "", density: str = "", method: str = ""
-) -> list[Cell]:
-    """The cells a user asked for. Each filter is a comma-separated list; an empty one takes all."""
-    asked = {"dataset": dataset, "alpha": alpha, "density": density, "method": method}
-    found = [c for c in cells if all(_fits(words, _answers(c, name)) for name, words in asked.items())]
+def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:
+    """The cells a user asked for: by dataset, alpha, density and method, each a comma-separated list or empty."""
+    facts = [_facts(cell) for cell in cells]
+    asked = {name: [word for word in words.split(",") if word] for name, words in filters.items()}
     for name, words in asked.items():
-        known = {answer for c in cells for answer in _answers(c, name)} - {""}
-        for word in filter(None, words.split(",")):
+        known = {shown for fact in facts for shown in fact[name]}
+        for word in words:
             if not known:
                 raise ConfigError(f"--{name} {word}: the cells of this table have no {name}")
-            if not _fits(word, tuple(known)):
+            if _plain(word) not in map(_plain, known):
                 raise unknown(name, word, known)
-    if not found or (density and not any("density" in c.method for c in found)):
+
+    def fits(fact: Mapping[str, Sequence[str]]) -> bool:
+        """Dense cells have no density and fit every one."""
+        wanted = {name: set(map(_plain, words)) for name, words in asked.items() if words and fact[name]}
+        return all(words & set(map(_plain, fact[name])) for name, words in wanted.items())
+
+    found = [cell for cell, fact in zip(cells, facts, strict=True) if fits(fact)]
+    if not found or (asked.get("density") and not any("density" in c.method for c in found)):
         raise ConfigError("no cell of the table matches all of these filters: remove one")
     return found
 
 
-def _answers(cell: Cell, name: str) -> tuple[str, ...]:
-    """What a filter may say to get this cell. An empty answer matches every filter."""
-    if name == "density":
-        return (f"{cell.density:g}",) if "density" in cell.method else ("",)
-    if name == "method":
-        return cell.column, cell.method["name"]
-    return (cell.dataset,) if name == "dataset" else ("-" if cell.alpha is None else f"{cell.alpha:g}",)
+def _facts(cell: Cell) -> dict[str, tuple[str, ...]]:
+    """What a filter may say to get this cell."""
+    return {
+        "dataset": (cell.dataset,),
+        "alpha": ("-" if cell.alpha is None else f"{cell.alpha:g}",),
+        "density": (f"{cell.density:g}",) if "density" in cell.method else (),
+        "method": (cell.column, cell.method["name"]),
+    }
 
 
-def _fits(words: str, answers: tuple[str, ...]) -> bool:
-    return not words or any(_same(w, a) for w in words.split(",") for a in answers)
-
-
-def _same(word: str, answer: str) -> bool:
+def _plain(word: str) -> str:
+    """A word in the form in which it is compared: 0.10 is 0.1."""
     try:
-        return not answer or float(word) == float(answer)
+        return f"{float(word):g}"
     except ValueError:
-        return word.strip().lower() == answer.lower()
+        return word.strip().lower()

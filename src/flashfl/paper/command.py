@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..core.errors import ConfigError
 
+_FILTERS = ("dataset", "alpha", "density", "method")
 _PLOTS, _TEXTS = (".png", ".svg", ".pdf"), (".md", ".html")
 
 
@@ -17,7 +18,7 @@ def add_reproduce(add: Callable[..., argparse.ArgumentParser]) -> None:
     again = add("reproduce", _reproduce, "show our results beside a table of the paper, and run the missing cells")
     names = "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa or sst2"
     again.add_argument("table", help=names)
-    for name in ("dataset", "alpha", "density", "method"):
+    for name in _FILTERS:
         again.add_argument(f"--{name}", default="", help="only these cells (comma-separated)")
     again.add_argument("--seeds", type=int, help="seeds of each cell (default: 1 when running, all when showing)")
     again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default) only shows")
@@ -36,7 +37,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .tables import table_of
 
     _check(args)
-    cells = chosen(load_table(args.table).cells, args.dataset, args.alpha, args.density, args.method)
+    cells = chosen(load_table(args.table).cells, **{name: getattr(args, name) for name in _FILTERS})
     if not args.budget_minutes and not args.results.is_dir():
         raise ConfigError(f"there is no folder {args.results}: give the folder of results (a checkout has one)")
     failed = 0

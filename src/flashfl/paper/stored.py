@@ -19,6 +19,7 @@ from typing import Any
 from ..core.files import put
 from ..run.config import OUTSIDE
 from ..run.lock import claim
+from ..run.track import flat
 from .cells import Cell
 from .result import Record, numbers_of, stale
 
@@ -138,17 +139,12 @@ def _is_number(value: object) -> bool:
 
 def _other_settings(config: Any, cell: Cell, seed: int) -> str:
     """Which setting of a stored configuration differs from the cell's. A setting that only one knows does not count."""
-    for table, settings in json.loads(json.dumps(cell.config(seed).to_json())).items():
-        stored = config.get(table) if isinstance(config, dict) else None
-        if not isinstance(stored, dict):
-            return f"it lacks its {table} settings"
-        for name, value in settings.items():
-            if name not in _OUTSIDE and name in stored and not _alike(stored[name], value):
-                return f"its {name} is {str(stored[name])[:40]} and the cell's is {str(value)[:40]}"
+    mine = json.loads(json.dumps(cell.config(seed).to_json()))
+    if not isinstance(config, dict) or not all(isinstance(config.get(table), dict) for table in mine):
+        return f"it lacks its {', '.join(mine)} settings"
+    stored = flat(config)
+    for name, value in flat(mine).items():
+        short = name.partition(".")[2]
+        if short not in _OUTSIDE and name in stored and stored[name] != value:
+            return f"its {short} is {str(stored[name])[:40]} and the cell's is {str(value)[:40]}"
     return ""
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, dict) and isinstance(b, dict):
-        return all(_alike(a[name], b[name]) for name in a.keys() & b.keys())
-    return bool(a == b)

@@ -144,12 +144,9 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
 
     The points of a curve are round, accuracy, bytes up, bytes down.
     """
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    made = _blank((3.8 * columns + 0.6, 3.4 * rows + 0.4))
-    every = made.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    made, every, columns = _grid(len(panels), sharex=True, sharey=True)
     inks = {label: _ink(i) for i, label in enumerate(dict.fromkeys(x for lines in panels.values() for x in lines))}
-    for axes, (title, lines) in zip(every, panels.items(), strict=False):
+    for axes, (title, lines) in zip(every, panels.items(), strict=True):
         for label, seeds in lines.items():
             shown = curves.band([{int(r): a for r, a, _, _ in seed} for seed in seeds])
             taken = curves.band([{int(r): up + down for r, _, up, down in seed} for seed in seeds])
@@ -158,9 +155,7 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
         _decades(axes.xaxis)
         axes.label_outer()
         axes.grid(alpha=0.25)
-    for axes in every[len(panels) :]:
-        axes.set_visible(False)
-    for axes in every[max(0, len(panels) - columns) : len(panels)]:  # the lowest of each column
+    for axes in every[-columns:]:  # the lowest of each column
         axes.tick_params(labelbottom=True)
         axes.set_xlabel("communicated (MB, up and down)")
     named = {label: line for axes in made.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
@@ -177,19 +172,25 @@ def _panels(name: str, groups: Groups) -> Any:
             raise FlashError(f"{name}: the masks of these runs never move, so there is no mismatch to draw")
         raise FlashError(f"{name}: these runs stored no masks that could be compared")
     most = 1.02 * max([0.1, *(float(v) for table in tables.values() for row in table for v in row)])
-    columns = min(3, len(groups))
-    rows = math.ceil(len(groups) / columns)
-    made = _blank((3.6 * columns + 0.6, 3.3 * rows))
-    every = made.subplots(rows, columns, squeeze=False).flatten()
+    made, every, _ = _grid(len(groups))
     images = []
-    for axes, (label, runs) in zip(every, groups.items(), strict=False):
+    for axes, (label, runs) in zip(every, groups.items(), strict=True):
         images.append(EACH[name](axes, runs, most))
         axes.set_title(_broken(label, 34), fontsize="small")
-    for axes in every[len(groups) :]:
-        axes.set_visible(False)
     if images[0] is not None:
-        made.colorbar(images[0], ax=list(every), label="mask mismatch", shrink=0.8)
+        made.colorbar(images[0], ax=made.axes, label="mask mismatch", shrink=0.8)
     return made
+
+
+def _grid(count: int, **shared: bool) -> tuple[Any, list[Any], int]:
+    """A figure with so many panels in up to three columns."""
+    columns = min(3, count)
+    rows = math.ceil(count / columns)
+    made = _blank((3.8 * columns + 0.6, 3.4 * rows + 0.4))
+    every = list(made.subplots(rows, columns, squeeze=False, **shared).flatten())
+    for axes in every[count:]:
+        axes.set_visible(False)
+    return made, every[:count], columns
 
 
 def _broken(label: str, letters: int) -> str:

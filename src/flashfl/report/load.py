@@ -243,8 +243,8 @@ def _try(run: RunData) -> None:
     # What averaging over seeds and comparing masks need.
     width, _ = len(run.layers), sum(math.prod(shape) for _, shape in run.header["task"]["layers"])
     for record in run.rounds:
-        rows = (record.layer_densities, record.layer_mismatch, record.cohort_densities)
-        if any(row and (len(row) != width or not sum(row) >= 0) for row in rows):
+        rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
+        if any(len(row) != width or not sum(row) >= 0 for row in rows):
             raise ValueError(f"the layers of round {record.round + 1}")
 
 
