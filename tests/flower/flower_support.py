@@ -92,7 +92,7 @@ def scaled(factor: float) -> Callable[[Update, Order], Update]:
         mask, trained = update.weights.mask, update.weights.layout.trained_size
         start, vector = order.weights.restrict(mask).vector, update.weights.vector.clone()
         vector[:trained] = start[:trained] + (vector[:trained] - start[:trained]) * factor
-        return replace(update, weights=Weights(mask, vector))
+        return Update.of(update.client, update.n, Weights(mask, vector), update.counts, update.metrics)
 
     return change
 
@@ -107,7 +107,7 @@ def marked(update: Update, order: Order) -> Update:
     vector = update.weights.vector.clone()
     k = update.weights.layout.prunable_size
     vector[k] = MARK
-    return replace(update, weights=Weights(update.weights.mask, vector))
+    return Update.of(update.client, update.n, Weights(update.weights.mask, vector), update.counts, update.metrics)
 
 
 def with_nan(reply: Message) -> Message:

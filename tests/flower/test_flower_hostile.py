@@ -39,7 +39,7 @@ def with_statistics(value: float) -> Callable[[Update, Order], Update]:
             return update
         vector = update.weights.vector.clone()
         vector[update.weights.layout.trained_size :] = value
-        return replace(update, weights=Weights(update.weights.mask, vector))
+        return Update.of(update.client, update.n, Weights(update.weights.mask, vector), update.counts, update.metrics)
 
     return change
 
@@ -50,7 +50,7 @@ def with_weights(value: float) -> Callable[[Update, Order], Update]:
             return update
         vector, trained = update.weights.vector.clone(), update.weights.layout.trained_size
         vector[:trained][vector[:trained] != 0] = value
-        return replace(update, weights=Weights(update.weights.mask, vector))
+        return Update.of(update.client, update.n, Weights(update.weights.mask, vector), update.counts, update.metrics)
 
     return change
 

@@ -25,7 +25,7 @@ def swapped(update: Update, order: Order) -> Update:
     on, off = bits.nonzero()[0], (~bits).nonzero()[0]
     bits[on], bits[off], vector[on], vector[off] = False, True, 0.0, 1e-3
     mask = Mask(update.weights.layout, bits)
-    return replace(update, weights=Weights(mask, vector), counts=mask.counts)
+    return Update.of(update.client, update.n, Weights(mask, vector), mask.counts, update.metrics)
 
 
 @pytest.mark.parametrize(
