@@ -48,7 +48,7 @@ class Took(NamedTuple):
 
 
 def _intake_v1(method: str, trusting: bool) -> Callable[[], Took]:
-    """`ServerSide` and `Inbox`: updates are decoded and checked as they arrive, and decoded again once all are there."""
+    """`ServerSide` and `Inbox`: updates are decoded and checked as they arrive, then decoded again at the end."""
     from flashfl.engine.server import Inbox, ServerSide
     from flashfl.wire.trust import Trust
 
