@@ -140,10 +140,10 @@ def test_killed_server_resumes(which: str, three: Deployment, undisturbed: str, 
 
 def test_rogue_supernode_does_not_change_the_model(tmp_path: Path) -> None:
     bad, folder = 3, tmp_path / "run"
+    path = os.pathsep.join([str(Path(__file__).parent / "rogue"), os.environ.get("PYTHONPATH", "")])
     with deployment(tmp_path / "flower") as made:
         for number in range(4):
-            rogue = {"PYTHONPATH": str(Path(__file__).parent / "rogue")} if number == bad else None
-            made.supernode(number, 4, env=rogue)
+            made.supernode(number, 4, env={"PYTHONPATH": path} if number == bad else None)
         run = made.run(settings=SETTINGS, train__rounds=4, train__per_round=4, flower__clients=4, folder=str(folder))
         assert made.wait(run, 240) == "finished:completed"
         assert "ROGUE" in made.log(f"node{bad}")

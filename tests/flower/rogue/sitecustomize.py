@@ -1,4 +1,4 @@
-"""On the path of a node's Python, this makes it a rogue: its updates are damaged or hold numbers that are none."""
+"""On the path of a node's Python, this makes it a rogue: its updates are damaged or not finite."""
 
 import os
 
@@ -12,7 +12,7 @@ _honest = client.reply_to
 
 def _spoiled(data: bytes, number: int) -> bytes:
     middle = len(data) // 2
-    if number % 2:  # 64 bytes that are no number wherever a float begins, under a checksum that is right
+    if number % 2:  # 64 bytes that are NaN wherever a float begins, with a valid checksum
         return seal(data[:middle] + b"\xff" * 64 + data[middle + 64 :])
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
