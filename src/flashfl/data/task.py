@@ -91,18 +91,6 @@ class Task:
             _warn_about_nan(self.test)
 
     @property
-    def judges(self) -> list[Source]:  # old name
-        return self.evaluation
-
-    @property
-    def held(self) -> list[Source]:  # old name
-        return self.evaluation if self.test is None else []
-
-    @property
-    def holders(self) -> list[int]:  # old name
-        return self.evaluators
-
-    @property
     def pretrained(self) -> bool:
         """Whether the model was given with its weights."""
         return isinstance(self._model, nn.Module)
