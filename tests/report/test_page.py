@@ -26,7 +26,7 @@ CHARTS = {
     "mask-mismatch-round-by-round": ".cell",
     "mask-mismatch-by-layer": ".line",
     "flops-and-bytes": ".dot",
-    "bytes-a-client-and-round": ".bar",
+    "bytes-per-client-and-round": ".bar",
     "wall-time-by-phase": ".bar",
     "who-holds-what": ".cell",
 }
@@ -101,7 +101,7 @@ def test_long_names_leave_room_on_a_narrow_screen(compared: Path, tmp_path: Path
 
 def test_total_stands_at_the_end_of_its_bar(page: str, open_page: Open) -> None:
     ends = open_page(page).execute_script(
-        "const s = document.querySelector('#bytes-a-client-and-round svg');"
+        "const s = document.querySelector('#bytes-per-client-and-round svg');"
         "const box = (n) => n.getBoundingClientRect(), of = (k) => [...s.querySelectorAll(k)].map(box);"
         "return of('.total').map((t) => [t.left, Math.max(...of('.bar').filter((b) => Math.abs(b.top - t.top) < 20)"
         ".map((b) => b.right)), ...of('.mark').filter((m) => Math.abs(m.top - t.top) < 20).map((m) => m.left)])"
@@ -119,7 +119,7 @@ def test_total_stands_at_the_end_of_its_bar(page: str, open_page: Open) -> None:
     ("#mask-mismatch-round-by-round svg", ["rounds", "SM", "0."]),
     ("#mask-mismatch-by-layer .catch", ["features"]),
     ("#flops-and-bytes .catch", ["bytes", "accuracy", "seed"]),
-    ("#bytes-a-client-and-round .catch", ["values", "mask", "overhead", "paper's formula"]),
+    ("#bytes-per-client-and-round .catch", ["values", "mask", "overhead", "paper's formula"]),
     ("#wall-time-by-phase .catch", ["train", " s"]),
     ("#who-holds-what svg", ["client", "class", "samples"]),
 ])  # fmt: skip

@@ -82,7 +82,7 @@ class RunData:
             **{f"task.{k}": v for k, v in _split(self.info).items()},
             **{f"train.{k}": v for k, v in identity.get("settings", {}).items()},
             # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made
-            # by name says which data it has, and may be split anew for each seed.
+            # by name says which data it has, and may be split again for each seed.
             "task.layout": identity.get("layout"),
             "task.holdings": identity.get("clients"),
             "task.samples": None if self.info else identity.get("samples"),

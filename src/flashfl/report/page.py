@@ -34,7 +34,7 @@ def page_data(found: Found, heat: Heat = RunData.heat) -> dict[str, Any]:
     """Everything the page shows about runs, as JSON data."""
     groups = groups_of(found.runs)
     return {
-        **_page_of("flashfl", groups_table(found, marked=True), _ABOUT),
+        **_page_of(groups_table(found, marked=True), _ABOUT),
         "groups": [_group(label, runs, heat) for label, runs in groups.items()],
         "tasks": _tasks(groups),
         "runs": [_about(label, run) for label, runs in groups.items() for run in runs],
@@ -42,15 +42,15 @@ def page_data(found: Found, heat: Heat = RunData.heat) -> dict[str, Any]:
     }
 
 
-def _page_of(title: str, table: Table, about: str) -> dict[str, Any]:
+def _page_of(table: Table, about: str) -> dict[str, Any]:
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     empty: dict[str, Any] = {"groups": [], "tasks": [], "runs": [], "problems": []}
-    return {"title": title, "made": made, "about": about, "table": table.to_json(), **empty}
+    return {"made": made, "about": about, "table": table.to_json(), **empty}
 
 
 def table_page(table: Table, about: str) -> str:
     """The page with a table alone."""
-    return page(_page_of("flashfl", table, about))
+    return page(_page_of(table, about))
 
 
 def page(data: Mapping[str, Any]) -> str:

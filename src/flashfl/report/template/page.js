@@ -43,7 +43,7 @@ function trends() {
   const accuracy = section("Accuracy by round", "Test accuracy of the server's model after each round; seeds as mean and standard deviation." + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
   chart(accuracy, (host) => lineChart(host, { xLabel: "round", yLabel: "accuracy", yTick: text.share, yText: text.percent, whole: true, yFloor: 0, yCeiling: 1, series: shown().map((g) => ({
     label: g.label, colour: g.colour, x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
-  const bytes = section("Accuracy by bytes", "The same against what has travelled so far, in bytes of encoded messages, stage 1 included (log scale).", { half: true });
+  const bytes = section("Accuracy by bytes", "The same by bytes sent so far: those of encoded messages, stage 1 included (log scale).", { half: true });
   choice(bytes, { both: "up + down", up: "up", down: "down" }, "bytes");
   const sum = (a) => a.up.map((v, i) => (chosen.bytes === "both" ? v + a.down[i] : a[chosen.bytes][i]));
   chart(bytes, (host) => lineChart(host, { xLabel: "bytes", yLabel: "accuracy", xType: "log", xTick: text.bytes, yTick: text.share, yText: text.percent, nearest: true, yFloor: 0, yCeiling: 1,
@@ -85,7 +85,7 @@ function heats() {
 function layers() {
   const groups = shown().filter((g) => g.layer_mismatch.round.length && g.layer_mismatch.layers.some((row) => row.some((v) => v > 0)));
   if (groups.length) {
-    const node = section("Mask mismatch by layer", "SM between consecutive rounds for each prunable layer, from the first (blue) to the last (red). Methods whose masks never move are left out.", { half: groups.length < 3 });
+    const node = section("Mask mismatch by layer", "SM between consecutive rounds for each prunable layer, from the first (blue) to the last (red). Methods whose masks never move are not drawn.", { half: groups.length < 3 });
     const many = make("div", { class: "many", style: { "--least": groups.length < 3 ? "260px" : "340px" } });
     node.append(many);
     const top = Math.max(0.1, ...groups.flatMap((g) => g.layer_mismatch.layers.flat())) * 1.05;
@@ -117,7 +117,7 @@ function costs() {
   }
   const counted = shown().filter((g) => g.share.values !== undefined);
   if (counted.length) {
-    const node = section("Bytes a client and round", "Encoded order and update together, by what they carry, beside the paper's formula (fp32 values, with CSR indices where the mask moves, no BatchNorm statistics).", { half: true });
+    const node = section("Bytes per client and round", "Encoded order and update together, by what they carry, beside the paper's formula (fp32 values, with CSR indices where the mask moves, no BatchNorm statistics).", { half: true });
     chart(node, (host) => bars(host, { label: "bytes by part", parts: ["values", "mask", "overhead"], text: text.bytes, markName: "paper's formula",
       rows: counted.map((g) => ({ label: g.label, colour: g.colour, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
   }
