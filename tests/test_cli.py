@@ -292,7 +292,6 @@ def test_interrupted_run_resumes_to_the_same_result(tmp_path: Path, capsys: pyte
         (["run", "--dataset", "cifr10"], "cifr10"),
         (["run", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
         (["run", "--device", "tpu"], "device = 'tpu': expected auto, cpu, cuda or cuda:N"),
-        (["run", "--resume"], "there is no checkpoint in runs/digits-spdst-seed0/checkpoints"),
         (["run", "--out", "/dev/null/x", *TINY], "/dev/null/x"),
         (["compare", "--methods", "nst,jmwts"], "unknown method 'jmwts': did you mean 'jmwst'?"),
         (["compare", "--methods", ","], "--methods names no method"),

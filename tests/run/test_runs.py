@@ -296,7 +296,7 @@ def test_a_run_in_a_folder_can_be_exported(name: str, tmp_path: Path) -> None:
     config = make_config({}, {"method": name, "rounds": "2", "limit": "80", "clients": "4", "per_round": "3",
                               "max_steps": "1", "workers": "1", "device": "cpu",
                               **({} if name == "nst" else {"warmup_clients": "2", "warmup_epochs": "1"})})  # fmt: skip
-    run = run_config(config, tmp_path, quiet=True)["run"]
+    run = run_config(config, tmp_path, quiet=True)
     check_export(export_run(tmp_path), run)
     assert export_run(tmp_path, tmp_path / "there" / "m.safetensors").exists()
     with pytest.raises(ConfigError, match="unknown view 'density 7'"):

@@ -6,6 +6,7 @@ import math
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -55,12 +56,17 @@ def run_config(
             raise OutOfTime
 
     try:
-        return simulate(
-            config.method, task, train=config.train, folder=folder, resume=resume, watch=watch,
-            header=config.to_json(),
-        )  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
+            run = simulate(
+                config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
+                watch=watch, header=config.to_json(),
+            )  # fmt: skip
     finally:
         display.close()
+    if run.stopped == "interrupted":
+        raise KeyboardInterrupt  # several runs must not go on with the next one
+    return run
 
 
 def run_or_continue(config: RunConfig, folder: Path, label: str, quiet: bool = False, until: float = math.inf) -> Run:

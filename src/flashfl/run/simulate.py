@@ -179,16 +179,11 @@ def simulate(
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
     place = Path(folder) if folder else None
-    if place is not None and not (resume or overwrite) and Results(place / RESULTS).earned():
-        raise ConfigError(
-            f"{place} already holds a run: continue it with resume=True, replace it with overwrite=True, or choose "
-            "another folder"
-        )
     display = _display(method, config, progress, watch)
     engine = make_engine(task, config, place / "masks" if place else None)
     try:
         clients = FixedPopulation(task.clients)
-        run = drive(method, task, config, engine, clients, place, resume, display or watch, header, display)
+        run = drive(method, task, config, engine, clients, place, resume, display or watch, header, display, overwrite)
     finally:
         engine.close()
         if display is not None:
@@ -227,6 +222,7 @@ def drive(
     watch: Watch | None = None,
     header: Mapping[str, Any] | None = None,
     display: Display | None = None,
+    overwrite: bool = True,
 ) -> Run:
     """Run a method on any engine, with these clients. Only the task's model is used here, not its data.
 
@@ -239,6 +235,11 @@ def drive(
     clients.admit(method, plan.key)
     keeper = Keeper(run.results, engine, clients, identity)
     with alone(folder):
+        if not (resume or overwrite) and run.results.earned():
+            raise ConfigError(
+                f"{folder} already holds a run: continue it with resume=True, replace it with overwrite=True, or choose "
+                "another folder"
+            )
         start, code = _resume(run, keeper, plan) if resume else (None, None)
         if start is None:
             start = checked(method, method.init(plan))
