@@ -237,7 +237,7 @@ class ClientMemory:
         self._now, self._before, self._saved = table, table.copy(), table.copy()
 
     def _read(self, saved: Mapping[str, Any]) -> _Table:
-        kept = [Kept(digest) for digest in saved["masks"]]
+        kept = [Kept(str(digest)) for digest in saved["masks"]]
         table = _Table(history=dict.fromkeys(kept[: saved["known"]], 0))
         for client, ((phase, round, attempt), order, own) in saved["clients"].items():
             held = _Round(
