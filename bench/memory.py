@@ -38,8 +38,10 @@ def child(method: str, per_round: int, rounds: int, workers: int, folder: Path) 
     from torch import nn
 
     import flashfl as fl
+    from flashfl.core.engine import FixedPopulation
     from flashfl.engine.cpu import CPUEngine
     from flashfl.run.config import TrainConfig
+    from flashfl.run.simulate import drive
 
     def model() -> nn.Module:
         widths = (16, 1000, 3000, 2000, 500)
@@ -58,8 +60,8 @@ def child(method: str, per_round: int, rounds: int, workers: int, folder: Path) 
     engine = CPUEngine(task, workers, folder=folder / "masks")
     print(f"ready {task.layout.prunable_size}", flush=True)
     sys.stdin.readline()
-    run = drive(fl.METHODS[method](**METHODS[method]), task, train, engine, task.clients, folder)
-    why = [reason for line in run.history for reason in line["failures"].values()]
+    run = drive(fl.METHODS[method](**METHODS[method]), task, train, engine, FixedPopulation(task.clients), folder)
+    why = [reason for record in run.history for reason in record.failures.values()]
     engine.close()
     print("\n".join([f"done {len(why)}", *why[:3]]), flush=True)
 

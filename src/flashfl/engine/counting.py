@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -28,7 +27,7 @@ from ..wire.message import Parts
 from ..wire.values import Carries, Form
 from .account import Account
 from .memory import ClientMemory
-from .robust import OnDevice, Row, trim_rows
+from .robust import DeviceRow, OnDevice, clip_rows, trim_rows
 from .train import NOT_FINITE
 from .trust import Trust
 
@@ -179,54 +178,30 @@ class Counting(Account):
         return super().close()
 
     def _add_held(self) -> None:
-        """Clip and add the updates of the whole cohort."""
-        held = [heard for heard in self.heard if heard.values is not None]
+        """Clip, trim and add the updates of the whole cohort."""
+        held = [heard for heard in self.heard if heard.values is not None and heard.bits is not None]
+        rows = [row for heard in held for row in self._rows(heard)]
         if self.trust.clip:
-            self._clip(held)
-        if self.trust.trim:
-            self._trim(held)
+            clip_rows(rows, self.trust.clip)
+        if self.trust.trim and rows:
+            trim_rows(self.sums, OnDevice(rows), self.trust.trim, rows[0].values.device)
             return
         for heard in held:
             assert heard.values is not None
             assert heard.bits is not None
             self._add(heard.seats, heard.values, heard.bits, heard.good)
 
-    def _clip(self, held: Sequence[_Heard]) -> None:
-        """Shorten long changes, in place. A weight that the order did not have counts as 0 before."""
-        trained, k = self.layout.trained_size, self.layout.prunable_size
-        changes: list[tuple[Tensor, Tensor, float]] = []
-        for heard in held:
-            assert heard.values is not None
-            assert heard.bits is not None
-            if heard.seats[0].order.local.report == "statistics":
-                continue
-            bits = heard.bits.expand(len(heard.seats), -1)
-            for seat, row, mine in zip(heard.seats, heard.values[:, :trained], bits, strict=True):
-                if seat.client.id in self.failures:
-                    continue
-                start = seat.order.weights.vector[:trained].clone()
-                start[:k] *= mine
-                changes.append((row, start, float(torch.linalg.vector_norm((row - start).double()))))
-        most = self.trust.clip * statistics.median(norm for *_, norm in changes) if changes else 0.0
-        for row, start, norm in changes:
-            if norm > most:
-                row.copy_(start + (row - start) * (most / norm))
-
-    def _trim(self, held: Sequence[_Heard]) -> None:
-        rows, values, bits = [], [], []
-        for heard in held:
-            assert heard.values is not None
-            assert heard.bits is not None
-            if heard.seats[0].order.local.report == "statistics":
-                heard.values[:, : self.layout.trained_size] = 0
-            every = heard.bits.expand(len(heard.seats), -1)
-            for seat, row, mine in zip(heard.seats, heard.values, every, strict=True):
-                if seat.client.id not in self.failures:
-                    rows.append(Row(seat.n, sum(seat.counts)))
-                    values.append(row)
-                    bits.append(mine)
-        if rows:
-            trim_rows(self.sums, OnDevice(rows, values, bits), self.trust.trim, values[0].device)
+    def _rows(self, heard: _Heard) -> Iterator[DeviceRow]:
+        """The updates of clients that were not dropped, as views."""
+        assert heard.values is not None
+        assert heard.bits is not None
+        every = heard.bits.expand(len(heard.seats), -1)
+        for seat, values, bits in zip(heard.seats, heard.values, every, strict=True):
+            weights = seat.order.weights if seat.order.local.report == "weights" else None
+            if weights is None:  # statistics alone: a sum over them is a sum over zeros elsewhere
+                values[: self.layout.trained_size] = 0
+            if seat.client.id not in self.failures:
+                yield DeviceRow(seat.n, sum(seat.counts), values, bits, weights)
 
     def _down(self, client: Client, order: Order) -> Traffic:
         """What an order takes without its mask."""

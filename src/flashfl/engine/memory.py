@@ -154,12 +154,13 @@ class ClientMemory:
 
     def _find(self, order: Kept) -> Kept | None:
         """The order's mask in the history that equals this one: equal masks of orders count once."""
-        shared = [kept for kept in reversed(self._now.history) if not kept.own]
-        if order.mask is None:
-            return next((kept for kept in shared if kept.digest == order.digest), None)
+        history, mask = self._now.history, order.mask
+        if mask is None:
+            return next((kept for kept in reversed(history) if not kept.own and kept.digest == order.digest), None)
         # The very same object is the common case, and the only one that does not wait for the GPU.
-        same = next((kept for kept in shared if kept.mask is order.mask), None)
-        return same or next((kept for kept in shared if kept.mask and kept.mask.equal(order.mask)), None)
+        same = next((kept for kept in reversed(history) if not kept.own and kept.mask is mask), None)
+        shared = (kept for kept in reversed(history) if not kept.own and kept.mask is not None)
+        return same or next((kept for kept in shared if kept.mask is not None and kept.mask.equal(mask)), None)
 
     def _set(self, client: int, new: _Round | None) -> None:
         history, old = self._now.history, self._now.clients.pop(client, None)
@@ -236,7 +237,7 @@ class ClientMemory:
         self._now, self._before, self._saved = table, table.copy(), table.copy()
 
     def _read(self, saved: Mapping[str, Any]) -> _Table:
-        kept = [Kept(digest) for digest in saved["masks"]]
+        kept = [Kept(str(digest)) for digest in saved["masks"]]
         table = _Table(history=dict.fromkeys(kept[: saved["known"]], 0))
         for client, ((phase, round, attempt), order, own) in saved["clients"].items():
             held = _Round(

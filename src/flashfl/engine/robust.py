@@ -6,6 +6,7 @@ temporary file and read back a stretch of weights at a time. On a GPU they stay 
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..aggregate import add, add_statistics
 from ..core.exchange import Sums, Update
+from ..core.mask import Weights
 
 _STRETCH = 32 << 20  # numbers held in memory at a time, over all clients
 
@@ -29,10 +31,29 @@ class Row(NamedTuple):
     active: int
 
 
+class DeviceRow(NamedTuple):
+    """One update on a device: a dense vector and the bits of its mask; `start` is the model it was trained from."""
+
+    n: int
+    active: int
+    values: Tensor
+    bits: Tensor
+    start: Weights | None  # None: the update has no weights
+
+    def change(self) -> tuple[Tensor, Tensor]:
+        """The trained weights before, and how they changed. Those that the order did not have were 0."""
+        assert self.start is not None
+        trained = self.start.layout.trained_size
+        before = self.start.vector[:trained].clone()
+        before[: len(self.bits)] *= self.bits
+        return before, self.values[:trained] - before
+
+
 class Rows(Protocol):
     """The updates of a round, as a matrix [clients, size] that is read a few columns at a time."""
 
-    rows: list[Row]
+    @property
+    def rows(self) -> Sequence[Row | DeviceRow]: ...
 
     def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor: ...
 
@@ -115,14 +136,24 @@ class _File:
 class OnDevice:
     """Updates as tensors of one device."""
 
-    def __init__(self, rows: list[Row], values: list[Tensor], bits: list[Tensor]) -> None:
-        self.rows, self._values, self._bits = rows, values, bits
+    def __init__(self, rows: Sequence[DeviceRow]) -> None:
+        self.rows = rows
 
     def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor:
-        return torch.stack([self._values[row][start:stop] for row in rows])
+        return torch.stack([self.rows[row].values[start:stop] for row in rows])
 
     def bits(self, start: int, stop: int) -> Tensor:
-        return torch.stack([bits[start:stop] for bits in self._bits])
+        return torch.stack([row.bits[start:stop] for row in self.rows])
+
+
+def clip_rows(rows: Sequence[DeviceRow], clip: float) -> None:
+    """Shorten, in place, changes that are more than `clip` times the median of all."""
+    norms = [(row, float(row.change()[1].double().norm())) for row in rows if row.start is not None]
+    most = clip * statistics.median(norm for _, norm in norms) if norms else 0.0
+    for row, norm in norms:
+        if norm > most:
+            before, change = row.change()
+            row.values[: len(before)] = before + change * (most / norm)
 
 
 def trimmed_mean(values: Tensor, bits: Tensor | None, trim: float) -> Tensor:
