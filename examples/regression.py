@@ -1,0 +1,40 @@
+"""A regression task: its own loss, and a metric where lower is better."""
+
+import torch
+from torch import Tensor, nn
+
+import flashfl as fl
+
+
+def rmse(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target).sqrt()
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.rand(count, 8, generator=draw)
+    return x, (x[:, :1] * x[:, 1:2] + x[:, 2:3].sin())
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1))
+
+
+def main() -> None:
+    task = fl.Task(
+        net,
+        [samples(80, seed) for seed in range(8)],
+        test=samples(300, 99),
+        loss=nn.functional.mse_loss,
+        metric=rmse,
+        metric_name="rmse",
+        higher_is_better=False,
+        name="surface",
+    )
+    run = fl.simulate(fl.SPDST(density=0.2, warmup_clients=4), task, rounds=20, per_round=4, batch=16)
+    print(run)
+    print(f"last rmse {run.metric:.4f}, best {run.best:.4f}")
+
+
+if __name__ == "__main__":
+    main()
