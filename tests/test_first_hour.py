@@ -1,0 +1,214 @@
+"""The first hour of a new user: likely mistakes get one clear sentence, and nothing is lost or mislabelled."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import subprocess
+import sys
+import textwrap
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import flashfl as fl
+from flashfl.core.errors import ConfigError
+from tests.conftest import blobs, make_task
+
+QUICK: dict[str, Any] = {"per_round": 2, "batch": 4, "workers": 1}
+
+
+# -- settings that would have had no effect -------------------------------------------------------------------------
+
+
+class Plain(fl.Method):
+    """Settings in `__init__` instead of dataclass fields."""
+
+    def __init__(self, share: float) -> None:
+        object.__setattr__(self, "share", share)
+
+    def init(self, plan: fl.Plan) -> fl.State:
+        return fl.State(plan, fl.Weights.dense(plan.layout, plan.initial()))
+
+    def aggregate(self, s: fl.State, sums: fl.Sums) -> fl.State:
+        return s.next(fl.Weights(s.mask, fl.fedavg(sums)))
+
+
+def test_method_that_is_no_dataclass_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Plain is not a dataclass, so its settings share would be lost"):
+        fl.simulate(Plain(0.5), make_task("norm"), 1, **QUICK)
+
+
+@dataclass(frozen=True)
+class Empty(fl.Method):
+    name: ClassVar[str] = "empty"
+
+
+def test_method_without_init_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Empty has no init: every method needs init\(plan\) and aggregate"):
+        fl.simulate(Empty(), make_task("norm"), 1, **QUICK)
+
+
+def test_density_as_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"density = '0.1': must be a number above 0 and at most 1"):
+        fl.SPDST(density="0.1")  # type: ignore[arg-type]
+
+
+def test_shares_must_add_up_to_one() -> None:
+    with pytest.raises(ConfigError, match=r"shares = \(0.5, 0.6\): .* add up to 1"):
+        fl.HeteroSPDST(densities=(0.1, 0.2), shares=(0.5, 0.6))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+def data(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [blobs(12, (6,), i) for i in range(count)]
+
+
+def test_glob_that_matches_nothing_is_refused_even_among_others() -> None:
+    with pytest.raises(ConfigError, match=r"prunable = 'second\.bais' matches no parameter"):
+        fl.Task(Tied, data(), data(1)[0], prunable=["first.weight", "second.bais"])
+
+
+def test_alias_of_a_tied_weight_names_the_weight() -> None:
+    with pytest.raises(ConfigError, match=r"'second\.weight' is tied to 'first\.weight': use that name"):
+        fl.Task(Tied, data(), data(1)[0], prunable="second.weight")
+
+
+def test_prunable_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prunable = None"):
+        fl.Task(Tied, data(), data(1)[0], prunable=None)  # type: ignore[arg-type]
+
+
+# -- wrong numbers ---------------------------------------------------------------------------------------------------
+
+
+def rmse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target).sqrt()
+
+
+def regression(**more: Any) -> fl.Task:
+    draw = torch.Generator().manual_seed(0)
+    made = [(torch.rand(12, 6, generator=draw), torch.rand(12, 1, generator=draw)) for _ in range(5)]
+    wide = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    settings = {"metric": rmse, "metric_name": "rmse", "higher_is_better": False, **more}
+    return fl.Task(wide, made[:4], made[4], loss=nn.functional.mse_loss, **settings)
+
+
+def test_metric_that_is_not_accuracy_keeps_its_name_and_direction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = regression()
+    run = fl.simulate(fl.Dense(), task, 6, eval_every=1, progress=True, folder=tmp_path, **QUICK)
+    scores = [record.score.metric for record in run.history if record.score]
+    assert run.metric == scores[-1]
+    assert run.best == min(scores)
+    with pytest.raises(AttributeError, match=r"this task's metric is rmse: use run\.metric"):
+        _ = run.accuracy
+    assert "rmse" in repr(run)
+    assert "accuracy" not in repr(run)
+    shown = capsys.readouterr().err
+    assert "rmse" in shown
+    assert "accuracy" not in shown
+
+
+def test_nan_in_the_test_set_is_reported() -> None:
+    inputs, targets = blobs(12, (6,), 9)
+    inputs[3, 0] = float("nan")
+    with pytest.warns(RuntimeWarning, match="test set has NaN"):
+        fl.Task(Tied, data(), (inputs, targets))
+
+
+# -- environments ----------------------------------------------------------------------------------------------------
+
+
+def _simulate(seed: int) -> str:
+    return fl.simulate(fl.Dense(), make_task("norm"), 1, seed=seed, per_round=2, batch=4, workers=2).checksum
+
+
+def test_simulate_works_inside_a_multiprocessing_pool() -> None:
+    with mp.get_context("spawn").Pool(1) as pool:
+        [there] = pool.map(_simulate, [3])
+    assert there == _simulate(3)
+
+
+def test_threads_without_a_main_guard_is_one_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            import torch, flashfl as fl
+            net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+            data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(4)]
+            fl.simulate(fl.Dense(), fl.Task(net, data), rounds=1, per_round=2, workers=2, threads=2)
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=False)
+    if done.returncode:
+        assert "__main__" in done.stderr
+        assert len(done.stderr.splitlines()) < 60
+
+
+def test_warnings_point_at_the_line_of_the_user() -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fl.simulate(fl.Dense(), make_task("dropout"), 1, lr=1e5, lr_end=1e5, retries=0, **QUICK) if False else None
+        fl.HeteroSPDST(densities=(0.1, 0.25), shares=(0.5, 0.5), warmup_clients=0, nm=4).init(plan())
+    assert [Path(w.filename).name for w in found if "pattern" in str(w.message)] == [Path(__file__).name]
+
+
+def plan() -> fl.Plan:
+    from flashfl.run.config import TrainConfig, plan_of
+
+    task = make_task("norm")
+    return plan_of(TrainConfig(rounds=2, per_round=2), task, len(task.clients))
+
+
+# -- working with it -------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_off_where_nobody_watches_and_on_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    fl.simulate(fl.Dense(), make_task("norm"), 1, **QUICK)
+    assert capsys.readouterr().err == ""
+    fl.simulate(fl.Dense(), make_task("norm"), 1, progress=True, **QUICK)
+    assert "round 1/1" in capsys.readouterr().err
+
+
+def test_reprs_are_short_and_runs_have_one_for_notebooks() -> None:
+    task = make_task("norm")
+    run = fl.simulate(fl.PDST(density=0.3), task, 1, **QUICK)
+    assert repr(run).startswith("Run(method pdst, ")
+    assert "<table>" in run._repr_html_()
+    assert "8 clients" in repr(task)
+    assert repr(run.state) == "State(training, round 1 of 1, density 0.3010)" or "State(training" in repr(run.state)
+    assert len(repr(run.state)) < 120
+
+
+def test_run_from_python_leaves_its_model_in_the_folder(tmp_path: Path) -> None:
+    task = make_task("norm")
+    run = fl.simulate(fl.PDST(density=0.3), task, 1, folder=tmp_path, **QUICK)
+    module = task.build()
+    module.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    expected = run.model()
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), expected.parameters(), strict=True))
+
+
+def test_option_of_another_method_names_the_methods_that_have_it() -> None:
+    from flashfl.run.config import make_config
+
+    with pytest.raises(ConfigError, match=r"unknown option 'r_int': pdst has no such setting .*jmwst"):
+        make_config({}, {"method": "pdst", "r_int": "5"})
