@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from fractions import Fraction
-from numbers import Integral, Real
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,9 +16,13 @@ from torch import Tensor
 from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
-from .parts import part
+from .parts import coerce, part
 
-_MOST_WHOLE, _MOST_REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
+_WHOLE, _REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
+_RANGES = (
+    *(("epochs", 1, _WHOLE), ("batch", 1, _WHOLE), ("max_steps", 0, _WHOLE)),
+    *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox")),
+)
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
 _PART = 1 << 20  # values that are added in double precision at a time
 Tag = tuple[int, int, int]  # (phase number, round, attempt): which round a message belongs to
@@ -31,15 +35,12 @@ class Adapt(Protocol):
     @property
     def dense_gradient(self) -> bool:
         """Whether the rule needs the gradient of inactive weights too."""
-        ...
 
     def moments(self, epochs: int, batches: int) -> Mapping[int, Fraction]:
         """After which steps (counted from 1) the mask moves, and at what rate."""
-        ...
 
     def collect(self, scores: Tensor, gradient: Tensor) -> None:
         """Take in the gradient [clients, K] of one step, in place; called only if `dense_gradient`."""
-        ...
 
     def move(
         self,
@@ -52,7 +53,6 @@ class Adapt(Protocol):
         counts: Sequence[Sequence[int]],
     ) -> list[tuple[int, ...]]:
         """Move the masks [clients, K] of a stack of models in place; the new layer counts."""
-        ...
 
 
 @part
@@ -75,27 +75,14 @@ class Local:
 
     def __post_init__(self) -> None:
         # Each number gets its field's exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
-        for name, least in (("epochs", 1), ("batch", 1), ("max_steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise ConfigError(f"{name} = {value!r}: must be a whole number, got {type(value).__name__}")
-            whole = int(value)
-            if not least <= whole <= _MOST_WHOLE:
-                raise ConfigError(f"{name} = {value}: must be at least {least} and at most {_MOST_WHOLE}")
-            object.__setattr__(self, name, whole)
-        for name in ("lr", "momentum", "weight_decay", "prox"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise ConfigError(f"{name} = {value!r}: must be a number, got {type(value).__name__}")
-            real = float(value) + 0.0
-            if not 0 <= real <= _MOST_REAL:
-                raise ConfigError(f"{name} = {value}: must be a number of at least 0 and at most {_MOST_REAL:g}")
-            object.__setattr__(self, name, real)
+        for name, least, most in _RANGES:
+            value = coerce(getattr(self, name), type(most), name) + 0
+            if not least <= value <= most:
+                raise ConfigError(f"{name} = {value}: must be at least {least} and at most {most}")
+            object.__setattr__(self, name, value)
         if self.adapt is not None and not isinstance(self.adapt, Adapt):
             lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
             raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
-        if self.start is not None and not isinstance(self.start, Recipe):
-            raise ConfigError(f"start = {self.start!r}: must be a Recipe or None")
         if tuple(self.keep) not in ((), ("mask",)):
             raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
 
@@ -261,10 +248,7 @@ class Traffic:
     overhead: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.down + other.down, self.up + other.up, self.values + other.values, self.mask + other.mask,
-            self.overhead + other.overhead,
-        )  # fmt: skip
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
