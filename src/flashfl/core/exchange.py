@@ -9,7 +9,6 @@ from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from typing import Literal, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,11 +155,7 @@ class Update:
 
 @dataclass
 class Sums:
-    """What the updates of one round add up to. Its size does not depend on the number of clients.
-
-    While all updates have the same mask, only its active positions are added up. The flat vectors `weights` and
-    `holders` are made when they are first read.
-    """
+    """What the updates of one round add up to. Its size does not depend on the number of clients."""
 
     layout: Layout
     n: int = 0
@@ -170,52 +165,27 @@ class Sums:
     extra: dict[str, Tensor] = field(default_factory=dict)  # sum of n * tensor
     # Number of active weights -> sum of n * [statistics, 1], float64. Models of different size have other activations.
     statistics: dict[int, Tensor] = field(default_factory=dict)
-    _mask: Mask | None = None  # the mask of all updates so far, until one has another
-    _packed: Tensor | None = None  # sum of n * w, packed under that mask, float64
-    _held: int = 0  # sum of n over the updates in `_packed`
-    _weights: Tensor | None = None  # the flat vectors, once they are made
-    _holders: Tensor | None = None
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Sum of n * w, float64; None if no weights were reported."""
-        if self._weights is None and self._mask is not None and self._packed is not None:
-            active, k = self._mask.active, self.layout.prunable_size
-            self._weights = torch.zeros(self.layout.size, dtype=torch.float64, device=self._packed.device)
-            self._weights[_places(self._mask)] = self._packed[:active]
-            self._weights[k:] = self._packed[active:]
-        return self._weights
-
-    @property
-    def holders(self) -> Tensor | None:
-        """Sum of n * m over the prunable weights; None if no weights were reported."""
-        if self._holders is None and self._mask is not None:
-            self._holders = self._mask.bits * torch.tensor(self._held)
-        return self._holders
+    weights: Tensor | None = None  # sum of n * w, float64; None if no weights were reported
+    holders: Tensor | None = None  # sum of n * m over the prunable weights
 
     def flat(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """`weights` and `holders`, to be added to in place; zeros on `device` if nothing was added yet."""
-        weights, holders = self.weights, self.holders
-        if weights is None or holders is None:
-            weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
-            holders = torch.zeros(self.layout.prunable_size, dtype=torch.int64, device=device)
-        self._weights, self._holders, self._mask, self._packed = weights, holders, None, None
-        return weights, holders
+        if self.weights is None or self.holders is None:
+            self.weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
+            self.holders = torch.zeros(self.layout.prunable_size, dtype=torch.int64, device=device)
+        return self.weights, self.holders
 
     def add_weights(self, mask: Mask, values: Tensor, n: int) -> None:
         """Add n times the model that `values`, packed, describe under `mask`."""
-        if self._packed is None and self._weights is None:
-            self._mask, self._packed = mask, torch.zeros(len(values), dtype=torch.float64, device=values.device)
-        if self._mask is not None and self._packed is not None and self._mask.equal(mask):
-            for at in range(0, len(values), _PART):  # torch copies what it adds in another precision
-                self._packed[at : at + _PART].add_(values[at : at + _PART], alpha=n)
-            self._held += n
-            self._weights = self._holders = None
+        (weights, holders), active = self.flat(values.device), mask.active
+        if active == self.layout.prunable_size:
+            for total, more in zip(weights.split(_PART), values.split(_PART), strict=True):
+                total.add_(more, alpha=n)  # in parts, as torch copies what it adds in another precision
+            holders += n
             return
-        (weights, holders), places, active = self.flat(values.device), _places(mask), mask.active
-        weights.index_add_(0, places, values[:active].double(), alpha=n)
-        holders.index_add_(0, places, holders.new_tensor(n).expand(active))
-        weights[mask.layout.prunable_size :].add_(values[active:], alpha=n)
+        weights.index_add_(0, mask.places, values[:active].double(), alpha=n)
+        holders.index_add_(0, mask.places, holders.new_tensor(n).expand(active))
+        weights[self.layout.prunable_size :].add_(values[active:], alpha=n)
 
     def statistics_of(self, mask: Mask, otherwise: Tensor) -> Tensor:
         """Mean statistics of the models with as many active weights as `mask`; `otherwise` if there are none."""
@@ -230,11 +200,6 @@ class Sums:
     @property
     def mean_loss(self) -> float:
         return self.loss / max(1, self.n)
-
-
-def _places(mask: Mask) -> Tensor:
-    """Where the active weights lie. numpy finds them faster than torch."""
-    return torch.from_numpy(np.flatnonzero(mask.bits.cpu().numpy())).to(mask.bits.device)
 
 
 @dataclass(frozen=True)
