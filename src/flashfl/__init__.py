@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .data.task import Task, accuracy
     from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, HeteroJMWST, HeteroSPDST
     from .run.config import TrainConfig
-    from .run.simulate import Run, simulate
+    from .run.run import Run
+    from .run.simulate import simulate
     from .sparsity import PruneRegrow, allocate, calibrate, mismatch, nested, random_mask, top_mask
 
 # Names are loaded when they are first used: a Flower process that only passes messages on does not wait for torch.
@@ -35,7 +36,8 @@ _HOMES = {
     ".data.task": ("Task", "accuracy"),
     ".methods": ("JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "HeteroJMWST", "HeteroSPDST"),
     ".run.config": ("TrainConfig",),
-    ".run.simulate": ("Run", "simulate"),
+    ".run.run": ("Run",),
+    ".run.simulate": ("simulate",),
     ".sparsity": ("PruneRegrow", "allocate", "calibrate", "mismatch", "nested", "random_mask", "top_mask"),
 }
 

@@ -119,7 +119,7 @@ def test_damaged_snapshot_skips_only_its_round(compared: Path, tmp_path: Path) -
 def test_snapshot_with_a_wrong_name_skips_only_its_round(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared / "nst-seed0", tmp_path / "run")
     path = tmp_path / "run" / "results.jsonl"
-    path.write_text(re.sub(r'"snapshot": "\w+"', '"snapshot": 7', path.read_text(), count=1))
+    path.write_text(re.sub(r'"snapshot": "\w+"', '"snapshot": "7"', path.read_text(), count=1))
     assert len(load([tmp_path]).runs[0].heat()[0]) == 4
 
 

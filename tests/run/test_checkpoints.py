@@ -108,7 +108,8 @@ def only_in(number: int, folder: Path) -> Path:
     """A mask that one of the two checkpoints alone needs."""
     engines = [checkpoint.read_record(p)["memory"] for p in checkpoint.found_in(folder / "checkpoints")]
     this, other = engines if number == 3 else engines[::-1]
-    digest = min({h for rounds in this["clients"].values() for _, *both in rounds for h in both} - {*other["masks"]})
+    used = {place for _, *both in this["clients"].values() for place in both if place is not None}
+    digest = min({this["masks"][place] for place in used} - {*other["masks"]})
     return folder / "masks" / f"{digest}.mask"
 
 
@@ -121,7 +122,7 @@ def test_a_lost_mask_is_warned_of_and_the_checkpoint_before_is_used(tmp_path: Pa
     lost = only_in(3, tmp_path)
     before = lost.read_bytes()
     damage(lost, how)
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003.json needs .* mask.*Continuing from .*00000002"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003.json: .* mask.*Continuing from .*00000002"):
         resumed = go(tmp_path, method=NST, resume=True, workers=workers)
     assert not lost.exists() or lost.read_bytes() == before, "it came again, or nobody needs it"
     assert (tmp_path / "checkpoints" / "checkpoint-00000003.json.unused").exists(), "it must not come back"
@@ -134,7 +135,9 @@ def test_if_the_masks_of_all_are_lost_that_is_an_error(tmp_path: Path) -> None:
         go(tmp_path, method=NST, watch=After(4, Killed()))
     for path in (tmp_path / "masks").iterdir():
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: checkpoint-00000003.json needs the "):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* can be used: checkpoint-00000003.json: .*a mask that clients keep"
+    ):
         go(tmp_path, method=NST, resume=True)
 
 
@@ -189,7 +192,9 @@ def test_other_samples_are_another_run(wrap: str, tmp_path: Path) -> None:
 
     go(tmp_path, task=task(""), rounds=2)
     go(tmp_path, task=task("last bits"), rounds=2, resume=True)
-    with pytest.raises(CheckpointError, match=r"belongs to another run: its samples differ from this run's\. Res"):
+    with pytest.raises(
+        CheckpointError, match=r"belongs to another run: its samples is \w+ and this run's is \w+\. Res"
+    ):
         go(tmp_path, task=task("targets"), rounds=2, resume=True)
 
 
@@ -201,21 +206,12 @@ def test_other_pixels_are_another_run(kind: Any, tmp_path: Path) -> None:
         return fl.Task(DropoutNet, data, data[0])
 
     go(tmp_path, task=task(0), rounds=2)
-    with pytest.raises(CheckpointError, match="its samples differ from this run's"):
+    with pytest.raises(CheckpointError, match="its samples is"):
         go(tmp_path, task=task(1), rounds=2, resume=True)
 
 
 def _floats(inputs: Any) -> Any:
     return tuple(torch.as_tensor(x).float() / 255 for x in inputs)
-
-
-def test_a_run_that_began_when_samples_were_not_recorded_goes_on(cut: Path) -> None:
-    for path in checkpoint.found_in(cut / "checkpoints"):
-        record = checkpoint.read_record(path)
-        assert record["identity"].pop("samples")
-        path.write_text(json.dumps({**record, "digest": checkpoint._digest(record)}))
-    assert go(cut, resume=True).checksum == go(None).checksum
-    assert checkpoint.read_record(checkpoint.found_in(cut / "checkpoints")[0])["identity"]["samples"]
 
 
 def test_checkpoints_of_another_run_among_ours_are_passed_over(cut: Path, tmp_path_factory: Any) -> None:
@@ -376,18 +372,18 @@ def test_ctrl_c_leaves_a_checkpoint(method: fl.Method, tmp_path: Path) -> None:
     assert resumed.traffic == whole.traffic
 
 
-@pytest.mark.parametrize("moment", ["training", "accepting", "judging", "repeating"])
+@pytest.mark.parametrize("moment", ["training", "accepting", "evaluating", "repeating"])
 @pytest.mark.parametrize("method", [NST, fl.JMWST(density=0.3, warmup_clients=2)], ids=lambda m: m.name)
 def test_ctrl_c_in_the_middle_of_a_round_loses_that_round_alone(
     method: fl.Method, moment: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """What clients were heard to hold in a round that never ended must not be in the checkpoint."""
-    from flashfl.engine import cpu
+    from flashfl.engine import encoding
     from flashfl.engine.train import Trainer
 
     settings = {"dropout": 0.6, "min_replies": 3, "retries": 50} if moment == "repeating" else {}
     whole = go(None, method=method, **settings)
-    real_add, real_evaluate, real_train, real_again = cpu.add, CPUEngine.evaluate, Trainer.train, State.again
+    real_add, real_evaluate, real_train, real_again = encoding.add, CPUEngine.evaluate, Trainer.train, State.again
     calls = iter(range(10_000))
 
     def interrupted(real: Any, at: int) -> Any:
@@ -398,13 +394,12 @@ def test_ctrl_c_in_the_middle_of_a_round_loses_that_round_alone(
 
         return fails
 
-    stage1 = 0 if method is NST else 10  # stage 1 adds and trains too: of eight clients all
-    stage1 = min(stage1, 8)
+    first = 0 if method is NST else 8  # all eight clients train in the first phase
     if moment == "training":
-        monkeypatch.setattr(Trainer, "train", interrupted(real_train, stage1 + 6))
+        monkeypatch.setattr(Trainer, "train", interrupted(real_train, first + 6))
     elif moment == "accepting":
-        monkeypatch.setattr(cpu, "add", interrupted(real_add, stage1 + 6))
-    elif moment == "judging":
+        monkeypatch.setattr(encoding, "add", interrupted(real_add, first + 6))
+    elif moment == "evaluating":
         monkeypatch.setattr(CPUEngine, "evaluate", interrupted(real_evaluate, 0))
     else:
         monkeypatch.setattr(State, "again", interrupted(real_again, 2))

@@ -98,7 +98,7 @@ def small() -> tuple[Plan, checkpoint.Checkpoint]:
     return plan, checkpoint.Checkpoint(NST.init(plan), memory, {}, 1, Traffic())
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_flipped_bit_of_a_record_changes_what_is_read(
     at: float, bit: int, tmp_path_factory: pytest.TempPathFactory

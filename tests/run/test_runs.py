@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -323,7 +325,7 @@ def test_a_task_changed_behind_a_runs_back_is_another_run(tmp_path: Path) -> Non
     options = {"rounds": "1", "limit": "80", "clients": "4", "per_round": "2", "max_steps": "1", "warmup_clients": "0",
                "workers": "1", "device": "cpu"}  # fmt: skip
     run_config(make_config({}, {**options, "alpha": "1"}), tmp_path, quiet=True)
-    with pytest.raises(CheckpointError, match=r"belongs to another run: its alpha is 1\.0, this run.s is 0\.1"):
+    with pytest.raises(CheckpointError, match=r"belongs to another run: its alpha is 1\.0 and this run.s is 0\.1"):
         run_config(make_config({}, {**options, "alpha": "0.1"}), tmp_path, quiet=True, resume=True)
 
 
@@ -380,3 +382,18 @@ def test_a_run_tells_its_story_as_it_goes(tmp_path: Path) -> None:
 def test_seeds_differ_and_repeat() -> None:
     runs = [go(fl.Dense(), seed=seed) for seed in (0, 1, 0)]
     assert runs[0].checksum == runs[2].checksum != runs[1].checksum
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_threads_without_a_main_guard_is_one_sentence(guarded: bool, tmp_path: Path) -> None:
+    run = "fl.simulate(fl.PDST(0.5), task, 1, per_round=1, batch=8, max_steps=1, workers=2, threads=2, device='cpu')"
+    lines = ["import torch", "import flashfl as fl", "from torch import nn"]
+    lines += ["class Net(nn.Sequential):", "    def __init__(self): super().__init__(nn.Linear(4, 6), nn.Linear(6, 2))"]
+    lines += ["data = [(torch.randn(8, 4), torch.arange(8) % 2) for _ in range(2)]"]
+    lines += ["task = fl.Task(Net, data, data[0])"]
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([*lines, "if __name__ == '__main__':\n    " + run if guarded else run]))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) == guarded, done.stderr
+    said = "threads = 2 starts processes that import script.py again: put its code under `if __name__"
+    assert done.stderr.count(said) == (0 if guarded else 1)

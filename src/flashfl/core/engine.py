@@ -21,23 +21,18 @@ class Memory(Protocol):
 
     def snapshot(self) -> None:
         """A round is over. `save` describes this moment until the next snapshot."""
-        ...
 
     def rollback(self) -> None:
         """Forget the round just carried out: it will be repeated."""
-        ...
 
     def save(self) -> dict[str, JSON]:
         """The last snapshot as JSON that names masks in the store by hash."""
-        ...
 
     def load(self, saved: Mapping[str, JSON]) -> None:
         """Restore what `save` gave."""
-        ...
 
     def keep_only(self, pinned: set[str]) -> None:
         """Delete stored masks that neither a client nor `pinned`, the checkpoints' list, needs."""
-        ...
 
 
 class Engine(Protocol):
@@ -51,11 +46,9 @@ class Engine(Protocol):
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Carry out the orders. They are made as they are needed, in ascending client id."""
-        ...
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """How good a model is; without `statistics` BatchNorm uses each batch's own."""
-        ...
 
     def close(self) -> None: ...
 
@@ -66,20 +59,16 @@ class Population(Protocol):
     @property
     def size(self) -> int:
         """How many clients the run is planned for."""
-        ...
 
     @property
     def fixed(self) -> tuple[Client, ...] | None:
         """The clients, if they are the same for the whole run; they are then part of the run's identity."""
-        ...
 
     def admit(self, method: Method, key: int) -> None:
         """From now on, give clients the densities this method assigns."""
-        ...
 
     def present(self) -> Sequence[Client]:
         """The clients that can take part in the next round; on Flower this asks the network."""
-        ...
 
     def save(self) -> dict[str, JSON]: ...
 

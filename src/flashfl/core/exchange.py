@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from fractions import Fraction
-from numbers import Integral, Real
 from typing import Literal, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
-from .parts import part
+from .parts import coerce, part
 
-_MOST_WHOLE, _MOST_REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
+_WHOLE, _REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
+_RANGES = (
+    *(("epochs", 1, _WHOLE), ("batch", 1, _WHOLE), ("max_steps", 0, _WHOLE)),
+    *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox")),
+)
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
 _PART = 1 << 20  # values that are added in double precision at a time
 Tag = tuple[int, int, int]  # (phase number, round, attempt): which round a message belongs to
@@ -31,15 +34,12 @@ class Adapt(Protocol):
     @property
     def dense_gradient(self) -> bool:
         """Whether the rule needs the gradient of inactive weights too."""
-        ...
 
     def moments(self, epochs: int, batches: int) -> Mapping[int, Fraction]:
         """After which steps (counted from 1) the mask moves, and at what rate."""
-        ...
 
     def collect(self, scores: Tensor, gradient: Tensor) -> None:
         """Take in the gradient [clients, K] of one step, in place; called only if `dense_gradient`."""
-        ...
 
     def move(
         self,
@@ -52,7 +52,6 @@ class Adapt(Protocol):
         counts: Sequence[Sequence[int]],
     ) -> list[tuple[int, ...]]:
         """Move the masks [clients, K] of a stack of models in place; the new layer counts."""
-        ...
 
 
 @part
@@ -75,27 +74,14 @@ class Local:
 
     def __post_init__(self) -> None:
         # Each number gets its field's exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
-        for name, least in (("epochs", 1), ("batch", 1), ("max_steps", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise ConfigError(f"{name} = {value!r}: must be a whole number, got {type(value).__name__}")
-            whole = int(value)
-            if not least <= whole <= _MOST_WHOLE:
-                raise ConfigError(f"{name} = {value}: must be at least {least} and at most {_MOST_WHOLE}")
-            object.__setattr__(self, name, whole)
-        for name in ("lr", "momentum", "weight_decay", "prox"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise ConfigError(f"{name} = {value!r}: must be a number, got {type(value).__name__}")
-            real = float(value) + 0.0
-            if not 0 <= real <= _MOST_REAL:
-                raise ConfigError(f"{name} = {value}: must be a number of at least 0 and at most {_MOST_REAL:g}")
-            object.__setattr__(self, name, real)
+        for name, least, most in _RANGES:
+            value = coerce(getattr(self, name), type(most), name) + 0
+            if not least <= value <= most:
+                raise ConfigError(f"{name} = {value}: must be at least {least} and at most {most}")
+            object.__setattr__(self, name, value)
         if self.adapt is not None and not isinstance(self.adapt, Adapt):
             lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
             raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
-        if self.start is not None and not isinstance(self.start, Recipe):
-            raise ConfigError(f"start = {self.start!r}: must be a Recipe or None")
         if tuple(self.keep) not in ((), ("mask",)):
             raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
 
@@ -169,11 +155,7 @@ class Update:
 
 @dataclass
 class Sums:
-    """What the updates of one round add up to. Its size does not depend on the number of clients.
-
-    While all updates have the same mask, only its active positions are added up. The flat vectors `weights` and
-    `holders` are made when they are first read.
-    """
+    """What the updates of one round add up to. Its size does not depend on the number of clients."""
 
     layout: Layout
     n: int = 0
@@ -183,52 +165,27 @@ class Sums:
     extra: dict[str, Tensor] = field(default_factory=dict)  # sum of n * tensor
     # Number of active weights -> sum of n * [statistics, 1], float64. Models of different size have other activations.
     statistics: dict[int, Tensor] = field(default_factory=dict)
-    _mask: Mask | None = None  # the mask of all updates so far, until one has another
-    _packed: Tensor | None = None  # sum of n * w, packed under that mask, float64
-    _held: int = 0  # sum of n over the updates in `_packed`
-    _weights: Tensor | None = None  # the flat vectors, once they are made
-    _holders: Tensor | None = None
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Sum of n * w, float64; None if no weights were reported."""
-        if self._weights is None and self._mask is not None and self._packed is not None:
-            active, k = self._mask.active, self.layout.prunable_size
-            self._weights = torch.zeros(self.layout.size, dtype=torch.float64, device=self._packed.device)
-            self._weights[_places(self._mask)] = self._packed[:active]
-            self._weights[k:] = self._packed[active:]
-        return self._weights
-
-    @property
-    def holders(self) -> Tensor | None:
-        """Sum of n * m over the prunable weights; None if no weights were reported."""
-        if self._holders is None and self._mask is not None:
-            self._holders = self._mask.bits * torch.tensor(self._held)
-        return self._holders
+    weights: Tensor | None = None  # sum of n * w, float64; None if no weights were reported
+    holders: Tensor | None = None  # sum of n * m over the prunable weights
 
     def flat(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """`weights` and `holders`, to be added to in place; zeros on `device` if nothing was added yet."""
-        weights, holders = self.weights, self.holders
-        if weights is None or holders is None:
-            weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
-            holders = torch.zeros(self.layout.prunable_size, dtype=torch.int64, device=device)
-        self._weights, self._holders, self._mask, self._packed = weights, holders, None, None
-        return weights, holders
+        if self.weights is None or self.holders is None:
+            self.weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
+            self.holders = torch.zeros(self.layout.prunable_size, dtype=torch.int64, device=device)
+        return self.weights, self.holders
 
     def add_weights(self, mask: Mask, values: Tensor, n: int) -> None:
         """Add n times the model that `values`, packed, describe under `mask`."""
-        if self._packed is None and self._weights is None:
-            self._mask, self._packed = mask, torch.zeros(len(values), dtype=torch.float64, device=values.device)
-        if self._mask is not None and self._packed is not None and self._mask.equal(mask):
-            for at in range(0, len(values), _PART):  # torch copies what it adds in another precision
-                self._packed[at : at + _PART].add_(values[at : at + _PART], alpha=n)
-            self._held += n
-            self._weights = self._holders = None
+        (weights, holders), active = self.flat(values.device), mask.active
+        if active == self.layout.prunable_size:
+            for total, more in zip(weights.split(_PART), values.split(_PART), strict=True):
+                total.add_(more, alpha=n)  # in parts, as torch copies what it adds in another precision
+            holders += n
             return
-        (weights, holders), places, active = self.flat(values.device), _places(mask), mask.active
-        weights.index_add_(0, places, values[:active].double(), alpha=n)
-        holders.index_add_(0, places, holders.new_tensor(n).expand(active))
-        weights[mask.layout.prunable_size :].add_(values[active:], alpha=n)
+        weights.index_add_(0, mask.places, values[:active].double(), alpha=n)
+        holders.index_add_(0, mask.places, holders.new_tensor(n).expand(active))
+        weights[self.layout.prunable_size :].add_(values[active:], alpha=n)
 
     def statistics_of(self, mask: Mask, otherwise: Tensor) -> Tensor:
         """Mean statistics of the models with as many active weights as `mask`; `otherwise` if there are none."""
@@ -245,11 +202,6 @@ class Sums:
         return self.loss / max(1, self.n)
 
 
-def _places(mask: Mask) -> Tensor:
-    """Where the active weights lie. numpy finds them faster than torch."""
-    return torch.from_numpy(np.flatnonzero(mask.bits.cpu().numpy())).to(mask.bits.device)
-
-
 @dataclass(frozen=True)
 class Traffic:
     """Bytes of the messages of a round, by direction and by what they carry."""
@@ -261,10 +213,7 @@ class Traffic:
     overhead: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.down + other.down, self.up + other.up, self.values + other.values, self.mask + other.mask,
-            self.overhead + other.overhead,
-        )  # fmt: skip
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)

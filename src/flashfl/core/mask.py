@@ -69,6 +69,11 @@ class Mask:
         return np.packbits(self.bits.numpy(), bitorder="little")
 
     @cached_property
+    def places(self) -> Tensor:
+        """Where the active weights lie. numpy finds them faster than torch."""
+        return torch.from_numpy(np.flatnonzero(self.bits.cpu().numpy())).to(self.bits.device)
+
+    @cached_property
     def hash(self) -> str:
         """16 hex digits over the layout and the bits."""
         return hashlib.blake2b(self.packed.tobytes(), digest_size=8, key=self.layout.hash.encode()).hexdigest()
@@ -141,14 +146,8 @@ class Weights:
         """The model whose `packed()` is `values`. A dense model shares their memory."""
         if mask.active == mask.layout.prunable_size:
             return Weights(mask, values)
-        if values.is_cuda:
-            vector = torch.zeros(mask.layout.size, dtype=values.dtype, device=values.device)
-            vector[: mask.layout.prunable_size][mask.bits] = values[: mask.active]
-        else:  # numpy does this more than twice as fast as torch
-            packed = values.detach().numpy()
-            flat = np.zeros(mask.layout.size, packed.dtype)
-            flat[np.flatnonzero(mask.bits.numpy())] = packed[: mask.active]
-            vector = torch.from_numpy(flat)
+        vector = torch.zeros(mask.layout.size, dtype=values.dtype, device=values.device)
+        vector[mask.places] = values[: mask.active]
         vector[mask.layout.prunable_size :] = values[mask.active :]
         return Weights(mask, vector)
 

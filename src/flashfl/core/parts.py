@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import numbers
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from .errors import ConfigError, unknown
 
 T = TypeVar("T")
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # numpy's too
 _PARTS: dict[str, type] = {}
 
 
@@ -54,7 +56,7 @@ def from_json(data: Any) -> Any:
     cls = _PARTS.get(data["is"])
     if cls is None:
         raise ConfigError(
-            f"{unknown('part', data['is'], _PARTS)}. A rule of one's own has to be imported wherever clients train"
+            f"{unknown('part', data['is'], _PARTS)}. Import the file of a custom rule wherever clients train."
         )
     return build(cls, {k: v for k, v in data.items() if k != "is"})
 
@@ -80,64 +82,47 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         raise ConfigError(f"{where or cls.__name__}: {error}") from None
 
 
-_PLAIN: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real, str: str, bool: bool}
-
-
 def check_fields(value: Any) -> None:
-    """An error if a field of this dataclass, made in Python where nothing checks it, is not of its type or none of
-    its choices. Fields of other types are its own business."""
+    """Check the numbers, texts and choices of a dataclass that was made in Python. Other fields check themselves."""
     try:
-        hints = get_type_hints(type(value))
-    except Exception:  # a class whose annotations mean nothing here
+        hints = _hints(type(value))  # type: ignore[arg-type]
+    except NameError:  # annotations of a class defined inside a function
         return
     for f in dataclasses.fields(value):
         hint, found = hints[f.name], getattr(value, f.name)
-        if _at_default(value, f):
-            continue
-        if get_origin(hint) is typing.Literal:
-            coerce(found, hint, f.name)
-        elif hint in _PLAIN and (not isinstance(found, _PLAIN[hint]) or (hint is not bool and isinstance(found, bool))):
-            raise ConfigError(f"{f.name} = {found!r}: expected {hint.__name__}, got {type(found).__name__}")
-        elif dataclasses.is_dataclass(found) and not isinstance(found, type):
+        if dataclasses.is_dataclass(found):
             check_fields(found)
+        elif not _at_default(value, f) and (hint in (int, float, str, bool) or get_origin(hint) is typing.Literal):
+            coerce(found, hint, f.name)
 
 
 def coerce(value: Any, hint: Any, name: str) -> Any:
     """`value` as the annotated type `hint`, or an error that says what was expected."""
     origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return from_json(value) if isinstance(value, dict) and "is" in value else value
-    if origin in (typing.Union, types.UnionType):
-        return _coerce_union(value, hint, args, name)
-    if origin is typing.Literal:
+    if isinstance(value, Mapping) and "is" in value and origin in (None, types.UnionType):
+        made = from_json(value)
+        if hint is Any or isinstance(made, hint):
+            return made
+    elif hint is Any or (value is None and type(None) in args):
+        return value
+    elif origin in (typing.Union, types.UnionType):
+        for arg in args:
+            with contextlib.suppress(ConfigError):
+                return coerce(value, arg, name)
+    elif origin is typing.Literal:
         if value in args:
             return value
         raise ConfigError(f"{name} = {value!r}: expected one of {', '.join(map(repr, args))}")
-    if origin in (tuple, list) and isinstance(value, tuple | list):
-        each = args[0] if args else Any
-        return tuple(coerce(item, each, f"{name}[{i}]") for i, item in enumerate(value))
-    if origin in (dict, Mapping) or hint is dict:
-        if isinstance(value, Mapping):
-            return dict(value)
-    elif isinstance(hint, type):
-        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-            return from_json(value) if "is" in value else build(hint, value, name)
-        if hint is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, hint) and not (hint in (int, float) and isinstance(value, bool)):
-            return value
+    elif origin is tuple and isinstance(value, tuple | list):
+        return tuple(coerce(item, args[0], f"{name}[{i}]") for i, item in enumerate(value))
+    elif origin is Mapping and isinstance(value, Mapping):
+        key, of = args  # the keys of JSON are texts
+        return {key(k): coerce(v, of, f"{name}.{k}") for k, v in value.items()}
+    elif dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return build(hint, value, name)  # type: ignore[arg-type]
+    elif hint in _NUMBERS and isinstance(value, _NUMBERS[hint]) and not isinstance(value, bool):
+        return hint(value)
+    elif isinstance(hint, type) and hint not in _NUMBERS and isinstance(value, hint):
+        return value
     wanted = getattr(hint, "__name__", str(hint))
     raise ConfigError(f"{name} = {value!r}: expected {wanted}, got {type(value).__name__}")
-
-
-def _coerce_union(value: Any, hint: Any, args: tuple[Any, ...], name: str) -> Any:
-    if value is None and type(None) in args:
-        return None
-    if isinstance(value, dict) and "is" in value:
-        return from_json(value)
-    for arg in args:
-        try:
-            return coerce(value, arg, name)
-        except ConfigError:
-            continue
-    raise ConfigError(f"{name} = {value!r}: expected {hint}, got {type(value).__name__}")

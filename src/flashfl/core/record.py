@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from dataclasses import asdict, dataclass, field, fields
 
-from .errors import DataError
+from .errors import ConfigError, DataError
 from .exchange import Traffic
-
-T = TypeVar("T")
+from .parts import build
 
 
 @dataclass(frozen=True)
@@ -65,94 +63,32 @@ class RoundRecord:
 
     def to_json(self) -> dict[str, object]:
         """As a line of the results file. Fields that are empty are left out; NaN and infinities become null."""
-        line: dict[str, object] = {"type": "round"}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is not None and value not in ((), "") and not (isinstance(value, Mapping) and not value):
-                line[f.name] = _plain(value)
-        return line
+        filled = {name: _finite(value) for name, value in asdict(self).items() if value not in (None, (), "", {})}
+        return {"type": "round", **filled}
 
     @staticmethod
     def from_json(line: Mapping[str, object]) -> RoundRecord:
         """The record that `to_json` described, or a DataError that names what is wrong with it."""
+        known = {f.name: _or_nan(line[f.name]) for f in fields(RoundRecord) if f.name in line}
         try:
-            return _read(line)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DataError(f"a round's record cannot be read ({type(error).__name__}: {error})") from None
+            return build(RoundRecord, {"failures": {}, **known}, "round")
+        except (ConfigError, ValueError, OverflowError) as error:
+            raise DataError(f"a round's record cannot be read ({error})") from None
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Traffic | Score | PaperBytes):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+def _finite(value: object) -> object:
+    """JSON data with null for every number that is not finite."""
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, tuple):
-        return [_plain(v) for v in value]
+        return [_finite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _number(value: object) -> float:
-    """A float; null stands for a number that was not finite."""
-    if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    return float(value)
-
-
-def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is not a whole number")
-    return value
-
-
-def _table(value: object) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{str(value)[:40]!r} is not a table")
-    return value
-
-
-def _numbers(value: object) -> tuple[float, ...]:
-    if not isinstance(value, list):
-        raise TypeError(f"{str(value)[:40]!r} is not a list of numbers")
-    return tuple(map(_number, value))
-
-
-def _read(line: Mapping[str, object]) -> RoundRecord:
-    cohort = line["cohort"]
-    if not isinstance(cohort, list):
-        raise TypeError("cohort is not a list of client ids")
-    mismatch = line.get("mismatch")
-    return RoundRecord(
-        phase=str(line["phase"]),
-        counts=bool(line["counts"]),
-        round=_whole(line["round"]),
-        attempt=_whole(line["attempt"]),
-        cohort=tuple(map(_whole, cohort)),
-        failures={int(k): str(v) for k, v in _table(line.get("failures", {})).items()},
-        loss=_number(line.get("loss")),
-        bytes=_counts(Traffic, line["bytes"]),
-        missed={int(k): str(v) for k, v in _table(line.get("missed", {})).items()},
-        metrics={k: _score(v) for k, v in _table(line.get("metrics", {})).items()},
-        evaluation_bytes=_whole(line.get("evaluation_bytes", 0)),
-        seconds={k: _number(v) for k, v in _table(line.get("seconds", {})).items()},
-        total=_counts(Traffic, line.get("total", {})),
-        density=_number(line.get("density", 1.0)),
-        layer_densities=_numbers(line.get("layer_densities", [])),
-        mismatch=None if mismatch is None else _number(mismatch),
-        layer_mismatch=_numbers(line.get("layer_mismatch", [])),
-        cohort_densities=_numbers(line.get("cohort_densities", [])),
-        flops=_number(line.get("flops", 0.0)),
-        paper_bytes=_counts(PaperBytes, line.get("paper_bytes", {})),
-        snapshot=str(line.get("snapshot", "")),
-    )
-
-
-def _score(value: object) -> Score:
-    table = _table(value)
-    return Score(*(_number(table[name]) for name in ("loss", "metric", "density")))
-
-
-def _counts(kind: type[T], value: object) -> T:
-    """A dataclass of whole numbers."""
-    return kind(**{name: _whole(number) for name, number in _table(value).items()})
+def _or_nan(value: object) -> object:
+    """JSON data with NaN for every null."""
+    if isinstance(value, dict):
+        return {k: _or_nan(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_or_nan(v) for v in value]
+    return math.nan if value is None else value

@@ -178,7 +178,7 @@ def _source(data: object, who: str, check: bool = True) -> Source:
 def _warn_about_nan(test: Source) -> None:
     data, index = below(test, torch.arange(len(test)))
     tensors = (*data.inputs, data.target) if isinstance(data, Arrays) else ()
-    for x in tensors:
+    for x in map(torch.as_tensor, tensors):
         bad = x.isnan().reshape(len(x), -1).any(1)[index] if x.is_floating_point() else index[:0]
         if len(found := bad.nonzero()):
             warnings.warn(

@@ -23,8 +23,9 @@ from ..core.state import State
 from ..data.task import Task
 from ..run import checkpoint
 from ..run.config import TrainConfig
-from ..run.progress import Display
-from ..run.simulate import Run, Watch, drive
+from ..run.progress import Display, Watch
+from ..run.run import Run
+from ..run.simulate import drive
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
 from .registration import Terms, fingerprint

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
@@ -45,10 +44,7 @@ def check_rule(adapt: PruneRegrow) -> None:
 def warn_of_pattern(layout: Layout, budgets: Sequence[int], density: float, nm: int) -> None:
     """Warn if a pattern, which keeps at least one weight of each group, gives far more than was asked for."""
     if (found := sum(budgets) / max(1, layout.prunable_size)) > 1.5 * density:
-        warnings.warn(
-            f"the density is {found:.3f} instead of {density}: an N:M pattern keeps at least 1 of {nm} weights",
-            RuntimeWarning,
-        )
+        warn(f"the density is {found:.3f} instead of {density}: an N:M pattern keeps at least 1 of {nm} weights")
 
 
 def share_densities(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ from ..core.files import put
 from ..core.layout import Layout
 from ..core.mask import Mask, Recipe, Weights
 from ..core.state import Phase, Plan, State
-from .results import Results
+from .identity import differences
+from .run import Run
 
 FORMAT = 3
 _COUNTERS = ("round", "attempt", "counted")
@@ -56,12 +57,9 @@ class Checkpoint:
 class Keeper:
     """Keeps the checkpoints of a run: at intervals, at the end, and when something ends the run early."""
 
-    def __init__(self, results: Results, engine: Engine, clients: Population, identity: Mapping[str, Any]) -> None:
-        self.results, self.engine, self.clients, self.identity = results, engine, clients, identity
-        self.folder = results.folder / "checkpoints" if results.folder else None
-        self.state: State | None = None
-        self.traffic = Traffic()
-        self.rounds = 0  # finished rounds of all phases
+    def __init__(self, run: Run, engine: Engine, clients: Population, identity: Mapping[str, Any]) -> None:
+        self.run, self.engine, self.clients, self.identity = run, engine, clients, identity
+        self.folder = run.folder / "checkpoints" if run.folder else None
 
     def begin(self) -> None:
         """A new run starts in the folder: remove the checkpoints of an earlier one."""
@@ -75,12 +73,12 @@ class Keeper:
 
     def keep(self) -> bool:
         """Write a checkpoint. If that fails, for instance because the disk is full, warn and return False."""
-        if self.folder is None or self.state is None:
+        if self.folder is None or self.run.state is None:
             return True
         try:
-            self.results.sync()
+            self.run.results.sync()
             memory, clients = self.engine.memory.save(), self.clients.save()
-            point = Checkpoint(self.state, memory, clients, self.rounds, self.traffic)
+            point = Checkpoint(self.run.state, memory, clients, self.run.rounds, self.run.traffic)
             save(self.folder, point, self.identity)
         except OSError as error:
             self._failed(error)
@@ -103,14 +101,14 @@ class Keeper:
     def _failed(self, error: Exception) -> None:
         warn(f"could not write a checkpoint to {self.folder} ({error}); the last good one is kept")
 
-    def load(self, plan: Plan, masks: Mapping[str, Mask]) -> tuple[State, Traffic]:
-        """Restore the newest usable checkpoint everywhere; the state and the traffic it ended with."""
+    def load(self, plan: Plan) -> State:
+        """Restore the newest usable checkpoint everywhere; its state."""
         assert self.folder is not None
-        point = load(self.folder, plan, self.identity, masks, self._accept)
+        point = load(self.folder, plan, self.identity, self._accept)
         self.engine.memory.keep_only(referenced(self.folder))  # from now on too, masks in checkpoints are kept
-        self.rounds = point.rounds
-        self.results.resume(point.rounds)
-        return point.state, point.traffic
+        self.run.rounds, self.run.traffic = point.rounds, point.traffic
+        self.run.results.resume(point.rounds)
+        return point.state
 
     def _accept(self, point: Checkpoint) -> None:
         self.engine.memory.load(point.memory)
@@ -152,16 +150,12 @@ def _file_digest(path: Path) -> str:
 
 
 def load(
-    folder: Path,
-    plan: Plan,
-    identity: Mapping[str, Any],
-    masks: Mapping[str, Mask] | None = None,
-    accept: Callable[[Checkpoint], None] = lambda point: None,
+    folder: Path, plan: Plan, identity: Mapping[str, Any], accept: Callable[[Checkpoint], None] | None = None
 ) -> Checkpoint:
     """The newest usable checkpoint of this run. Others are named in a warning.
 
-    masks: the store of masks that clients remember. All that a checkpoint names must be there. accept: takes over what
-    a checkpoint holds beside the state; if it cannot, the checkpoint is not usable.
+    accept: takes over what a checkpoint holds beside the state, for a run that goes on; if it cannot, the checkpoint is
+    not usable.
     """
     found = found_in(folder)
     if not found:
@@ -169,15 +163,18 @@ def load(
     passed: dict[Path, Unusable] = {}
     for path in found:
         try:
-            point = _read(path, plan, identity, masks)
-            _take_over(path, point, accept)
+            point = _read(path, plan, identity)
+            if accept is not None:
+                _take_over(path, point, accept)
         except Unusable as error:
             passed[path] = error
             continue
         if passed:
             warn(f"{'; '.join(map(str, passed.values()))}. Continuing from {path.name}.")
-        if masks is not None:
-            _set_aside(path for path, error in passed.items() if not isinstance(error, Foreign))
+        for later, reason in passed.items() if accept is not None else ():
+            if not isinstance(reason, Foreign):  # it must not come back: the results are cut too
+                with suppress(OSError):
+                    later.rename(later.with_name(f"{later.name}.unused"))
         return point
     if foreign := [error for error in passed.values() if isinstance(error, Foreign)]:
         raise CheckpointError(f"{foreign[0]}. Resume with the same settings, or use another folder.")
@@ -194,21 +191,16 @@ def _take_over(path: Path, point: Checkpoint, accept: Callable[[Checkpoint], Non
         raise Unusable(f"{path.name}: what clients remember cannot be read ({error})") from None
 
 
-def _set_aside(paths: Iterable[Path]) -> None:
-    """Rename later checkpoints that could not be used, so that they never come back: the results are cut too."""
-    for path in paths:
-        with suppress(OSError):
-            path.rename(path.with_name(f"{path.name}.unused"))
-
-
-def _read(path: Path, plan: Plan, identity: Mapping[str, Any], masks: Mapping[str, Mask] | None) -> Checkpoint:
-    record = read_record(path)
-    _check_tensors(path.with_suffix(".safetensors"), record.get("tensors"))
-    _check_identity(path, record["identity"], identity)
-    point = _restore(path, record, plan)
-    if masks is not None:
-        _check_masks(path, point.memory, masks)
-    return point
+def _read(path: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
+    record, tensors = read_record(path), path.with_suffix(".safetensors")
+    try:
+        if _file_digest(tensors) != record.get("tensors"):
+            raise Unusable(f"{tensors.name} is damaged or truncated: its content does not match its digest")
+    except OSError as error:
+        raise Unusable(f"{tensors.name} cannot be read ({error.strerror})") from None
+    if different := list(differences(record["identity"], identity)):
+        raise Foreign(f"{path} belongs to another run: its {'; its '.join(different)}")
+    return _restore(path, record, plan)
 
 
 def found_in(folder: Path) -> list[Path]:
@@ -230,8 +222,6 @@ def read_record(path: Path) -> dict[str, Any]:
         for name in ("identity", "state", "memory", "clients", "traffic"):
             if not isinstance(record.get(name), dict):
                 raise Unusable(f"{path.name} is damaged: it has no table {name!r}")
-        if not isinstance(record["memory"].get("masks", []), list):
-            raise Unusable(f"{path.name} is damaged: it does not list the masks it needs")
     except (OSError, ValueError, RecursionError) as error:
         raise Unusable(f"{path.name} cannot be read ({error})") from None
     return record
@@ -240,50 +230,6 @@ def read_record(path: Path) -> dict[str, Any]:
 def _digest(record: Mapping[str, Any]) -> str:
     """The digest of a record's JSON text."""
     return hashlib.blake2b(json.dumps(record).encode()).hexdigest()
-
-
-def _check_tensors(tensors: Path, recorded: object) -> None:
-    try:
-        digest = _file_digest(tensors)
-    except OSError as error:
-        raise Unusable(f"{tensors.name} cannot be read ({error.strerror})") from None
-    if digest != recorded:
-        raise Unusable(f"{tensors.name} is damaged or truncated: its content does not match its digest")
-
-
-def _check_masks(path: Path, memory: Mapping[str, Any], masks: Mapping[str, Mask]) -> None:
-    """The masks of simulated clients must all be there. Real clients hold their own and are sent what they lack."""
-    for digest in memory.get("masks", ()) if memory.get("simulated") else ():
-        try:
-            masks[digest]
-        except (KeyError, TypeError):
-            raise Unusable(f"{path.name} needs the mask {digest}, which is lost") from None
-        except CheckpointError as error:
-            raise Unusable(f"{path.name} needs a mask that cannot be used ({error})") from None
-
-
-def _check_identity(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """The settings must be the same, but for the number of rounds: a run may be extended."""
-    theirs, ours = ({**table} for table in (found, wanted))
-    for table in (theirs, ours):
-        if isinstance(table.get("settings"), Mapping):
-            table["settings"] = {k: v for k, v in table["settings"].items() if k != "rounds"}
-    samples = theirs.pop("samples", None), ours.pop("samples", None)
-    different = list(_differences(theirs, ours))
-    if all(samples) and samples[0] != samples[1]:
-        different.append("samples differ from this run's")
-    if different:
-        raise Foreign(f"{path} belongs to another run: its {'; its '.join(different)}")
-
-
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """What of one run is not as in another, name by name."""
-    for name in sorted({*found, *wanted}):
-        theirs, ours = found.get(name), wanted.get(name)
-        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-            yield from _differences(theirs, ours)
-        elif theirs != ours:
-            yield f"{name} is {str(theirs)[:200]} and this run's is {str(ours)[:200]}"
 
 
 def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -23,7 +23,8 @@ from .code import code_of
 from .config import RunConfig, options_of
 from .progress import Display
 from .results import Results
-from .simulate import Run, simulate
+from .run import Run
+from .simulate import simulate
 from .track import check_installed
 
 

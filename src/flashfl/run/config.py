@@ -10,7 +10,6 @@ import re
 import tomllib
 import types
 import typing
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
-from ..core.errors import ConfigError, unknown
+from ..core.errors import ConfigError, unknown, warn
 from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
@@ -118,10 +117,9 @@ def _check_sparse(method: Any, task: Task) -> None:
     if 2 * layout.prunable_size >= layout.size or method.density == 1 or task.own_rule:
         return
     largest = sorted(layout.of_kind("dense"), key=lambda layer: -layer.size)[:3]
-    warnings.warn(
+    warn(
         f"only {layout.prunable_size / layout.size:.0%} of the model's values may be sparse; the largest that travel "
-        f"dense are {', '.join(f'{x.name} ({x.size})' for x in largest)}: see `prunable` of the task",
-        RuntimeWarning,
+        f"dense are {', '.join(f'{x.name} ({x.size})' for x in largest)}: see `prunable` of the task"
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from ..core.errors import warn
 from ..core.exchange import Outcome, Traffic
 from ..core.layout import Layout
 from ..core.loop import Sent
@@ -85,7 +85,7 @@ class Observer:
                 with torch.random.fork_rng(devices=[]):
                     self._costs = task_costs(self._task)
             except Exception as error:  # a measurement must not end a run, whatever a custom model does
-                warnings.warn(f"FLOPs are not counted: the model failed on one sample ({error})", RuntimeWarning)
+                warn(f"FLOPs are not counted: the model failed on one sample ({error})")
                 self._costs = {}
         return self._costs
 
@@ -120,7 +120,7 @@ class Observer:
             try:
                 self._kept = (state.mask, self._snapshots.put(Mask(self._snapshots.layout, state.mask.bits)))
             except OSError as error:
-                warnings.warn(f"no more mask snapshots: one could not be written ({error})", RuntimeWarning)
+                warn(f"no more mask snapshots: one could not be written ({error})")
                 self._snapshots = None
                 return ""
         return self._kept[1]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from ..core.errors import warn
 from ..core.exchange import DROPPED
 from ..core.record import RoundRecord
 from ..core.state import State
+
+Watch = Callable[[State, RoundRecord], None]
 
 
 def amount(count: float) -> str:
@@ -34,8 +37,11 @@ class Display:
     On a terminal and in a notebook it keeps one line up to date; elsewhere it writes a line now and then.
     """
 
-    def __init__(self, label: str, rounds: int, out: TextIO | None = None, quiet: bool = False) -> None:
-        self.out = out or sys.stderr
+    def __init__(
+        self, label: str, rounds: int, out: TextIO | None = None, quiet: bool = False, then: Watch | None = None
+    ) -> None:
+        """then: called after each round, once it is shown."""
+        self.out, self.then = out or sys.stderr, then
         self.label, self.rounds, self.quiet = label, rounds, quiet
         self.live = not quiet and is_live(self.out)
         self.began = self.spoke = self.ticked = time.monotonic()
@@ -53,8 +59,12 @@ class Display:
             self._draw(f"{start}  [client {orders}]")
 
     def __call__(self, state: State, record: RoundRecord) -> None:
-        if self.quiet:
-            return
+        if not self.quiet:
+            self._show(state, record)
+        if self.then is not None:
+            self.then(state, record)
+
+    def _show(self, state: State, record: RoundRecord) -> None:
         self.done += record.counts
         if record.score is not None:
             self.metric = record.score.metric

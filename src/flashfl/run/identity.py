@@ -1,0 +1,60 @@
+"""What a run is: two with the same identity have the same method, settings, model, clients and data."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..core.engine import Population
+from ..core.method import Method
+from ..data.sources import Arrays, below
+from ..data.task import Task
+from .config import OUTSIDE, TrainConfig
+
+
+def identity_of(
+    method: Method, task: Task, config: TrainConfig, clients: Population, header: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What must be equal for a checkpoint to belong to this run."""
+    settings = {k: v for k, v in asdict(config).items() if k not in (*OUTSIDE, "max_bytes")}
+    fixed = clients.fixed  # clients that come and go are not part of what a run is
+    known = json.dumps([[c.id, c.n, c.density] for c in fixed or ()])
+    return {
+        "method": f"{method!r}",
+        "settings": settings,
+        "layout": task.layout.hash,
+        "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
+        "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
+        "samples": _samples_of(task) if fixed is not None else "",
+    }
+
+
+def _samples_of(task: Task) -> str:
+    """A digest of the first clients' first and last samples; "" if they do not lie in memory.
+
+    Only whole numbers count (labels, pixels, words): computed floats may differ between machines.
+    """
+    found: list[bytes] = []
+    for source in itertools.islice(task.train, 8):
+        data, at = below(source, torch.tensor([0, len(source) - 1]))
+        if isinstance(data, Arrays):
+            held = [torch.as_tensor(x) for x in (*data.inputs, data.target)]
+            some = [x[at.to(x.device)].cpu() for x in held if not (x.is_floating_point() or x.is_complex())]
+            found += [x.contiguous().view(torch.uint8).numpy().tobytes() for x in some]
+    return hashlib.blake2b(b"".join(found), digest_size=8).hexdigest() if found else ""
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    """What of another run is not as in this one. The number of rounds may differ: a run may be extended."""
+    for name in [name for name in {**found, **wanted} if name != "rounds"]:
+        theirs, ours = found.get(name), wanted.get(name)
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            yield from differences(theirs, ours)
+        elif theirs != ours:
+            yield f"{name} is {str(theirs)[:200]} and this run's is {str(ours)[:200]}"

@@ -1,0 +1,123 @@
+"""A run as its user sees it: the model, the records of its rounds, and where they are kept."""
+
+from __future__ import annotations
+
+import hashlib
+from html import escape
+from pathlib import Path
+
+from torch import nn
+
+from ..core.exchange import Traffic
+from ..core.mask import Weights
+from ..core.method import Method
+from ..core.record import RoundRecord
+from ..core.state import State
+from ..data.task import Task
+from .config import TrainConfig
+from .progress import amount, duration
+from .results import RESULTS, Results
+
+
+class Run:
+    """A finished (or stopped) run: its model, its records, and where it is kept."""
+
+    def __init__(self, method: Method, task: Task, train: TrainConfig, folder: Path | None = None) -> None:
+        self.method, self.task, self.train, self.folder = method, task, train, folder
+        self.results = Results(folder / RESULTS if folder else None)
+        self.state: State | None = None
+        self.traffic = Traffic()
+        self.rounds = 0  # finished rounds of all phases
+        self.stopped: str | None = None  # why the run ended early
+        self.kept = True  # whether its last state was written to the folder
+
+    def __repr__(self) -> str:
+        rows = ", ".join(f"{name} {value}" for name, value in self._summary().items())
+        return f"Run({rows})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in self._summary().items())
+        return f"<table>{rows}</table>"
+
+    def _summary(self) -> dict[str, str]:
+        """What a person wants to see of a run, as text."""
+        state = self.state
+        found = {"method": self.method.name or type(self.method).__name__, "task": self.task.name}
+        if state is not None:
+            found |= {"rounds": f"{state.counted}/{state.plan.rounds}", "density": f"{self.weights.mask.density:.4f}"}
+            found |= {"accuracy": f"{100 * self.accuracy:.2f} %", "best": f"{100 * self.best:.2f} %"}
+        found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
+        return found | ({"stopped": self.stopped} if self.stopped else {})
+
+    @property
+    def weights(self) -> Weights:
+        assert self.state is not None
+        return self.method.view(self.state)
+
+    @property
+    def accuracy(self) -> float:
+        """The last test metric (accuracy unless the task says otherwise)."""
+        return self._metric()[-1] if self._metric() else float("nan")
+
+    @property
+    def best(self) -> float:
+        """Best test metric of the run. Assumes that higher is better."""
+        return max(self._metric(), default=float("nan"))
+
+    def _metric(self) -> list[float]:
+        return [record.score.metric for record in self.history if record.score is not None]
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on finished rounds, without interruptions between them."""
+        return sum(r.seconds.get(name, 0.0) for r in self.history for name in ("train", "aggregate", "evaluate"))
+
+    @property
+    def bytes_up(self) -> int:
+        return self.traffic.up
+
+    @property
+    def bytes_down(self) -> int:
+        return self.traffic.down
+
+    @property
+    def bytes_evaluation(self) -> int:
+        """Bytes sent to clients that evaluated the model, beside all training."""
+        return sum(record.evaluation_bytes for record in self.history)
+
+    def over_budget(self, more: Traffic) -> bool:
+        """Whether this much more traffic reaches the run's limit."""
+        total = self.traffic + more
+        return bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes
+
+    @property
+    def history(self) -> list[RoundRecord]:
+        """One record per round, as in the results file."""
+        return self.results.rounds
+
+    def model(self, view: str = "") -> nn.Module:
+        """The task's own module with the final weights, or with those of another view, such as "density 0.1"."""
+        assert self.state is not None
+        module = self.task.build()
+        self.task.layout.write(self.method.view(self.state, view).vector.cpu(), module)
+        return module.eval()
+
+    @property
+    def checksum(self) -> str:
+        """A digest of the final weights and mask. Equal for two runs that ended bit for bit alike."""
+        digest = hashlib.blake2b(self.weights.mask.packed.tobytes(), digest_size=8)
+        digest.update(self.weights.vector.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the results and the final model into a folder."""
+        target = Path(folder)
+        Results(target / RESULTS, self.results.header, self.results.rounds, self.results.end).rewrite()
+        return self.save_model(target)
+
+    def save_model(self, folder: Path) -> Path:
+        """Write the final model, for `load_state_dict`, and its masks into a folder."""
+        from .export import export_weights
+
+        about = {"method": self.method.name}
+        return export_weights(self.weights, self.task.build(), folder / "model.safetensors", about)
