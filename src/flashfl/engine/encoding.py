@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,13 +13,12 @@ from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Updat
 from ..core.mask import Mask, Weights
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
-from ..wire.errors import WrongContent
 from ..wire.values import Form
 from .account import Account
 from .held import Held
 from .memory import ClientMemory
-from .robust import add_trimmed
-from .trust import Cohort, Trust, check_update, shortened
+from .robust import Start, add_updates
+from .trust import Cohort, Trust, check_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 
@@ -61,9 +59,7 @@ class Server:
     def decode(self, data: bytes, order: Message) -> Message:
         """The update that answers `order`, or the WireError that says why this is none."""
         update = decode(data, self.layout, known=self._known(order), limits=_limits(order))
-        check_update(update, order, _expected(order), self.trust.factor > 0, self._frozen(order))
-        if update.n != order.n:  # averages are weighted by it, so the client must not change it
-            raise WrongContent(f"client {update.client} reports {update.n} samples, expected {order.n}")
+        check_update(update, order, self.trust.factor > 0, self._frozen(order))
         return update
 
     def _known(self, order: Message) -> dict[str, Mask]:
@@ -98,7 +94,7 @@ class Encoding(Account):
         self._turns: deque[int] = deque()  # clients whose update is not added yet
         self._held = Held(self.layout, server.memory.store.folder)
         self._cohort = Cohort(server.trust)
-        self._starts: dict[int, Message] = {}  # orders whose changes may be clipped
+        self._starts: dict[int, Start] = {}  # the models that clients were sent, where changes may be clipped
         self._reminded: set[int] = set()
 
     def sent(self, client: Client, order: Order) -> bytes:
@@ -162,11 +158,10 @@ class Encoding(Account):
         assert order.mask is not None
         self.traffic += update.parts.traffic("update")
         self._cohort.see(update, order)
-        keeps = update.mask is not None and order.local is not None and "mask" in order.local.keep
-        own = self.memory.keep(update.mask, own=True) if keeps and update.mask is not None else None
-        self._accepted[client] = (order.tag, self.memory.keep(order.mask), own)
-        if self.trust.clip:
-            self._starts[client] = order
+        keeps = order.local is not None and "mask" in order.local.keep
+        self.accepted(client, order.tag, order.mask, update.mask if keeps else None)
+        if self.trust.clip and update.mask is not None and update.values is not None:
+            self._starts[client] = order.weights
         del self._orders[client]
         if self._turns[0] == client and not self.trust.needs_cohort:
             self._turns.popleft()
@@ -190,28 +185,14 @@ class Encoding(Account):
         if self.trust.needs_cohort:
             for client, why in self._cohort.rejected().items():
                 self.failed(client, f"{type(why).__name__}: {why}")
-            if self.trust.trim:
-                add_trimmed(self.sums, self._updates(), self.trust.trim, self.memory.store.folder)
+            updates = (self._held.pop(client) for client in self._held.clients() if client not in self.failures)
+            if self.trust.clip or self.trust.trim:
+                add_updates(self.sums, updates, self._starts, self.trust, self.memory.store.folder)
             else:
-                for update in self._updates():
+                for update in updates:
                     add(self.sums, update)
         self._held.close()
         return super().close()
-
-    def _updates(self) -> Iterator[Update]:
-        """The accepted updates of the cohort, in ascending client id."""
-        shares = self._cohort.shares()
-        for client in self._held.clients():
-            if client in self.failures:
-                continue
-            update = self._held.pop(client)
-            yield shortened(update, self._starts[client], shares[client]) if client in shares else update
-
-
-def _expected(order: Message) -> int | None:
-    """How many active weights an answer must have if its client starts from a recipe."""
-    recipe = order.local.start if order.local is not None else None
-    return sum(recipe.budgets) if recipe is not None else None
 
 
 def _limits(order: Message) -> Limits:
