@@ -170,7 +170,7 @@ class Counting(Account):
         """What an order takes without its mask."""
         message = Message(
             "order", self.layout, order.tag, client.id, key=order.key, start=self.memory.start(client.id),
-            local=order.local, own="0" * 16 if self.memory.owns(client.id) else None,
+            local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
             carries="all" if order.local.statistics else "weights", extra=order.extra,
         )  # fmt: skip
         return self._sized(message, order.weights.mask.active).traffic("order")
