@@ -71,7 +71,7 @@ class Counting(Account):
         """
         local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
         finite = kernel("collect", "finite") if values.is_cuda else None
-        good = fine = (finite or _finite)(values) & losses.isfinite()
+        good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
         holds = local.report != "counts" and (self.trust.clip > 0 or self.trust.trim > 0)
         if local.report != "counts":  # else neither weights nor statistics travel
             good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
@@ -232,11 +232,6 @@ def _copied(values: Tensor) -> Tensor:
 def stacked(rows: Sequence[Tensor]) -> Tensor:
     """Rows of a matrix. If all are the same tensor, a matrix of that one row, which must not be written to."""
     return rows[0][None] if all(row is rows[0] for row in rows) else torch.stack(list(rows))
-
-
-def _finite(values: Tensor) -> Tensor:
-    """See `kernels.collect.finite`."""
-    return values.isfinite().all(1)
 
 
 def _add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: Tensor, first: int) -> None:

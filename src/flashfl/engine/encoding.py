@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 import torch
@@ -28,8 +27,7 @@ class Server:
 
     def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
         self.memory, self.layout, self.values, self.trust = memory, memory.layout, values, trust or Trust()
-        self._tail = self.layout.size - self.layout.trained_size
-        self._packed: tuple[Weights | None, Tensor | None] = (None, None)
+        self._packed: tuple[Weights, Tensor] | None = None
 
     def open(self) -> Encoding:
         """The account of a new round."""
@@ -45,11 +43,10 @@ class Server:
 
     def _pack(self, order: Order) -> Tensor:
         """Packed once for all clients that get the same weights."""
-        if self._packed[0] is not order.weights:
+        if self._packed is None or self._packed[0] is not order.weights:
             self._packed = (order.weights, order.weights.packed().cpu())
-        values = self._packed[1]
-        assert values is not None
-        return values if order.local.statistics else values[: len(values) - self._tail]
+        values, tail = self._packed[1], self.layout.size - self.layout.trained_size
+        return values if order.local.statistics else values[: len(values) - tail]
 
     def encode(self, message: Message) -> Encoded:
         """An order as bytes; its mask leans on the one that the client acknowledged last."""
@@ -58,14 +55,11 @@ class Server:
 
     def decode(self, data: bytes, order: Message) -> Message:
         """The update that answers `order`, or the WireError that says why this is none."""
-        update = decode(data, self.layout, known=self._known(order), limits=_limits(order))
+        own = self.memory.own(order.client) if order.own is not None else None
+        known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
+        update = decode(data, self.layout, known=known, limits=_limits(order))
         check_update(update, order, self.trust.factor > 0, self._frozen(order))
         return update
-
-    def _known(self, order: Message) -> dict[str, Mask]:
-        """The masks that an update may lean on: its order's and the client's own."""
-        own = self.memory.own(order.client) if order.own is not None else None
-        return {mask.hash: mask for mask in (order.mask, own) if mask is not None}
 
     def _frozen(self, order: Message) -> Mask | None:
         """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
@@ -90,8 +84,7 @@ class Encoding(Account):
     def __init__(self, server: Server) -> None:
         super().__init__(server.memory, server.trust)
         self.server = server
-        self._orders: dict[int, Message] = {}  # of clients that have not answered yet
-        self._turns: deque[int] = deque()  # clients whose update is not added yet
+        self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
         self._held = Held(self.layout, server.memory.store.folder)
         self._cohort = Cohort(server.trust)
         self._starts: dict[int, Start] = {}  # the models that clients were sent, where changes may be clipped
@@ -101,7 +94,6 @@ class Encoding(Account):
         """The bytes of an order that is sent now."""
         message = self.server.message(client, order)
         self._orders[client.id] = message
-        self._turns.append(client.id)
         return self._count(self.server.encode(message))
 
     def largest_update(self, client: int) -> int:
@@ -162,9 +154,9 @@ class Encoding(Account):
         self.accepted(client, order.tag, order.mask, update.mask if keeps else None)
         if self.trust.clip and update.mask is not None and update.values is not None:
             self._starts[client] = order.weights
+        in_turn = next(iter(self._orders)) == client
         del self._orders[client]
-        if self._turns[0] == client and not self.trust.needs_cohort:
-            self._turns.popleft()
+        if in_turn and not self.trust.needs_cohort:
             add(self.sums, _update(update, order))
         else:
             self._held.put(_update(update, order), order.mask)
@@ -172,12 +164,11 @@ class Encoding(Account):
 
     def _add_ready(self) -> None:
         """Add the updates of all clients before the first one that has not answered."""
-        if self.trust.needs_cohort:
-            return
-        while self._turns and self._turns[0] not in self._orders:
-            client = self._turns.popleft()
-            if client in self._held:
-                add(self.sums, self._held.pop(client))
+        first = next(iter(self._orders), None)
+        for client in () if self.trust.needs_cohort else self._held.clients():
+            if first is not None and client > first:
+                break
+            add(self.sums, self._held.pop(client))
 
     def close(self) -> Outcome:
         for client in list(self._orders):

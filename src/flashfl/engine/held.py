@@ -34,10 +34,8 @@ class Held:
         self._places: dict[int, int] = {}  # client -> where its update lies
         self._shared: dict[int, Mask] = {}  # client -> the order's mask, if the update has the same
 
-    def __contains__(self, client: int) -> bool:
-        return client in self._places
-
     def clients(self) -> list[int]:
+        """Whose updates are held, in ascending id."""
         return sorted(self._places)
 
     def put(self, update: Update, order: Mask | None) -> None:

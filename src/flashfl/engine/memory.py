@@ -55,6 +55,14 @@ class _Table:
     def copy(self) -> _Table:
         return _Table(dict(self.clients), dict(self.history))
 
+    def count(self, held: _Round | None, step: int) -> None:
+        """A client holds the masks of this round from now on, or no longer (-1)."""
+        for kept in () if held is None else (held.order, held.own):
+            if kept in self.history:
+                self.history[kept] += step
+                if not self.history[kept]:
+                    del self.history[kept]
+
     def kept(self) -> set[Kept]:
         """The masks in the history and those that clients keep for themselves."""
         return {*self.history, *(held.own for held in self.clients.values() if held.own is not None)}
@@ -157,12 +165,8 @@ class ClientMemory:
         history, old = self._now.history, self._now.clients.pop(client, None)
         if new is not None:
             self._now.clients[client] = new
-        for held, step in ((new, 1), (old, -1)):  # what stays is counted before it is released
-            for kept in () if held is None else (held.order, held.own):
-                if kept in history:
-                    history[kept] += step
-                    if not history[kept]:
-                        del history[kept]
+        self._now.count(new, 1)  # what stays is counted before it is released
+        self._now.count(old, -1)
         while len(history) > self.most:
             del history[next(iter(history))]
 
@@ -235,7 +239,5 @@ class ClientMemory:
             if own is not None:
                 kept[own].own = True
             table.clients[int(client)] = held
-            for one in (held.order, held.own):
-                if one in table.history:
-                    table.history[one] += 1
+            table.count(held, 1)
         return table

@@ -28,7 +28,6 @@ from ..wire.errors import ChangeTooLarge, NegativeVariance, WrongContent, WrongD
 LARGEST = 1e6  # the largest weight accepted
 LARGEST_MEAN = 1e12  # the largest running mean; a running variance may be its square
 LARGEST_METRIC = 1e30  # the largest metric or extra; sums of such numbers stay finite
-_PART = 1 << 20  # values that are squared in double precision at a time
 _NEAR = 0.2  # a change below this share of the weights' length is accepted, however little the others move
 _UNIT = 0.1  # the least median of activations: most clients may have a dead layer, and then any median is too small
 
@@ -90,16 +89,14 @@ def check_update(update: Message, order: Message, bounded: bool = True, frozen: 
 def _check_extras(update: Message, order: Message) -> None:
     """Extras must have the name, form and shape of an extra in the order."""
     for name, extra in update.extra.items():
-        asked = order.extra.get(name)
-        if asked is None or asked.form != extra.form:
+        asked, fits = order.extra.get(name), False
+        if asked is not None and asked.form == extra.form:
+            shape = asked.value.flatten().shape if asked.form == "bits" else asked.value.shape
+            fits = asked.form == "masked" or extra.value.shape == shape  # as long as the update's own mask, or alike
+        if not fits:
             raise WrongContent(
-                f"client {update.client} sent the extra {name!r} ({extra.form}), which the order did not ask for"
-            )
-        shape = asked.value.flatten().shape if asked.form == "bits" else asked.value.shape
-        if asked.form != "masked" and extra.value.shape != shape:  # a masked one is as long as the update's own mask
-            raise WrongContent(
-                f"the extra {name!r} of client {update.client} has shape {tuple(extra.value.shape)}, "
-                f"expected {tuple(shape)}"
+                f"client {update.client} sent the extra {name!r} ({extra.form}, shape {tuple(extra.value.shape)}), "
+                "which the order did not ask for"
             )
         if not _within(extra.value, LARGEST_METRIC):
             raise WrongContent(f"the extra {name!r} of client {update.client} holds a number above {LARGEST_METRIC:g}")
@@ -154,8 +151,7 @@ def change_norm(update: Message, order: Message) -> float:
     assert order.mask is not None
     new, old = _trained(update), _trained(order)
     if update.mask.equal(order.mask):
-        parts = zip(new.split(_PART), old.split(_PART), strict=True)
-        return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in parts))
+        return float(torch.linalg.vector_norm(new - old, dtype=torch.float64))
     a, b = update.mask.active, order.mask.active
     mine, theirs = update.mask.bits.numpy(), order.mask.bits.numpy()
     change = new.double()
@@ -167,7 +163,7 @@ def change_norm(update: Message, order: Message) -> float:
 
 def length(order: Message) -> float:
     """The 2-norm of an order's weights."""
-    return math.sqrt(sum(float(part.double().square().sum()) for part in _trained(order).split(_PART)))
+    return float(torch.linalg.vector_norm(_trained(order), dtype=torch.float64))
 
 
 def _trained(message: Message) -> Tensor:
