@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,13 +20,14 @@ from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Server
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import add_trimmed, trimmed_mean
+from flashfl.engine.robust import add_updates, trimmed_mean
 from flashfl.engine.store import MaskStore
-from flashfl.engine.trust import Cohort, Trust, shortened
+from flashfl.engine.trust import Trust
+from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.simulate import drive
 from flashfl.sparsity import PruneRegrow
-from flashfl.wire import Message, encode
+from flashfl.wire import encode
 from tests.conftest import DropoutNet, blobs
 
 LAYOUT = Layout.build({"prunable": [("w", (3, 3))], "dense": [("b", (2,))], "statistic": [("bn.running_mean", (1,))]})
@@ -39,7 +40,7 @@ def update(client: int, n: int, bits: list[int], values: list[float]) -> Update:
 
 def trimmed_sums(updates: Iterable[Update], trim: float) -> Sums:
     sums = Sums(LAYOUT)
-    add_trimmed(sums, updates, trim)
+    add_updates(sums, updates, {}, Trust(factor=0, trim=trim))
     return sums
 
 
@@ -56,14 +57,14 @@ def trimmed_sums(updates: Iterable[Update], trim: float) -> Sums:
     ],
 )
 def test_trimmed_mean_over_holders(values: list[float], held: list[int], trim: float, mean: float) -> None:
-    column = torch.tensor(values, dtype=torch.float32)[:, None]
-    assert trimmed_mean(column, torch.tensor(held, dtype=torch.bool)[:, None], trim).tolist() == [mean]
+    column = torch.tensor([value if bit else torch.nan for value, bit in zip(values, held, strict=True)])[:, None]
+    assert trimmed_mean(column, trim).tolist() == [mean]
 
 
 def test_trim_of_three_tenths_drops_three_of_ten() -> None:
     column = torch.arange(10.0)[:, None]
     column[7:] = 1e9
-    assert trimmed_mean(column, torch.ones(10, 1, dtype=torch.bool), 0.3).tolist() == [4.5]
+    assert trimmed_mean(column, 0.3).tolist() == [4.5]
 
 
 def test_sums_serve_every_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,16 +138,6 @@ def test_trimmed_account_drops_the_extremes() -> None:
     assert float(average("fedavg", both)[4]) == pytest.approx(2.5)
 
 
-@dataclass
-class Seat:
-    client: Client
-    order: Order
-    mask: Mask
-    n: int
-    batches: int
-    counts: tuple[int, ...]
-
-
 @pytest.mark.parametrize("trust", [Trust(factor=0, clip=1.0), Trust(factor=0, trim=0.3), Trust(0, 3, 1.0, 0.3)])
 @pytest.mark.parametrize("chunk", [5, 2, 1])
 def test_counting_account_agrees_with_the_encoding_one(trust: Trust, chunk: int) -> None:
@@ -157,23 +148,12 @@ def test_counting_account_agrees_with_the_encoding_one(trust: Trust, chunk: int)
     vectors = [Weights.masked(mask, torch.randn(12) * (10 if i == 1 else 1)).vector for i, mask in enumerate(masks)]
     order = Order(start, Local(adapt=PruneRegrow()), 1, (2, 0, 0))
     updates = [Update.of(i, 5 + i, Weights(masks[i], vectors[i]), masks[i].counts) for i in (0, 1, 2, 4)]
-    expected, cohort = Sums(LAYOUT), Cohort(trust)
-    message = Message("order", LAYOUT, order.tag, 0, mask=MASK, values=start.packed(), local=order.local)
-    for one in updates:
-        cohort.see(
-            replace(message, kind="update", client=one.client, n=one.n, mask=one.mask, values=one.values), message
-        )
-    shares = cohort.shares()
-    updates = [shortened(one, message, shares[one.client]) if one.client in shares else one for one in updates]
-    if trust.trim:
-        add_trimmed(expected, updates, trust.trim)
-    else:
-        for one in updates:
-            add(expected, one)
+    expected = Sums(LAYOUT)
+    add_updates(expected, updates, {one.client: lambda: start for one in updates}, trust)
 
     vectors[3] = vectors[3] + torch.nan
     account = Counting(ClientMemory(MaskStore(LAYOUT, {})), trust=trust)
-    seats = [Seat(Client(i, 5 + i), order, masks[i], 5 + i, 1, masks[i].counts) for i in range(5)]
+    seats = [Work(order.local, 1, 5 + i, 1, Client(i, 5 + i), order, mask, mask.counts) for i, mask in enumerate(masks)]
     for seat in seats:
         account.sent(seat.client, order)
     for at in range(0, 5, chunk):

@@ -44,7 +44,7 @@ def test_round_trip_in_a_dict() -> None:
     assert torch.equal(MaskStore(LAYOUT, dict(held))[digest].bits, mask(1).bits)
     held[digest] = held[digest][:-1]
     damaged = MaskStore(LAYOUT, held)
-    with pytest.raises(CheckpointError, match=f"mask {digest} is damaged"):
+    with pytest.raises(CheckpointError, match=f"{digest}.mask is damaged"):
         damaged[digest]
 
 

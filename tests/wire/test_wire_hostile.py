@@ -9,13 +9,13 @@ import torch
 from wire_support import mask_of, order, small_layout, update
 
 from flashfl.core.exchange import Extra, Local
-from flashfl.engine.trust import Seen, Trust, activations, check_statistics, check_update
+from flashfl.engine.trust import Cohort, Number, Trust, activations, check_update
 from flashfl.wire.errors import ChangeTooLarge, WrongContent
 from flashfl.wire.message import Message
 
 LAYOUT = small_layout((400, 800))
 MASK = mask_of(LAYOUT, [0.2, 0.1], 1)
-ORDER, UPDATE = order(MASK), update(MASK)
+ORDER, UPDATE = order(MASK, n=100), update(MASK)
 ASKED = {
     "control": Extra("masked", torch.zeros(MASK.active)),
     "scores": Extra("dense", torch.zeros(2, 3)),
@@ -29,7 +29,7 @@ def with_extra(name: str, extra: Extra) -> Message:
 
 
 def test_extras_answer_those_of_the_order() -> None:
-    asked = order(MASK, extra=ASKED)
+    asked = order(MASK, extra=ASKED, n=100)
     check_update(UPDATE, asked)
     check_update(dataclasses.replace(UPDATE, extra={**ASKED, "votes": Extra("bits", torch.zeros(8).bool())}), asked)
     shorter = Extra("masked", torch.zeros(7))  # the mask a client keeps may be another than the order's
@@ -47,7 +47,7 @@ def test_extras_answer_those_of_the_order() -> None:
     ],
 )
 def test_any_other_extra_is_refused(name: str, extra: Extra) -> None:
-    for asked in (ORDER, order(MASK, extra=ASKED)):
+    for asked in (ORDER, order(MASK, extra=ASKED, n=100)):
         with pytest.raises(WrongContent, match=name):
             check_update(with_extra(name, extra), asked)
 
@@ -75,7 +75,7 @@ def test_no_number_is_larger_than_a_models(at: int, good: float, bad: float) -> 
     if at < -1:
         alone = dataclasses.replace(UPDATE, mask=None, values=values[-10:], carries="statistics")
         with pytest.raises(ChangeTooLarge, match="running_mean"):
-            check_update(alone, order(MASK, Local(report="statistics")))
+            check_update(alone, order(MASK, Local(report="statistics"), n=100))
 
 
 def test_activations_are_mean_squares_of_what_a_layer_sees() -> None:
@@ -87,23 +87,27 @@ def test_activations_are_mean_squares_of_what_a_layer_sees() -> None:
     assert activations(update(MASK, "weights")) == {}
 
 
-def seen(*sizes: float, n: int = 10, before: float = 1.0) -> dict[int, Seen]:
-    return {i: Seen(n, {"norm": before}, {"norm": size}) for i, size in enumerate(sizes)}
+def seen(*sizes: float, n: int = 10, before: float = 1.0) -> list[Number]:
+    return [Number(size, before, n) for size in sizes]
+
+
+def rejected(numbers: list[Number]) -> list[int]:
+    cohort = Cohort(Trust())
+    cohort.layers = {"norm": dict(enumerate(numbers))}
+    return list(cohort.rejected())
 
 
 def test_statistics_are_held_against_the_cohorts() -> None:
-    assert list(check_statistics(seen(1.0, 2.0, 0.5, 21.0))) == [3]
-    assert check_statistics(seen(1.0, 2.0, 0.0, 9.0)) == {}
-    assert check_statistics(seen(1.0, 100.0)) == {}, "two have no median worth the name"
-    assert check_statistics(seen(1.0, 2.0, 0.5, 21.0), Trust(factor=0)) == {}
-    assert check_statistics(seen(1.0, 1.0, 21.0, before=21.0)) == {}, "it is what it was sent"
-    assert check_statistics(seen(0.0, 0.0, 0.0, 0.9)) == {}, "a layer that is dead elsewhere may live here"
+    assert rejected(seen(1.0, 2.0, 0.5, 21.0)) == [3]
+    assert rejected(seen(1.0, 2.0, 0.0, 9.0)) == []
+    assert rejected(seen(1.0, 100.0)) == [], "two have no median worth the name"
+    assert rejected(seen(1.0, 1.0, 21.0, before=21.0)) == [], "it is what it was sent"
+    assert rejected(seen(0.0, 0.0, 0.0, 0.9)) == [], "a layer that is dead elsewhere may live here"
 
 
 def test_the_larger_median_counts() -> None:
     """Six clients of one step still hold statistics near where they began, the seventh has seen all of its data."""
     few = seen(*[1.0] * 6, n=16)
-    assert check_statistics({**few, 6: Seen(4000, {"norm": 1.0}, {"norm": 30.0})}) == {}, "it is most of the data"
-    assert check_statistics({**few, 6: Seen(4000, {}, {"norm": 0.05}), 7: Seen(16, {}, {"norm": 5.0})}) == {}
-    crowd = seen(*[1.0] * 300, n=16)
-    assert list(check_statistics({**crowd, 300: Seen(4000, {"norm": 1.0}, {"norm": 30.0})})) == [300]
+    assert rejected([*few, Number(30.0, 1.0, 4000)]) == [], "it is most of the data"
+    assert rejected([*few, Number(0.05, 0.0, 4000), Number(5.0, 0.0, 16)]) == []
+    assert rejected([*seen(*[1.0] * 300, n=16), Number(30.0, 1.0, 4000)]) == [300]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..core.exchange import Outcome, Sums, Tag, Traffic
+from ..core.mask import Mask
 from .memory import ClientMemory, Kept
 from .trust import Trust
 
@@ -21,6 +22,11 @@ class Account:
         self.failures: dict[int, str] = {}
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
         self._accepted: dict[int, tuple[Tag, Kept, Kept | None]] = {}
+
+    def accepted(self, client: int, tag: Tag, order: Mask, own: Mask | None) -> None:
+        """A client's update is good, unless it fails later. `own`: the mask that the client keeps, if any."""
+        kept = None if own is None else self.memory.keep(own, own=True)
+        self._accepted[client] = (tag, self.memory.keep(order), kept)
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped from this round."""

@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ..aggregate import add_statistics
+from ..aggregate import add, add_statistics
 from ..core.errors import ConfigError
-from ..core.exchange import Client, Local, Order, Outcome, Traffic
+from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
 from ..core.kernel import kernel
 from ..core.layout import Layout
-from ..core.mask import Mask
+from ..core.mask import Mask, Weights
 from ..wire import Message, mask_sizes, size, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
-from ..wire.values import Carries, Form
+from ..wire.values import Form
 from .account import Account
 from .memory import ClientMemory
-from .robust import DeviceRow, OnDevice, clip_rows, trim_rows
+from .robust import Row, add_rows, marked
 from .train import NOT_FINITE
 from .trust import Trust
+from .work import Work
 
 _KNOWN = 1 + HASH  # bytes of a mask both sides know
 _COLUMNS = 1 << 22  # weights that are added up at a time: in double precision they need room
@@ -38,26 +39,13 @@ _ROWS = 16  # masks that are stacked to be counted together
 T = TypeVar("T")
 
 
-class Seat(Protocol):
-    """A client at work, as engines on a device describe it."""
-
-    client: Client
-    order: Order
-    mask: Mask
-    n: int
-    batches: int  # an epoch
-    counts: tuple[int, ...]
-
-
 @dataclass
 class _Heard:
     """The updates of some clients, still on the device."""
 
-    seats: Sequence[Seat]
+    seats: Sequence[Work]
     bytes: list[int | Tensor]  # of each mask
-    good: Tensor  # finite, and no variance is below zero
-    finite: Tensor  # weights and loss are finite
-    losses: Tensor
+    found: Tensor  # [3, clients]: whether the update is good, whether it is finite, its loss
     values: Tensor | None = None  # [clients, size], where the cohort must be known before they can be added
     bits: Tensor | None = None  # [clients, prunable], or one row that all share
 
@@ -71,33 +59,32 @@ class Counting(Account):
         self.values = values
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
-        self._holds = self.trust.clip > 0 or self.trust.trim > 0
-        self._sizes: dict[tuple[str | bool | int, ...], tuple[Local, Parts]] = {}
+        self._sizes: dict[tuple[str | bool | int, ...], tuple[Local | None, Parts]] = {}
 
     def sent(self, client: Client, order: Order) -> None:
         self.orders.append((client, order))
 
-    def received(self, seats: Sequence[Seat], values: Tensor, losses: Tensor) -> None:
+    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
 
         With clipping or trimming they are held until the round is closed.
         """
-        bits = stacked([seat.mask.bits for seat in seats])
+        local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
         finite = kernel("collect", "finite") if values.is_cuda else None
-        fine = (finite or _finite)(values) & losses.isfinite()
-        heard = _Heard(seats, self._mask_bytes(seats, bits), fine, fine, losses)
-        if seats[0].order.local.report != "counts":  # else neither weights nor statistics travel
-            heard.good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
-            if self._holds:
-                heard.values, heard.bits = _copied(values), bits
-            else:
-                self._add(seats, values, bits, heard.good)
-        self.heard.append(heard)
-        if "mask" not in seats[0].order.local.keep:
+        good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
+        holds = local.report != "counts" and (self.trust.clip > 0 or self.trust.trim > 0)
+        if local.report != "counts":  # else neither weights nor statistics travel
+            good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
+            if not holds:
+                self._add(seats, values, bits, good)
+        found = torch.stack([good.double(), fine.double(), losses.double()])
+        masks = self._mask_bytes([(seat.mask, self._known(seat)) for seat in seats])
+        self.heard.append(_Heard(seats, masks, found, *((_copied(values), bits) if holds else ())))
+        if "mask" not in local.keep:
             for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
                 seat.mask = seat.order.weights.mask
 
-    def _add(self, seats: Sequence[Seat], values: Tensor, bits: Tensor, good: Tensor) -> None:
+    def _add(self, seats: Sequence[Work], values: Tensor, bits: Tensor, good: Tensor) -> None:
         layout = self.layout
         first = layout.trained_size if seats[0].order.local.report == "statistics" else 0
         share = torch.tensor([seat.n for seat in seats]).to(values.device, non_blocking=True) * good
@@ -106,159 +93,121 @@ class Counting(Account):
         if layout.size > layout.trained_size:
             self._add_statistics(seats, values[:, layout.trained_size :], share)
 
-    def _add_statistics(self, seats: Sequence[Seat], values: Tensor, share: Tensor) -> None:
+    def _add_statistics(self, seats: Sequence[Work], values: Tensor, share: Tensor) -> None:
         """Models with the same number of active weights together."""
         sizes = [sum(seat.counts) for seat in seats]
         for active in sorted(set(sizes)):
-            mine = share
-            if len(set(sizes)) > 1:
-                mine = share * torch.tensor([k == active for k in sizes]).to(share.device, non_blocking=True)
+            mine = share * torch.tensor([size == active for size in sizes]).to(share.device, non_blocking=True)
             good = torch.where((mine > 0)[:, None], values, 0.0)  # a NaN times 0 would stay one
             add_statistics(self.sums, active, mine.double() @ good.double(), mine.sum())
 
-    def _mask_bytes(self, seats: Sequence[Seat], bits: Tensor) -> list[int | Tensor]:
-        """What each update's mask takes: a hash if it is the order's, else counted against masks both sides know."""
-        if all(seat.mask is seat.order.weights.mask for seat in seats):
-            return [_KNOWN] * len(seats)
-        bits = bits.expand(len(seats), -1)
-        bases = [stacked([seat.order.weights.mask.bits for seat in seats])]
-        own = [self.memory.own(seat.client.id) for seat in seats]
-        known = [i for i, mask in enumerate(own) if mask is not None]
-        found = mask_sizes(self.layout, bits, bases).bytes
-        if known:
-            rows = torch.stack([own[i].bits for i in known])  # type: ignore[union-attr]
-            place = torch.tensor(known).to(bits.device, non_blocking=True)
-            other = mask_sizes(self.layout, bits[place], [rows]).bytes
-            found = found.index_copy(0, place, torch.minimum(found[place], other))
-        return [_with_recipe(seat.mask, bytes_) for seat, bytes_ in zip(seats, found, strict=True)]
+    def _known(self, seat: Work) -> tuple[Mask, ...]:
+        """The masks that an update may lean on: its order's and the client's own."""
+        own = self.memory.own(seat.client.id)
+        return (seat.order.weights.mask, *(() if own is None else (own,)))
 
-    def _order_bytes(self) -> list[int | Tensor]:
-        """What the mask of each order takes, given what its client holds. Each pair of masks is counted once."""
-        layout = self.layout
-        pairs = [(order.weights.mask, self.memory.base(client.id)) for client, order in self.orders]
-        sizes: dict[tuple[int, int], int | Tensor] = {}
-        for mask in {id(mask): mask for mask, _ in pairs}.values():
-            bases = {id(base): base for other, base in pairs if other is mask}
-            for some in chunks([base for base in bases.values() if base is not None and base is not mask], _ROWS):
-                held = [torch.stack([base.bits for base in some])]
-                found = mask_sizes(layout, mask.bits[None], held).bytes
-                sizes |= {
-                    (id(mask), id(base)): size for base, size in zip(some, _with_recipe(mask, found), strict=True)
-                }
-            if id(None) in bases:
-                sizes[id(mask), id(None)] = _with_recipe(mask, mask_sizes(layout, mask.bits[None]).bytes)[0]
-            sizes[id(mask), id(mask)] = _KNOWN
-        return [sizes[id(mask), id(base)] for mask, base in pairs]
+    def _mask_bytes(self, masks: Sequence[tuple[Mask, tuple[Mask, ...]]]) -> list[int | Tensor]:
+        """What each mask takes, given masks that both sides know. Those that recur are counted once."""
+        sizes: dict[tuple[int, ...], int | Tensor] = {}  # as double: numbers of a round are read together
+        keys = [(id(mask), *map(id, known)) for mask, known in masks]
+        different = dict(zip(keys, masks, strict=True))
+        for key, (mask, known) in different.items():
+            if mask in known:
+                sizes[key] = _KNOWN
+        for count in range(3):  # rows that are counted together lean on equally many masks
+            rest = [key for key, (_, known) in different.items() if len(known) == count and key not in sizes]
+            for some in chunks(rest, _ROWS):
+                rows, known = zip(*(different[key] for key in some), strict=True)
+                bases = [stacked([base.bits for base in column]) for column in zip(*known, strict=True)]
+                found = mask_sizes(self.layout, stacked([mask.bits for mask in rows]), bases).bytes.double()
+                for key, mask, taken in zip(some, rows, found.expand(len(some)), strict=True):
+                    most = geometry(self.layout).recipe_size if mask.recipe is not None else None
+                    sizes[key] = taken if most is None else taken.clamp(max=most)
+        return [sizes[key] for key in keys]
 
     def close(self) -> Outcome:
         """The round's last wait: read every number that is still on the device, then settle the account."""
-        sent = self._order_bytes()
-        counted = [b for b in sent if isinstance(b, Tensor)]
-        counted += [b for heard in self.heard for b in heard.bytes if isinstance(b, Tensor)]
-        parts = [torch.stack(counted).double()] if counted else []
+        bases = [(order.weights.mask, self.memory.base(client.id)) for client, order in self.orders]
+        numbers = self._mask_bytes([(mask, () if base is None else (base,)) for mask, base in bases])
         for heard in self.heard:
-            parts += [heard.good.double(), heard.finite.double(), heard.losses.double()]
-        on_device = torch.cat(parts) if parts else None
+            numbers += [*heard.bytes, *heard.found.flatten()]
+        on_device = [number for number in numbers if isinstance(number, Tensor)]
+        together = torch.stack(on_device) if on_device else torch.empty(0)
         for each in self.orders:  # meanwhile the device is still at work
             self.traffic += self._down(*each)
-        numbers = iter([] if on_device is None else on_device.tolist())
-        masks = sum(int(next(numbers)) if isinstance(b, Tensor) else b for b in sent)
+        read = iter(together.tolist())
+        known = iter([next(read) if isinstance(number, Tensor) else number for number in numbers])
+        masks = int(sum(itertools.islice(known, len(self.orders))))
         self.traffic += Traffic(down=masks, mask=masks)
-        up = [[int(next(numbers)) if isinstance(b, Tensor) else b for b in heard.bytes] for heard in self.heard]
-        for heard, sizes in zip(self.heard, up, strict=True):
-            rows = len(heard.seats)
-            good, finite, losses = ([next(numbers) for _ in range(rows)] for _ in range(3))
-            for seat, taken, fine, loss, is_good in zip(heard.seats, sizes, finite, losses, good, strict=True):
-                if not is_good:
-                    self.failed(seat.client.id, "a running variance is below zero" if fine else NOT_FINITE)
+        for heard in self.heard:
+            columns = (list(itertools.islice(known, len(heard.seats))) for _ in range(4))
+            for seat, taken, good, finite, loss in zip(heard.seats, *columns, strict=True):
+                if good:
+                    self._settle(seat, int(taken), loss)
                 else:
-                    self._settle(seat, taken, loss)
-        if self._holds:
-            self._add_held()
+                    self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
+        if rows := list(self._rows()):
+            add_rows(self.sums, rows, self.trust)
         return super().close()
 
-    def _add_held(self) -> None:
-        """Clip, trim and add the updates of the whole cohort."""
-        held = [heard for heard in self.heard if heard.values is not None and heard.bits is not None]
-        rows = [row for heard in held for row in self._rows(heard)]
-        if self.trust.clip:
-            clip_rows(rows, self.trust.clip)
-        if self.trust.trim and rows:
-            trim_rows(self.sums, OnDevice(rows), self.trust.trim, rows[0].values.device)
-            return
-        for heard in held:
-            assert heard.values is not None
-            assert heard.bits is not None
-            self._add(heard.seats, heard.values, heard.bits, heard.good)
-
-    def _rows(self, heard: _Heard) -> Iterator[DeviceRow]:
-        """The updates of clients that were not dropped, as views."""
-        assert heard.values is not None
-        assert heard.bits is not None
-        every = heard.bits.expand(len(heard.seats), -1)
-        for seat, values, bits in zip(heard.seats, heard.values, every, strict=True):
-            weights = seat.order.weights if seat.order.local.report == "weights" else None
-            if weights is None:  # statistics alone: a sum over them is a sum over zeros elsewhere
-                values[: self.layout.trained_size] = 0
-            if seat.client.id not in self.failures:
-                yield DeviceRow(seat.n, sum(seat.counts), values, bits, weights)
+    def _rows(self) -> Iterator[Row]:
+        """The good updates that are held until the cohort is known."""
+        for heard in self.heard:
+            if heard.values is None or heard.bits is None:
+                continue
+            masks = heard.bits.expand(len(heard.seats), -1)
+            for seat, values, bits in zip(heard.seats, heard.values, masks, strict=True):
+                if seat.client.id in self.failures:
+                    continue
+                sent, start = seat.order.weights, None
+                if seat.order.local.report == "weights":
+                    start = functools.partial(Weights, sent.mask, sent.vector)
+                else:
+                    values[: self.layout.trained_size] = 0
+                yield Row(seat.n, sum(seat.counts), marked(values, bits), start)
 
     def _down(self, client: Client, order: Order) -> Traffic:
         """What an order takes without its mask."""
-        local, active = order.local, order.weights.mask.active
-        start, owns = self.memory.start(client.id), self.memory.owns(client.id)
+        message = Message(
+            "order", self.layout, order.tag, client.id, key=order.key, start=self.memory.start(client.id),
+            local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
+            carries="all" if order.local.statistics else "weights", extra=order.extra,
+        )  # fmt: skip
+        return self._sized(message, order.weights.mask.active).traffic("order")
 
-        def message() -> Message:
-            return Message(
-                "order", self.layout, order.tag, client.id, key=order.key, start=start, local=local,
-                own="0" * 16 if owns else None, carries="all" if local.statistics else "weights", extra=order.extra,
-            )  # fmt: skip
-
-        alike = None if order.extra else ("order", start is None, owns, active)
-        return self._sized(alike, local, message, active).traffic("order")
-
-    def _sized(
-        self, alike: tuple[str | bool | int, ...] | None, local: Local, message: Callable[[], Message], active: int
-    ) -> Parts:
-        """A message's size without its mask, worked out once for all clients whose messages are `alike`."""
-        known = self._sizes.get(alike) if alike is not None else None
-        if known is None or known[0] != local:
-            known = (local, size_with(message(), active, 0, self.values))
-            if alike is not None:
-                self._sizes[alike] = known
+    def _sized(self, message: Message, active: int) -> Parts:
+        """A message's size without its mask, worked out once for all clients whose messages are as long."""
+        if message.extra:
+            return size_with(message, active, 0, self.values)
+        alike = (message.kind, message.start is None, message.own is None, message.carries, active)
+        known = self._sizes.get(alike)
+        if known is None or known[0] != message.local:
+            known = self._sizes[alike] = (message.local, size_with(message, active, 0, self.values))
         return known[1]
 
-    def _settle(self, seat: Seat, mask_bytes: int, loss: float) -> None:
+    def _settle(self, seat: Work, mask_bytes: int, loss: float) -> None:
         """Accept the update of a client."""
-        order, local, sums = seat.order, seat.order.local, self.sums
+        order, local = seat.order, seat.order.local
         steps = min(seat.batches * local.batch, seat.n) * local.epochs
         mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
-        sums.n += seat.n
-        sums.clients += 1
-        sums.counts = [a + b for a, b in zip(sums.counts, seat.counts, strict=True)]
-        sums.loss += seat.n * mean
+        add(self.sums, Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}))
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"
-        own = self.memory.keep(seat.mask, own=True) if keeps else None
-        self._accepted[seat.client.id] = (order.tag, self.memory.keep(order.weights.mask), own)
+        self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None)
 
-    def _up(self, seat: Seat, mask_bytes: int, loss: float) -> Traffic:
+    def _up(self, seat: Work, mask_bytes: int, loss: float) -> Traffic:
         """What an update takes."""
-        order, local, layout, active = seat.order, seat.order.local, self.layout, sum(seat.counts)
-        carries: Carries = "statistics" if local.report == "statistics" else "all" if local.statistics else "weights"
-
-        def message() -> Message:
-            return Message(
-                "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
-                carries=carries, counts=seat.counts if local.report == "counts" else None,
-            )  # fmt: skip
-
+        order, local, layout = seat.order, seat.order.local, self.layout
+        message = Message(
+            "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
+            carries="all" if local.statistics else "weights",
+        )  # fmt: skip
         if local.report == "weights":
-            plain = self._sized(("update", active), local, message, active)
-            return replace(plain, mask=mask_bytes).traffic("update")
-        whole = message()
-        if local.report == "statistics":
-            whole = replace(whole, values=torch.zeros(layout.size - layout.trained_size))
+            return replace(self._sized(message, sum(seat.counts)), mask=mask_bytes).traffic("update")
+        if local.report == "counts":
+            whole = replace(message, counts=seat.counts)
+        else:
+            whole = replace(message, carries="statistics", values=torch.zeros(layout.size - layout.trained_size))
         return size(whole, (), self.values).traffic("update")
 
 
@@ -285,11 +234,6 @@ def stacked(rows: Sequence[Tensor]) -> Tensor:
     return rows[0][None] if all(row is rows[0] for row in rows) else torch.stack(list(rows))
 
 
-def _finite(values: Tensor) -> Tensor:
-    """See `kernels.collect.finite`."""
-    return values.isfinite().all(1)
-
-
 def _add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: Tensor, first: int) -> None:
     """See `kernels.collect.add`."""
     good = (share > 0)[:, None]
@@ -298,11 +242,6 @@ def _add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: 
         holders[span] += (bits[:, span] * share[:, None]).sum(0)
         span = slice(max(at, first), max(at + _COLUMNS, first))
         weights[span] += share.double() @ torch.where(good, values[:, span], 0.0).double()
-
-
-def _with_recipe(mask: Mask, sizes: Tensor) -> Tensor:
-    """A mask with a recipe takes at most as much as its recipe."""
-    return sizes if mask.recipe is None else sizes.clamp(max=geometry(mask.layout).recipe_size)
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:

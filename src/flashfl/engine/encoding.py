@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -14,13 +12,12 @@ from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Updat
 from ..core.mask import Mask, Weights
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
-from ..wire.errors import WrongContent
 from ..wire.values import Form
 from .account import Account
 from .held import Held
 from .memory import ClientMemory
-from .robust import add_trimmed
-from .trust import Cohort, Trust, check_update, shortened
+from .robust import Start, add_updates
+from .trust import Cohort, Trust, check_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 
@@ -30,8 +27,7 @@ class Server:
 
     def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
         self.memory, self.layout, self.values, self.trust = memory, memory.layout, values, trust or Trust()
-        self._tail = self.layout.size - self.layout.trained_size
-        self._packed: tuple[Weights | None, Tensor | None] = (None, None)
+        self._packed: tuple[Weights, Tensor] | None = None
 
     def open(self) -> Encoding:
         """The account of a new round."""
@@ -47,11 +43,10 @@ class Server:
 
     def _pack(self, order: Order) -> Tensor:
         """Packed once for all clients that get the same weights."""
-        if self._packed[0] is not order.weights:
+        if self._packed is None or self._packed[0] is not order.weights:
             self._packed = (order.weights, order.weights.packed().cpu())
-        values = self._packed[1]
-        assert values is not None
-        return values if order.local.statistics else values[: len(values) - self._tail]
+        values, tail = self._packed[1], self.layout.size - self.layout.trained_size
+        return values if order.local.statistics else values[: len(values) - tail]
 
     def encode(self, message: Message) -> Encoded:
         """An order as bytes; its mask leans on the one that the client acknowledged last."""
@@ -60,16 +55,11 @@ class Server:
 
     def decode(self, data: bytes, order: Message) -> Message:
         """The update that answers `order`, or the WireError that says why this is none."""
-        update = decode(data, self.layout, known=self._known(order), limits=_limits(order))
-        check_update(update, order, _expected(order), self.trust.factor > 0, self._frozen(order))
-        if update.n != order.n:  # averages are weighted by it, so the client must not change it
-            raise WrongContent(f"client {update.client} reports {update.n} samples, expected {order.n}")
-        return update
-
-    def _known(self, order: Message) -> dict[str, Mask]:
-        """The masks that an update may lean on: its order's and the client's own."""
         own = self.memory.own(order.client) if order.own is not None else None
-        return {mask.hash: mask for mask in (order.mask, own) if mask is not None}
+        known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
+        update = decode(data, self.layout, known=known, limits=_limits(order))
+        check_update(update, order, self.trust.factor > 0, self._frozen(order))
+        return update
 
     def _frozen(self, order: Message) -> Mask | None:
         """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
@@ -94,18 +84,16 @@ class Encoding(Account):
     def __init__(self, server: Server) -> None:
         super().__init__(server.memory, server.trust)
         self.server = server
-        self._orders: dict[int, Message] = {}  # of clients that have not answered yet
-        self._turns: deque[int] = deque()  # clients whose update is not added yet
+        self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
         self._held = Held(self.layout, server.memory.store.folder)
         self._cohort = Cohort(server.trust)
-        self._starts: dict[int, Message] = {}  # orders whose changes may be clipped
+        self._starts: dict[int, Start] = {}  # the models that clients were sent, where changes may be clipped
         self._reminded: set[int] = set()
 
     def sent(self, client: Client, order: Order) -> bytes:
         """The bytes of an order that is sent now."""
         message = self.server.message(client, order)
         self._orders[client.id] = message
-        self._turns.append(client.id)
         return self._count(self.server.encode(message))
 
     def largest_update(self, client: int) -> int:
@@ -162,14 +150,13 @@ class Encoding(Account):
         assert order.mask is not None
         self.traffic += update.parts.traffic("update")
         self._cohort.see(update, order)
-        keeps = update.mask is not None and order.local is not None and "mask" in order.local.keep
-        own = self.memory.keep(update.mask, own=True) if keeps and update.mask is not None else None
-        self._accepted[client] = (order.tag, self.memory.keep(order.mask), own)
-        if self.trust.clip:
-            self._starts[client] = order
+        keeps = order.local is not None and "mask" in order.local.keep
+        self.accepted(client, order.tag, order.mask, update.mask if keeps else None)
+        if self.trust.clip and update.mask is not None and update.values is not None:
+            self._starts[client] = order.weights
+        in_turn = next(iter(self._orders)) == client
         del self._orders[client]
-        if self._turns[0] == client and not self.trust.needs_cohort:
-            self._turns.popleft()
+        if in_turn and not self.trust.needs_cohort:
             add(self.sums, _update(update, order))
         else:
             self._held.put(_update(update, order), order.mask)
@@ -177,12 +164,11 @@ class Encoding(Account):
 
     def _add_ready(self) -> None:
         """Add the updates of all clients before the first one that has not answered."""
-        if self.trust.needs_cohort:
-            return
-        while self._turns and self._turns[0] not in self._orders:
-            client = self._turns.popleft()
-            if client in self._held:
-                add(self.sums, self._held.pop(client))
+        first = next(iter(self._orders), None)
+        for client in () if self.trust.needs_cohort else self._held.clients():
+            if first is not None and client > first:
+                break
+            add(self.sums, self._held.pop(client))
 
     def close(self) -> Outcome:
         for client in list(self._orders):
@@ -190,28 +176,14 @@ class Encoding(Account):
         if self.trust.needs_cohort:
             for client, why in self._cohort.rejected().items():
                 self.failed(client, f"{type(why).__name__}: {why}")
-            if self.trust.trim:
-                add_trimmed(self.sums, self._updates(), self.trust.trim, self.memory.store.folder)
+            updates = (self._held.pop(client) for client in self._held.clients() if client not in self.failures)
+            if self.trust.clip or self.trust.trim:
+                add_updates(self.sums, updates, self._starts, self.trust, self.memory.store.folder)
             else:
-                for update in self._updates():
+                for update in updates:
                     add(self.sums, update)
         self._held.close()
         return super().close()
-
-    def _updates(self) -> Iterator[Update]:
-        """The accepted updates of the cohort, in ascending client id."""
-        shares = self._cohort.shares()
-        for client in self._held.clients():
-            if client in self.failures:
-                continue
-            update = self._held.pop(client)
-            yield shortened(update, self._starts[client], shares[client]) if client in shares else update
-
-
-def _expected(order: Message) -> int | None:
-    """How many active weights an answer must have if its client starts from a recipe."""
-    recipe = order.local.start if order.local is not None else None
-    return sum(recipe.budgets) if recipe is not None else None
 
 
 def _limits(order: Message) -> Limits:

@@ -22,7 +22,6 @@ from .store import MaskStore
 
 HISTORY_MASKS = 1024
 HISTORY_BYTES = 128 << 20  # at one bit a weight
-_TIDY = 10  # rounds between two deletions of masks that nobody holds
 
 # What a client remembers, as JSON: for each of its last rounds the tag and the hashes of the order's mask and its own.
 Rounds = list[tuple[Tag, str | None, str | None]]
@@ -56,6 +55,14 @@ class _Table:
     def copy(self) -> _Table:
         return _Table(dict(self.clients), dict(self.history))
 
+    def count(self, held: _Round | None, step: int) -> None:
+        """A client holds the masks of this round from now on, or no longer (-1)."""
+        for kept in () if held is None else (held.order, held.own):
+            if kept in self.history:
+                self.history[kept] += step
+                if not self.history[kept]:
+                    del self.history[kept]
+
     def kept(self) -> set[Kept]:
         """The masks in the history and those that clients keep for themselves."""
         return {*self.history, *(held.own for held in self.clients.values() if held.own is not None)}
@@ -64,7 +71,7 @@ class _Table:
 class ClientMemory:
     """The last accepted round of every client, and a bounded history of masks that both sides know.
 
-    The history holds at most `masks` masks and `bytes` bytes at one bit a weight. Masks that no client holds leave it
+    The history holds at most `masks` masks and HISTORY_BYTES bytes. Masks that no client holds leave it
     at once. Beyond the bounds the mask acknowledged longest ago goes first, and clients that held it are sent a full
     mask next time. `simulated`: the clients live here, so their own masks are kept for them beyond these bounds.
     """
@@ -75,14 +82,11 @@ class ClientMemory:
         device: torch.device | str = "cpu",
         simulated: bool = True,
         masks: int = HISTORY_MASKS,
-        bytes: int = HISTORY_BYTES,
     ) -> None:
         self.store, self.layout, self.device, self.simulated = store, store.layout, torch.device(device), simulated
-        each = (self.layout.prunable_size + 7) // 8
-        self.most = max(1, min(masks, bytes // max(1, each)))
-        self._now, self._before, self._saved = _Table(), _Table(), _Table()
+        self.most = max(1, min(masks, 8 * HISTORY_BYTES // max(1, self.layout.prunable_size)))
+        self._now, self._saved = _Table(), _Table()
         self._pinned: set[str] = set()
-        self._rounds = 0
 
     # -- what clients hold ---------------------------------------------------------------------------------------
 
@@ -100,10 +104,6 @@ class ClientMemory:
         """The mask this client keeps, if the server still knows it."""
         kept = self._known_own(client)
         return self._mask(kept) if kept else None
-
-    def owns(self, client: int) -> bool:
-        """Whether the server knows a mask that this client keeps."""
-        return self._known_own(client) is not None
 
     def own_hash(self, client: int) -> str | None:
         """The hash of `own`, without reading the mask."""
@@ -166,33 +166,27 @@ class ClientMemory:
         history, old = self._now.history, self._now.clients.pop(client, None)
         if new is not None:
             self._now.clients[client] = new
-        for held, step in ((new, 1), (old, -1)):  # what stays is counted before it is released
-            for kept in () if held is None else (held.order, held.own):
-                if kept in history:
-                    history[kept] += step
-                    if not history[kept]:
-                        del history[kept]
+        self._now.count(new, 1)  # what stays is counted before it is released
+        self._now.count(old, -1)
         while len(history) > self.most:
             del history[next(iter(history))]
 
     # -- rounds and checkpoints ----------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A round begins; `rollback` returns to this moment."""
-        self._before = self._now.copy()
-        self._rounds += 1
-        if self._rounds % _TIDY == 0:
-            self.keep_only(self._pinned)
+        """A round begins; `rollback` returns to this moment, and `save` describes it until the round is over."""
+        self.snapshot()
+        self.keep_only(self._pinned)
 
     def rollback(self) -> None:
-        self._now = self._before.copy()
+        self._now = self._saved.copy()
 
     def snapshot(self) -> None:
         self._saved = self._now.copy()
 
     def keep_only(self, pinned: set[str]) -> None:
         self._pinned = pinned
-        held = self._now.kept() | self._before.kept() | self._saved.kept()
+        held = self._now.kept() | self._saved.kept()
         self.store.keep_only(pinned | {kept.digest for kept in held})
 
     def save(self) -> dict[str, JSON]:
@@ -234,7 +228,7 @@ class ClientMemory:
                 raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
             warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
             table = _Table()
-        self._now, self._before, self._saved = table, table.copy(), table.copy()
+        self._now, self._saved = table, table.copy()
 
     def _read(self, saved: Mapping[str, Any]) -> _Table:
         kept = [Kept(str(digest)) for digest in saved["masks"]]
@@ -246,7 +240,5 @@ class ClientMemory:
             if own is not None:
                 kept[own].own = True
             table.clients[int(client)] = held
-            for one in (held.order, held.own):
-                if one in table.history:
-                    table.history[one] += 1
+            table.count(held, 1)
         return table

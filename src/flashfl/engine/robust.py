@@ -1,17 +1,17 @@
 """Robust sums: a few rogue clients cannot pull an average far, whichever method takes it.
 
-A trimmed mean needs to see single updates, which sums do not keep. On a CPU the updates of a round are written to a
-temporary file and read back a stretch of weights at a time. On a GPU they stay on the device.
+Clipping and trimming need to see single updates, which sums do not keep. So each update becomes a row: a dense vector
+that is NaN where its client holds no weight. On a CPU the rows of a round lie in a temporary file. On a GPU they stay
+on the device.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,149 +20,107 @@ from torch import Tensor
 from ..aggregate import add, add_statistics
 from ..core.exchange import Sums, Update
 from ..core.mask import Weights
+from .trust import Trust
 
-_STRETCH = 32 << 20  # numbers held in memory at a time, over all clients
+_STRETCH = 32 << 20  # numbers that are ranked at a time, over all clients
 
-
-class Row(NamedTuple):
-    """What the sums need to know about one update beside its weights."""
-
-    n: int
-    active: int
+Start = Callable[[], Weights]  # makes the model that a client was sent
 
 
-class DeviceRow(NamedTuple):
-    """One update on a device: a dense vector and the bits of its mask; `start` is the model it was trained from."""
+@dataclass(frozen=True)
+class Row:
+    """One update. `start` is None if its client trained no weights, only statistics."""
 
     n: int
     active: int
     values: Tensor
-    bits: Tensor
-    start: Weights | None  # None: the update has no weights
-
-    def change(self) -> tuple[Tensor, Tensor]:
-        """The trained weights before, and how they changed. Those that the order did not have were 0."""
-        assert self.start is not None
-        trained = self.start.layout.trained_size
-        before = self.start.vector[:trained].clone()
-        before[: len(self.bits)] *= self.bits
-        return before, self.values[:trained] - before
+    start: Start | None
 
 
-class Rows(Protocol):
-    """The updates of a round, as a matrix [clients, size] that is read a few columns at a time."""
+def add_updates(
+    sums: Sums, updates: Iterable[Update], starts: Mapping[int, Start], trust: Trust, folder: Path | None = None
+) -> None:
+    """Clip, trim and add updates on a CPU. Counts, loss and extras are added as ever.
 
-    @property
-    def rows(self) -> Sequence[Row | DeviceRow]: ...
-
-    def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor: ...
-
-    def bits(self, start: int, stop: int) -> Tensor: ...
-
-
-def add_trimmed(sums: Sums, updates: Iterable[Update], trim: float, folder: Path | None = None) -> None:
-    """Add updates so that each weight counts by its trimmed mean over the clients that hold it; see `trim_rows`.
-
-    Counts, loss and extras are added as ever. `folder`: where the temporary file would be.
+    starts: client id -> the model that it was sent. folder: where the temporary file would be.
     """
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
-        held = _File(file)
+        rows: list[Row] = []
         for update in updates:
             add(sums, replace(update, mask=None, values=None))
-            if update.mask is not None:
-                held.add(update)
-        trim_rows(sums, held, trim)
+            if (weights := update.weights) is not None:
+                file.write(marked(weights.vector, weights.mask.bits).numpy().data)
+                rows.append(Row(update.n, weights.mask.active, torch.empty(0), starts.get(update.client)))
+        file.flush()
+        if rows:
+            matrix = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=(len(rows), sums.layout.size)))
+            add_rows(sums, [replace(row, values=values) for row, values in zip(rows, matrix, strict=True)], trust)
 
 
-def trim_rows(sums: Sums, held: Rows, trim: float, device: torch.device | str = "cpu") -> None:
-    """Fill in the weights, holders and statistics of `sums`.
+def marked(vector: Tensor, bits: Tensor) -> Tensor:
+    """`vector`, in place, with NaN where `bits` marks no weight."""
+    vector[: len(bits)].masked_fill_(~bits, torch.nan)
+    return vector
 
-    Of a weight's h holders, the floor(trim * h) smallest and largest values are dropped and the rest averaged, each
-    client alike. The sum is that mean times the holders' samples. So an average over holders (`wfa`) is the trimmed
-    mean itself, and `fedavg` still counts clients that do not hold a weight as holding zero.
-    """
-    if not held.rows:
+
+def add_rows(sums: Sums, rows: Sequence[Row], trust: Trust) -> None:
+    """Clip and trim rows as `trust` says, and add their weights, holders and statistics. Rows may be changed."""
+    if trust.clip:
+        _clip(rows, trust.clip)
+    if trust.trim:
+        _add_trimmed(sums, rows, trust.trim)
         return
-    layout, (weights, holders), every = sums.layout, sums.flat(device), range(len(held.rows))
-    shares = torch.tensor([row.n for row in held.rows]).to(weights.device)
-    most = max(1, _STRETCH // len(held.rows))
-    for layer in layout.travelling:
-        for start in range(layer.start, layer.stop, most):
-            stop = min(start + most, layer.stop)
-            values = held.values(start, stop, every)
-            if layer.kind == "prunable":
-                bits = held.bits(start, stop)
-                holders[start:stop] = (bits * shares[:, None]).sum(0)
-                weights[start:stop] = trimmed_mean(values, bits, trim) * holders[start:stop]
-            else:
-                weights[start:stop] = trimmed_mean(values, None, trim) * shares.sum()
-    for active in sorted({row.active for row in held.rows}) if layout.size > layout.trained_size else ():
-        alike = [i for i in every if held.rows[i].active == active]
-        values, n = held.values(layout.trained_size, layout.size, alike), sum(held.rows[i].n for i in alike)
-        add_statistics(sums, active, trimmed_mean(values, None, trim) * n, n)
+    weights, holders = sums.flat(rows[0].values.device)
+    for row in rows:
+        weights.add_(row.values.nan_to_num(0.0), alpha=row.n)
+        holders.add_(~row.values[: len(holders)].isnan(), alpha=row.n)
+        if tail := sums.layout.size - sums.layout.trained_size:
+            add_statistics(sums, row.active, row.values[-tail:].double() * row.n, row.n)
 
 
-class _File:
-    """Updates in a file, as dense vectors; their masks stay in memory at one bit a weight."""
+def _clip(rows: Sequence[Row], clip: float) -> None:
+    """Shorten changes that are over `clip` times the median. A weight that was not sent counts as 0 before."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.rows: list[Row] = []
-        self._masks: list[np.ndarray[Any, Any]] = []
+    def change(start: Start, row: Row) -> tuple[Tensor, Tensor]:
+        sent = start()
+        before = sent.vector[: sent.layout.trained_size]
+        return before, row.values[: len(before)] - before
 
-    def add(self, update: Update) -> None:
-        assert update.weights is not None
-        mask, vector = update.weights.mask, update.weights.vector
-        self.rows.append(Row(update.n, mask.active))
-        self._masks.append(mask.packed)
-        self.file.write(vector.numpy().tobytes())
-        self._size = len(vector)
-
-    def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor:
-        return torch.stack([self._read(row, start, stop) for row in rows])
-
-    def _read(self, row: int, start: int, stop: int) -> Tensor:
-        self.file.seek(4 * (row * self._size + start))
-        return torch.frombuffer(bytearray(self.file.read(4 * (stop - start))), dtype=torch.float32)
-
-    def bits(self, start: int, stop: int) -> Tensor:
-        first, last = start // 8, (stop + 7) // 8
-        flags = np.unpackbits(np.stack([packed[first:last] for packed in self._masks]), axis=1, bitorder="little")
-        return torch.from_numpy(flags[:, start - 8 * first : stop - 8 * first].astype(bool))
-
-
-class OnDevice:
-    """Updates as tensors of one device."""
-
-    def __init__(self, rows: Sequence[DeviceRow]) -> None:
-        self.rows = rows
-
-    def values(self, start: int, stop: int, rows: Sequence[int]) -> Tensor:
-        return torch.stack([self.rows[row].values[start:stop] for row in rows])
-
-    def bits(self, start: int, stop: int) -> Tensor:
-        return torch.stack([row.bits[start:stop] for row in self.rows])
-
-
-def clip_rows(rows: Sequence[DeviceRow], clip: float) -> None:
-    """Shorten, in place, changes that are more than `clip` times the median of all."""
-    norms = [(row, float(row.change()[1].double().norm())) for row in rows if row.start is not None]
-    most = clip * statistics.median(norm for _, norm in norms) if norms else 0.0
-    for row, norm in norms:
+    changed = [(row.start, row) for row in rows if row.start is not None]
+    norms = [float(torch.linalg.vector_norm(change(*one)[1].nan_to_num(0.0).double())) for one in changed]
+    most = clip * statistics.median(norms) if norms else 0.0
+    for one, norm in zip(changed, norms, strict=True):
         if norm > most:
-            before, change = row.change()
-            row.values[: len(before)] = before + change * (most / norm)
+            before, moved = change(*one)
+            one[1].values[: len(before)] = before + moved * (most / norm)
 
 
-def trimmed_mean(values: Tensor, bits: Tensor | None, trim: float) -> Tensor:
-    """The mean of each column over the values that `bits` marks (all), without the share `trim` at either end."""
-    bits = torch.ones_like(values, dtype=torch.bool) if bits is None else bits
-    holders = bits.sum(0)
+def _add_trimmed(sums: Sums, rows: Sequence[Row], trim: float) -> None:
+    """Of a weight's h holders, drop the floor(trim * h) smallest and largest values and average the rest.
+
+    Each client counts alike. The sum is that mean times the holders' samples. So an average over holders (`wfa`) is the
+    trimmed mean itself, and `fedavg` still counts clients that do not hold a weight as holding zero.
+    """
+    layout, (weights, holders) = sums.layout, sums.flat(rows[0].values.device)
+    shares = torch.tensor([row.n for row in rows]).to(weights.device)
+    most = max(1, _STRETCH // len(rows))
+    for start in range(0, layout.size, most):
+        values = torch.stack([row.values[start : start + most] for row in rows])
+        held = (~values.isnan() * shares[:, None]).sum(0)
+        weights[start : start + most] = trimmed_mean(values, trim) * held
+        holders[start : start + most] = held[: max(0, layout.prunable_size - start)]
+    for active in sorted({row.active for row in rows}) if layout.size > layout.trained_size else ():
+        alike = [row for row in rows if row.active == active]
+        n, tails = sum(row.n for row in alike), [row.values[layout.trained_size :] for row in alike]
+        add_statistics(sums, active, trimmed_mean(torch.stack(tails), trim) * n, n)
+
+
+def trimmed_mean(values: Tensor, trim: float) -> Tensor:
+    """The mean of each column without NaN, and without the share `trim` at either end."""
+    holders = (~values.isnan()).sum(0)
     # Rounded down; the small addend makes up for binary fractions: 0.3 of 10 is 3.
     cut = (holders.double() * trim + 1e-9).long()
-    ranked = torch.where(bits, values.double(), torch.inf).sort(0).values  # values of other clients come last
+    ranked = values.double().sort(0).values  # NaN comes last
     rank = torch.arange(len(values), device=values.device)[:, None]
     kept = (rank >= cut) & (rank < holders - cut)
     return torch.where(kept, ranked, 0.0).sum(0) / (holders - 2 * cut).clamp(min=1)

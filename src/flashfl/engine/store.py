@@ -35,7 +35,6 @@ class Folder(MutableMapping[str, bytes]):
             self._finalizer = weakref.finalize(self, temporary.cleanup)
             path = Path(temporary.name)
         self.path = path
-        self._synced: set[str] = set()
 
     def __getitem__(self, digest: str) -> bytes:
         try:
@@ -48,7 +47,6 @@ class Folder(MutableMapping[str, bytes]):
 
     def __delitem__(self, digest: str) -> None:
         self._file(digest).unlink(missing_ok=True)
-        self._synced.discard(digest)
 
     def __contains__(self, digest: object) -> bool:
         return isinstance(digest, str) and _HASH.fullmatch(digest) is not None and self._file(digest).exists()
@@ -61,10 +59,9 @@ class Folder(MutableMapping[str, bytes]):
 
     def sync(self, digests: Iterable[str]) -> None:
         """Make these files survive a loss of power."""
-        for digest in set(digests) - self._synced:
+        for digest in digests:
             with contextlib.suppress(FileNotFoundError), self._file(digest).open("rb") as file:
                 os.fsync(file.fileno())
-                self._synced.add(digest)
 
     def _file(self, digest: str) -> Path:
         if not _HASH.fullmatch(digest):
@@ -99,9 +96,7 @@ class MaskStore(Mapping[str, Mask]):
 
     def __getitem__(self, digest: str) -> Mask:
         """The mask. A missing one is a KeyError, a damaged one a CheckpointError that names it."""
-        mask = self._cache.get(digest)
-        if mask is None:
-            mask = self._read(digest)
+        mask = self._cache.get(digest) or self._read(digest)
         self._remember(digest, mask)
         return mask
 
@@ -121,11 +116,8 @@ class MaskStore(Mapping[str, Mask]):
             why = str(error)
         if why:
             del self.backend[digest]  # or `put` would take it for the mask when that comes again
-            raise CheckpointError(f"{self._name(digest)} is damaged: {why}")
+            raise CheckpointError(f"{self.folder or 'memory'}/{digest}.mask is damaged: {why}")
         return mask
-
-    def _name(self, digest: str) -> str:
-        return str(self.folder / f"{digest}.mask") if self.folder else f"mask {digest}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.backend)

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.exchange import Local, Update
-from ..core.layout import Layout
+from ..core.exchange import Local
 from ..core.mask import Mask
 from ..wire import Message
-from ..wire.errors import ChangeTooLarge, NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
+from ..wire.errors import ChangeTooLarge, NegativeVariance, WrongContent, WrongDensity, WrongTag
 
 LARGEST = 1e6  # the largest weight accepted
 LARGEST_MEAN = 1e12  # the largest running mean; a running variance may be its square
 LARGEST_METRIC = 1e30  # the largest metric or extra; sums of such numbers stay finite
-_PART = 1 << 20  # values that are squared in double precision at a time
 _NEAR = 0.2  # a change below this share of the weights' length is accepted, however little the others move
 _UNIT = 0.1  # the least median of activations: most clients may have a dead layer, and then any median is too small
 
@@ -55,70 +53,59 @@ class Trust:
         return self.factor > 0 or self.clip > 0 or self.trim > 0
 
 
-def check_update(
-    update: Message, order: Message, active: int | None = None, bounded: bool = True, mask: Mask | None = None
-) -> None:
+def check_update(update: Message, order: Message, bounded: bool = True, frozen: Mask | None = None) -> None:
     """Raise what is wrong with `update` as an answer to `order`.
 
-    `active`: how many weights the client's mask must have; None: as many as the order's. `bounded`: whether values
-    must stay within bounds. `mask`: the mask that the client must return; None: it may have moved its mask.
+    `bounded`: whether values must stay within bounds. `frozen`: the mask that the client must return; None: it may have
+    moved its mask.
     """
     if update.kind != "update" or update.tag != order.tag or update.client != order.client:
         raise WrongTag(
             f"got an update of client {update.client} for round {update.tag}, "
             f"expected one of client {order.client} for round {order.tag}"
         )
-    if update.n < 1:
-        raise WrongContent(f"client {update.client} reports {update.n} samples, expected at least 1")
+    if update.n != order.n:  # averages are weighted by it, so the client must not change it
+        raise WrongContent(f"client {update.client} reports {update.n} samples, expected {order.n}")
     for name, value in update.metrics.items():
         if not abs(value) <= LARGEST_METRIC:
             raise WrongContent(f"client {update.client} reports {name} = {value:.3g}, above {LARGEST_METRIC:g}")
     _check_extras(update, order)
-    report = order.local.report if order.local is not None else "weights"
-    if report == "statistics":
-        if update.carries != "statistics":
-            raise WrongContent(f"client {update.client} was asked for statistics and sent {update.carries!r}")
-        _check_values(update, bounded)
-        return
+    local = order.local or Local()
+    carries = {"weights": order.carries, "statistics": "statistics", "counts": None}[local.report]
     counts = update.mask.counts if update.mask is not None else update.counts
-    if (update.values is None) != (report == "counts") or counts is None:
-        raise WrongContent(f"client {update.client} was asked for {report} and sent something else")
-    expected = active if active is not None else sum(order.mask.counts) if order.mask is not None else None
-    total = sum(counts)
-    if expected is not None and total != expected:
-        raise WrongDensity(f"client {update.client} has {total} active weights, expected {expected}")
-    if report == "weights":
-        if update.mask is None or update.carries != order.carries:
-            raise WrongContent(f"client {update.client} sent {update.carries!r}, expected {order.carries!r}")
-        if mask is not None and not update.mask.equal(mask):
-            raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
-        _check_values(update, bounded)
+    lacks = update.mask is None if local.report == "weights" else counts is None and local.report == "counts"
+    if lacks or carries != (update.carries if update.values is not None else None):
+        raise WrongContent(f"client {update.client} was asked for {local.report} and sent something else")
+    if counts is not None and local.report != "statistics":
+        made, given = local.start, order.mask.active if order.mask is not None else 0
+        expected = sum(made.budgets) if made is not None else given
+        if sum(counts) != expected:
+            raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {expected}")
+    if local.report == "weights" and frozen is not None and update.mask is not None and not update.mask.equal(frozen):
+        raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
+    _check_values(update, bounded)
 
 
 def _check_extras(update: Message, order: Message) -> None:
     """Extras must have the name, form and shape of an extra in the order."""
     for name, extra in update.extra.items():
-        asked = order.extra.get(name)
-        if asked is None or asked.form != extra.form:
+        asked, fits = order.extra.get(name), False
+        if asked is not None and asked.form == extra.form:
+            shape = asked.value.flatten().shape if asked.form == "bits" else asked.value.shape
+            fits = asked.form == "masked" or extra.value.shape == shape  # as long as the update's own mask, or alike
+        if not fits:
             raise WrongContent(
-                f"client {update.client} sent the extra {name!r} ({extra.form}), which the order did not ask for"
-            )
-        shape = asked.value.flatten().shape if asked.form == "bits" else asked.value.shape
-        if asked.form != "masked" and extra.value.shape != shape:  # a masked one is as long as the update's own mask
-            raise WrongContent(
-                f"the extra {name!r} of client {update.client} has shape {tuple(extra.value.shape)}, "
-                f"expected {tuple(shape)}"
+                f"client {update.client} sent the extra {name!r} ({extra.form}, shape {tuple(extra.value.shape)}), "
+                "which the order did not ask for"
             )
         if not _within(extra.value, LARGEST_METRIC):
             raise WrongContent(f"the extra {name!r} of client {update.client} holds a number above {LARGEST_METRIC:g}")
 
 
 def _check_values(update: Message, bounded: bool) -> None:
-    """Values must be finite, within bounds, and variances at least 0."""
+    """Variances must be at least 0, and values within bounds. The codec has refused what is not finite."""
     if update.values is None:
-        raise WrongContent(f"client {update.client} sent no values")
-    if not all_finite(update.values):
-        raise NonFinite(f"the values of client {update.client} contain an infinity or NaN")
+        return
     found = _statistics(update)
     trained = update.values[: update.values.numel() - sum(part.numel() for part in found.values())]
     for name, part in {"a weight": trained, **found}.items():
@@ -160,13 +147,12 @@ def activations(message: Message) -> dict[str, float]:
 
 def change_norm(update: Message, order: Message) -> float:
     """The 2-norm of the change over the update's active weights and the dense layers; a weight not sent counts as 0."""
-    if update.mask is None or update.values is None or order.mask is None or order.values is None:
-        raise ValueError("both messages must carry weights")
-    new, old = _trained(update, update.layout), _trained(order, order.layout)
+    assert update.mask is not None
+    assert order.mask is not None
+    new, old = _trained(update), _trained(order)
     if update.mask.equal(order.mask):
-        parts = zip(new.split(_PART), old.split(_PART), strict=True)
-        return math.sqrt(sum(float((a - b).double().square().sum()) for a, b in parts))
-    a, b = sum(update.mask.counts), sum(order.mask.counts)
+        return float(torch.linalg.vector_norm(new - old, dtype=torch.float64))
+    a, b = update.mask.active, order.mask.active
     mine, theirs = update.mask.bits.numpy(), order.mask.bits.numpy()
     change = new.double()
     change[a:] -= old[b:]
@@ -175,136 +161,93 @@ def change_norm(update: Message, order: Message) -> float:
     return float(torch.linalg.vector_norm(change))
 
 
-def _trained(message: Message, layout: Layout) -> Tensor:
+def length(order: Message) -> float:
+    """The 2-norm of an order's weights."""
+    return float(torch.linalg.vector_norm(_trained(order), dtype=torch.float64))
+
+
+def _trained(message: Message) -> Tensor:
     """The packed weights without statistics."""
     assert message.values is not None
-    tail = layout.size - layout.trained_size if message.carries == "all" else 0
+    tail = message.layout.size - message.layout.trained_size if message.carries == "all" else 0
     return message.values[: message.values.numel() - tail]
 
 
-def check_cohort(
-    paces: Mapping[int, float], trust: Trust | None = None, reach: Mapping[int, float] | None = None
-) -> dict[int, ChangeTooLarge]:
-    """Client id -> why its update is rejected: its change per step is far above the cohort's median.
+class Number(NamedTuple):
+    """A number of one update that is compared with the cohort's."""
 
-    reach: each client's whole change as a share of the weights' length. Clients that have converged hardly move, and a
-    client with new data must not be compared with them. So a change by a small share of the weights is always accepted.
-    """
-    trust = trust or Trust()
-    if trust.factor <= 0 or len(paces) < trust.least:
-        return {}
-    finite = [pace for pace in paces.values() if math.isfinite(pace)]
-    median = statistics.median(finite) if finite else 0.0
-    near = {client for client, share in (reach or {}).items() if share <= _NEAR}
-    return {
-        client: ChangeTooLarge(
-            f"client {client}: weights changed by {pace:.3g} per step, over {trust.factor:g}x the cohort's median of "
-            f"{median:.3g}; update rejected"
-        )
-        for client, pace in sorted(paces.items())
-        if not math.isfinite(pace) or (pace > trust.factor * median > 0 and client not in near)
-    }
-
-
-def length(order: Message) -> float:
-    """The 2-norm of an order's weights."""
-    parts = _trained(order, order.layout).split(_PART)
-    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
-
-
-class Seen(NamedTuple):
-    """What a client's statistics imply: its samples, and the activations as sent to it and as it reports them."""
-
-    n: int
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-
-
-def check_statistics(seen: Mapping[int, Seen], trust: Trust | None = None) -> dict[int, ChangeTooLarge]:
-    """Client id -> why its update is rejected: its BatchNorm statistics imply activations far above the cohort's.
-
-    Whole layers are compared, as single channels differ as much as data do. The median is taken over clients and over
-    samples, and the larger one counts: statistics move step by step, so clients with little data may still be near the
-    start when one with much data is far from it. A client that reports no more than it was sent passes: sub-models of
-    other densities have activations of other sizes.
-    """
-    trust = trust or Trust()
-    if trust.factor <= 0 or len(seen) < trust.least:
-        return {}
-    medians: dict[str, float] = {}
-    for layer in next(iter(seen.values())).after:
-        sizes = [(one.after[layer], one.n) for one in seen.values()]
-        medians[layer] = max(_UNIT, _median(sizes), _median([(size, 1) for size, _ in sizes]))
-    out = {}
-    for client, one in sorted(seen.items()):
-        for layer, size in one.after.items():
-            if size > trust.factor * medians[layer] and size > one.before.get(layer, 0.0):
-                out[client] = ChangeTooLarge(
-                    f"client {client}: BatchNorm statistics of {layer!r} imply an RMS of {size:.3g}, over "
-                    f"{trust.factor:g}x the cohort's median of {medians[layer]:.3g}; update rejected"
-                )
-                break
-    return out
-
-
-def _median(sizes: Sequence[tuple[float, int]]) -> float:
-    """The size that half of the weight does not exceed."""
-    left = sum(n for _, n in sizes) / 2
-    for size, n in sorted(sizes):
-        left -= n
-        if left <= 0:
-            return size
-    return 0.0
+    value: float
+    fine: float  # a value up to this is accepted, however small the others' are
+    n: int  # samples of the client
 
 
 class Cohort:
-    """What is known about the changes of a round's clients: for checks and clipping that compare them."""
+    """Compares the updates of a round's clients.
+
+    `changes`: how far each client's weights went per step, as a client with more data goes further. Clients that have
+    converged hardly move, and a client with new data must not be compared with them. So a change by a small share of
+    the weights' length is always accepted.
+
+    `layers`: the activations that BatchNorm statistics imply. Whole layers are compared, as single channels differ as
+    much as data do. A client that reports no more than it was sent is accepted: sub-models of other densities have
+    activations of other sizes.
+    """
 
     def __init__(self, trust: Trust) -> None:
         self.trust = trust
-        self.norms: dict[int, float] = {}
-        self._paces: dict[int, float] = {}  # change per step: a client with more data goes further
-        self._reach: dict[int, float] = {}  # whole change as a share of the weights' length
-        self._seen: dict[int, Seen] = {}
-        self._length: tuple[Tensor | None, float] = (None, 0.0)  # of the weights last seen: most clients get the same
+        self.changes: dict[int, Number] = {}
+        self.layers: dict[str, dict[int, Number]] = {}
+        # Values, length and activations of the order last seen: most clients get the same one.
+        self._order: tuple[Tensor | None, float, dict[str, float]] = (None, 0.0, {})
 
     def see(self, update: Message, order: Message) -> None:
         """Take in an update that answers `order`."""
-        client, compares = update.client, self.trust.factor > 0
-        if (compares or self.trust.clip > 0) and update.carries != "statistics" and update.mask is not None:
-            self.norms[client] = change_norm(update, order)
+        if self.trust.factor <= 0:
+            return
+        if self._order[0] is not order.values:
+            self._order = (order.values, length(order), activations(order))
+        _, far, before = self._order
+        if update.carries != "statistics" and update.mask is not None:
             local = order.local or Local()
-            self._paces[client] = self.norms[client] / (local.epochs * local.batches(update.n))
-            if compares:
-                self._reach[client] = self.norms[client] / max(self._length_of(order), 1e-30)
-        if compares and (after := activations(update)):
-            self._seen[client] = Seen(update.n, activations(order), after)
+            steps = local.epochs * local.batches(update.n)
+            norm = change_norm(update, order)
+            self.changes[update.client] = Number(norm / steps, _NEAR * far / steps, update.n)
+        for layer, size in activations(update).items():
+            self.layers.setdefault(layer, {})[update.client] = Number(size, before.get(layer, 0.0), update.n)
 
     def rejected(self) -> dict[int, ChangeTooLarge]:
         """Client id -> why its update is rejected."""
-        found = check_statistics(self._seen, self.trust) | check_cohort(self._paces, self.trust, self._reach)
-        for client in found:
-            self.norms.pop(client, None)
-        return found
+        found: dict[int, ChangeTooLarge] = {}
+        for layer, sizes in self.layers.items():
+            median = max(_UNIT, _larger_median(sizes.values()))
+            found = self._outliers(f"BatchNorm statistics of {layer!r} imply an RMS of", sizes, median) | found
+        median = statistics.median(one.value for one in self.changes.values()) if self.changes else 0.0
+        return found | self._outliers("weights changed per step by", self.changes, median)
 
-    def shares(self) -> dict[int, float]:
-        """Client id -> the share of its change that counts, for clients whose change is clipped."""
-        if not self.trust.clip or not self.norms:
+    def _outliers(self, what: str, numbers: Mapping[int, Number], median: float) -> dict[int, ChangeTooLarge]:
+        """Those far above the median. If that is 0, or if clients are few, it says nothing."""
+        if len(numbers) < self.trust.least or not median:
             return {}
-        most = self.trust.clip * statistics.median(self.norms.values())
-        return {client: most / norm for client, norm in self.norms.items() if norm > most}
+        return {
+            client: ChangeTooLarge(
+                f"client {client}: {what} {value:.3g}, over {self.trust.factor:g}x the cohort's median of "
+                f"{median:.3g}; update rejected"
+            )
+            for client, (value, fine, _) in sorted(numbers.items())
+            if value > self.trust.factor * median and value > fine
+        }
 
-    def _length_of(self, order: Message) -> float:
-        if self._length[0] is not order.values:
-            self._length = (order.values, length(order))
-        return self._length[1]
 
+def _larger_median(numbers: Collection[Number]) -> float:
+    """The larger of the medians over clients and over samples.
 
-def shortened(update: Update, order: Message, share: float) -> Update:
-    """An update whose trained weights went only this share of their way from the order's. Statistics stay."""
-    assert update.mask is not None
-    assert update.values is not None
-    start = order.weights().restrict(update.mask).packed()
-    values, trained = update.values.clone(), len(start) - (order.layout.size - order.layout.trained_size)
-    values[:trained] = start[:trained] + (values[:trained] - start[:trained]) * share
-    return replace(update, values=values)
+    Statistics move step by step, so clients with little data may still be near the start when one with much data is far
+    from it.
+    """
+    ranked = sorted(numbers)
+    total, half = 0, sum(one.n for one in ranked) / 2
+    for one in ranked:
+        total += one.n
+        if total >= half:
+            break
+    return max(one.value, ranked[(len(ranked) - 1) // 2].value)
