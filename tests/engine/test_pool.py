@@ -133,7 +133,22 @@ def test_worker_killed_while_idle_is_replaced(pool: Pool) -> None:
     for process, _ in pool._workers:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
+    found = results(pool, [("echo", bytes(5 << 20))] * 4)
+    assert [type(each) for each in found].count(Died) == 2
     assert results(pool, [("echo", i) for i in range(4)]) == [0, 1, 2, 3]
+
+
+def test_run_goes_on_if_workers_are_killed_while_idle() -> None:
+    task = task_with(Arrays)
+    engine = CPUEngine(task, workers=2)
+    weights = Weights.dense(task.layout, task.draw(0))
+    try:
+        before = engine.evaluate(weights)
+        for process, _ in engine.pool._workers:  # type: ignore[union-attr]
+            process.kill()
+        assert engine.evaluate(weights) == before
+    finally:
+        engine.close()
 
 
 def test_error_in_a_worker_is_raised_and_says_where_it_happened(pool: Pool) -> None:

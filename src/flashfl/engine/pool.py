@@ -101,7 +101,8 @@ class Pool(Generic[J, R]):
                 for number, job in itertools.islice(source, len(idle)):
                     worker = idle.pop()
                     busy[worker] = number
-                    self._send(worker, job)
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` finds it dead
+                        _post(self._workers[worker][1], job)
                 if not busy:
                     return
                 worker, result = self._receive(list(busy))
@@ -111,34 +112,23 @@ class Pool(Generic[J, R]):
             for worker in busy:  # an abandoned job: its answer must not be taken for the next job's
                 self._replace(worker)
 
-    def _send(self, worker: int, job: J) -> None:
-        try:
-            _post(self._workers[worker][1], job)
-        except (BrokenPipeError, ConnectionResetError):  # it ended while it was idle
-            self._bury(worker)
-            _post(self._workers[worker][1], job)
-
     def _receive(self, busy: Sequence[int]) -> tuple[int, R | Died]:
         """The next answer of a worker, or that it died."""
         ready = wait([self._workers[worker][1] for worker in busy])
         worker = next(worker for worker in busy if self._workers[worker][1] in ready)
+        process, connection = self._workers[worker]
         try:
-            error, result = _collect(self._workers[worker][1])
+            error, result = _collect(connection)
         except (EOFError, OSError):  # it ended, perhaps in the middle of its answer
-            return worker, self._bury(worker)
+            process.join(1)
+            died = Died(f"its process ended with code {process.exitcode}")
+            if process.exitcode == 1 and not self._forks:  # an error before its first job
+                raise self._cannot_spawn(died) from None
+            self._replace(worker)
+            return worker, died
         if error is not None:
             raise error
         return worker, result
-
-    def _bury(self, worker: int) -> Died:
-        """Replace a worker whose process ended by itself."""
-        process, _ = self._workers[worker]
-        process.join(1)
-        died = Died(f"its process ended with code {process.exitcode}")
-        if process.exitcode == 1 and not self._forks:  # an error before its first job
-            raise self._cannot_spawn(died) from None
-        self._replace(worker)
-        return died
 
     def _replace(self, worker: int) -> None:
         _end(*self._workers[worker])
