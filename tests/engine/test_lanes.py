@@ -394,8 +394,8 @@ def test_subclasses_of_convolutions_are_not_turned_into_products() -> None:
     class Standardised(torch.nn.Conv2d):
         pass
 
-    assert batched.has_convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
-    assert not batched.has_convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))
+    assert batched.convolutions(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3)))
+    assert not batched.convolutions(torch.nn.Sequential(Standardised(1, 1, 3)))
 
 
 @devices

@@ -31,7 +31,7 @@ class Batched:
         self.task, self.stack, self.device, self.data, self.capacity = task, stack, stack.device, data, capacity
         self.module = task.build().to(self.device).train()
         if products:
-            for m in _products(self.module):
+            for m in convolutions(self.module):
                 m.forward = functools.partial(_as_product, m)  # type: ignore[method-assign]
         trained = task.layout.of_kind("prunable", "dense")
         self.params = {layer.name: stack.used(layer) for layer in trained}
@@ -162,14 +162,10 @@ class Batched:
             self.at += batch
 
 
-def _products(module: nn.Module) -> list[nn.Conv2d]:
+def convolutions(module: nn.Module) -> list[nn.Conv2d]:
     """The convolutions in a model that `_as_product` can compute."""
     found = [m for m in module.modules() if type(m) is nn.Conv2d]  # a subclass may compute something else
     return [m for m in found if (m.groups, m.dilation, m.padding_mode) == (1, (1, 1), "zeros") and m.padding != "same"]
-
-
-def has_convolutions(module: nn.Module) -> bool:
-    return bool(_products(module))
 
 
 def _as_product(conv: nn.Conv2d, x: Tensor) -> Tensor:
