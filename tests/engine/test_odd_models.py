@@ -75,11 +75,6 @@ def test_run_stops_with_one_line_if_all_clients_fail(workers: int) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_learning_rate_beyond_float32_is_such_an_error() -> None:
-    with pytest.raises(RunStopped, match="value cannot be converted to type float without overflow"):
-        simulate(Task(DropoutNet, clients(), blobs(9, (6,), 9)), lr=1e308)
-
-
 class Raising(Arrays):
     error: Exception = OSError("the disk\nis gone")
 
@@ -236,27 +231,3 @@ def test_statistics_that_nobody_can_report_end_the_run_and_single_failures_are_r
     assert run({2}).history[-1].failures == {2: "gone"}
     with pytest.raises(RunStopped, match="no client could report any"):
         run({0, 1, 2, 3})
-
-
-class Words(dict[str, torch.Tensor]):
-    """What tokenizers give: a mapping of its own kind, which can be moved."""
-
-    def to(self, device: Any) -> Words:
-        return Words({k: v.to(device) for k, v in self.items()})
-
-
-class Reading(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 2)
-
-    def forward(self, words: Words) -> torch.Tensor:
-        out: torch.Tensor = self.last(self.first(words["x"]).relu())
-        return out
-
-
-def test_inputs_may_be_mappings_that_can_be_moved() -> None:
-    data = [(Words(x=torch.randn(4)), i % 2) for i in range(8)]
-    task = fl.Task(Reading, [data, data], data)
-    run = fl.simulate(fl.PDST(density=0.5), task, 1, per_round=2, workers=1)
-    assert not run.history[0].failures

@@ -1,10 +1,9 @@
-"""Worker processes: order, bounds, deaths, errors, abandoned work, no orphans, and the board they share."""
+"""Worker processes: order, bounds, deaths, errors, abandoned work, no orphans, and the model they share."""
 
 from __future__ import annotations
 
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.mask import Weights
 from flashfl.data.sources import Arrays, Subset, source
 from flashfl.data.task import Task
-from flashfl.engine.cpu import Board, CPUEngine
+from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.pool import Died, InProcess, Pool
 from tests.conftest import DropoutNet, blobs
 
@@ -56,24 +55,10 @@ def make() -> Callable[[Any], Any]:
     return work
 
 
-class Letter:
-    """Something whose bytes travel beside what is pickled."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = bytes(data)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Letter, (pickle.PickleBuffer(self.data),)
-
-
-def test_large_buffers_are_sent_without_a_copy() -> None:
-    letters = [Letter(bytes([i]) * size) for i, size in enumerate((0, 1, 100_000, 3 << 20))]
-    pool = Pool(make, 2, 1)
-    try:
-        found = list(pool.run([("echo", letter) for letter in letters]))
-    finally:
-        pool.close()
-    assert [letter.data for letter in found] == [letter.data for letter in letters]
+def results(pool: Pool, jobs: Any) -> list[Any]:
+    """All results, in the order of the jobs."""
+    found = dict(pool.each(jobs))
+    return [found[number] for number in range(len(found))]
 
 
 def test_worker_killed_while_sending_is_reported_as_died() -> None:
@@ -90,7 +75,7 @@ def test_worker_killed_while_sending_is_reported_as_died() -> None:
         time.sleep(1)  # the parent is busy elsewhere while an answer is half sent
 
     made = Pool(make, 2, 1)
-    first, second, third = made.run(jobs())
+    first, second, third = results(made, jobs())
     made.close()
     assert (first, third) == (0, 2)
     assert isinstance(second, Died)
@@ -103,9 +88,11 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-def test_results_come_in_the_order_of_jobs(pool: Pool) -> None:
-    naps = [0.2, 0.0, 0.05, 0.0, 0.1, 0.0]
-    assert list(pool.run([("sleep", nap) for nap in naps])) == naps
+def test_results_come_as_they_are_ready(pool: Pool) -> None:
+    naps = [0.5, 0.0, 0.05, 0.0, 0.1, 0.0]
+    found = list(pool.each([("sleep", nap) for nap in naps]))
+    assert sorted(found) == list(enumerate(naps))
+    assert found[-1] == (0, 0.5)
 
 
 def test_one_job_per_worker_is_out_at_a_time(pool: Pool) -> None:
@@ -125,50 +112,64 @@ def test_one_job_per_worker_is_out_at_a_time(pool: Pool) -> None:
 
 
 def test_no_jobs(pool: Pool) -> None:
-    assert list(pool.run([])) == []
+    assert results(pool, []) == []
 
 
 def test_large_jobs_and_results(pool: Pool) -> None:
     blocks = [bytes([i]) * 3_000_000 for i in range(5)]
-    assert list(pool.run([("echo", block) for block in blocks])) == blocks
+    assert results(pool, [("echo", block) for block in blocks]) == blocks
 
 
 def test_killed_worker_loses_only_its_job(pool: Pool) -> None:
     jobs = [("echo", 0), ("kill", 1), ("echo", 2), ("kill", 3), ("echo", 4)]
-    results = list(pool.run(jobs))
-    assert [r for r in results if not isinstance(r, Died)] == [0, 2, 4]
-    assert str(results[1]) == "its process ended with code -9"
-    assert list(pool.run([("echo", 7)] * 4)) == [7] * 4, "and is replaced"
+    found = results(pool, jobs)
+    assert [r for r in found if not isinstance(r, Died)] == [0, 2, 4]
+    assert str(found[1]) == "its process ended with code -9"
+    assert results(pool, [("echo", 7)] * 4) == [7] * 4, "and is replaced"
 
 
 def test_worker_killed_while_idle_is_replaced(pool: Pool) -> None:
-    list(pool.run([("echo", 0)] * 2))
+    results(pool, [("echo", 0)] * 2)
     for process, _ in pool._workers:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    assert list(pool.run([("echo", i) for i in range(4)])) == [0, 1, 2, 3]
+    found = results(pool, [("echo", bytes(5 << 20))] * 4)
+    assert [type(each) for each in found].count(Died) == 2
+    assert results(pool, [("echo", i) for i in range(4)]) == [0, 1, 2, 3]
 
 
-def test_errors_are_results_that_say_where_they_happened(pool: Pool) -> None:
-    ok, error = pool.run([("echo", 1), ("raise", KeyError("gone"))])
-    assert ok == 1
-    assert isinstance(error, KeyError)
-    assert "test_pool.py" in error.__notes__[0]
+def test_run_goes_on_if_workers_are_killed_while_idle() -> None:
+    task = task_with(Arrays)
+    engine = CPUEngine(task, workers=2)
+    weights = Weights.dense(task.layout, task.draw(0))
+    try:
+        before = engine.evaluate(weights)
+        for process, _ in engine.pool._workers:  # type: ignore[union-attr]
+            process.kill()
+        assert engine.evaluate(weights) == before
+    finally:
+        engine.close()
+
+
+def test_error_in_a_worker_is_raised_and_says_where_it_happened(pool: Pool) -> None:
+    with pytest.raises(KeyError) as caught:
+        results(pool, [("sleep", 60), ("raise", KeyError("gone"))])
+    assert "test_pool.py" in caught.value.__notes__[0]
+    assert results(pool, [("echo", i) for i in range(4)]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("kind", "said"), [("awkward", "Awkward: this and that"), ("lambda", "ValueError: <function")])
 def test_errors_that_cannot_be_pickled_are_sent_as_text(pool: Pool, kind: str, said: str) -> None:
-    [error] = pool.run([(kind, 1)])
-    assert isinstance(error, RuntimeError)
-    assert str(error).startswith(said)
-    assert list(pool.run([("echo", 1)])) == [1]
+    with pytest.raises(RuntimeError, match=said):
+        results(pool, [(kind, 1)])
+    assert results(pool, [("echo", 1)]) == [1]
 
 
 def test_abandoned_run_leaves_nothing_behind(pool: Pool) -> None:
-    running = pool.run([("echo", "old"), ("sleep", 60), ("sleep", 61), ("sleep", 62)])
-    assert next(running) == "old"
+    running = pool.each([("echo", "old"), ("sleep", 60), ("sleep", 61), ("sleep", 62)])
+    assert next(running) == (0, "old")
     running.close()  # type: ignore[attr-defined]
-    assert list(pool.run([("echo", i) for i in range(5)])) == [0, 1, 2, 3, 4]
+    assert results(pool, [("echo", i) for i in range(5)]) == [0, 1, 2, 3, 4]
 
 
 def test_pool_survives_an_error_while_jobs_are_made(pool: Pool) -> None:
@@ -177,25 +178,25 @@ def test_pool_survives_an_error_while_jobs_are_made(pool: Pool) -> None:
         raise LookupError("no second job")
 
     with pytest.raises(LookupError, match="no second job"):
-        list(pool.run(jobs()))
-    assert list(pool.run([("echo", 1)])) == [1]
+        results(pool, jobs())
+    assert results(pool, [("echo", 1)]) == [1]
 
 
 def test_workers_have_a_fixed_number_of_threads(pool: Pool) -> None:
-    assert list(pool.run([("threads", 0)] * 2)) == [1, 1]
+    assert results(pool, [("threads", 0)] * 2) == [1, 1]
     alone = InProcess(make, 2)
     before = torch.get_num_threads()
-    assert list(alone.run([("threads", 0)])) == [2]
+    assert results(alone, [("threads", 0)]) == [2]
     assert torch.get_num_threads() == before
     with pytest.raises(KeyError):
-        list(alone.run([("raise", KeyError("x"))]))
+        results(alone, [("raise", KeyError("x"))])
     assert torch.get_num_threads() == before
 
 
 def test_close_ends_busy_workers() -> None:
     made = Pool(make, 2, 1)
     processes = [process for process, _ in made._workers]
-    running = made.run([("echo", 1), ("sleep", 60)])
+    running = made.each([("echo", 1), ("sleep", 60)])
     next(running)
     running.close()  # type: ignore[attr-defined]
     processes += [process for process, _ in made._workers]
@@ -204,8 +205,40 @@ def test_close_ends_busy_workers() -> None:
 
 
 def test_threads_need_a_task_that_can_be_pickled() -> None:
-    with pytest.raises(ConfigError, match="threads = 2 with several workers needs a task that can be pickled"):
+    with pytest.raises(ConfigError, match="threads = 2 with several workers starts new Python processes"):
         Pool(lambda: print, 2, 2)
+
+
+SCRIPT = """
+import torch
+import flashfl as fl
+
+def run(samples):
+    data = [(torch.rand(samples, 6), torch.arange(samples) % 3) for _ in range(3)]
+    net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    task = fl.Task(net, data, data[0])
+    print(len(fl.simulate(fl.Dense(), task, 1, per_round=3, workers=2, threads=2).history), "round")
+
+"""
+
+
+@pytest.mark.parametrize("samples", [9, 9_000])  # the second does not fit into the pipe that a process is started with
+def test_script_without_a_main_guard_is_told_in_one_sentence(samples: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{SCRIPT}run({samples})\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    last = done.stderr.splitlines()[-1]
+    assert "ConfigError: threads = 2 with several workers" in last
+    assert 'Put the call under `if __name__ == "__main__":`' in last
+
+
+def test_script_with_a_main_guard_may_use_threads(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f'{SCRIPT}if __name__ == "__main__":\n    run(9)\n')
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1 round\n")
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -292,17 +325,17 @@ def test_client_whose_process_was_killed_gets_a_second_try(tmp_path: Path, monke
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_client_that_cannot_evaluate_is_dropped_from_the_evaluation(workers: int) -> None:
-    def judged(odd: Any) -> fl.Run:
+    def evaluated(odd: Any) -> fl.Run:
         data = [blobs(10, (6,), i) for i in range(4)]
         task = Task(DropoutNet, [*data, odd], holdout=0.5)
         return fl.simulate(fl.Dense(), task, 1, workers=workers, per_round=4)
 
     x, y = blobs(10, (6,), 5)
     with pytest.warns(RuntimeWarning, match="client 4 is dropped from this evaluation: IndexError"):
-        bad = judged((x, torch.full((10,), 99)))
+        bad = evaluated((x, torch.full((10,), 99)))
     assert math.isfinite(bad.history[-1].metrics["after"].loss)
     # A loss that is not finite may be the model's fault: it is reported, and no client is dropped.
-    nan = judged((x * float("nan"), y)).history[-1].metrics["after"]
+    nan = evaluated((x * float("nan"), y)).history[-1].metrics["after"]
     assert math.isnan(nan.loss)
     assert math.isfinite(nan.metric)
 
@@ -312,7 +345,7 @@ def test_evaluation_without_clients_is_an_error() -> None:
     task = Task(DropoutNet, [blobs(10, (6,), i) for i in range(3)], holdout=0.5)
     task.evaluation = [Subset(source((x, torch.full((10,), 99))), torch.arange(5)) for _ in range(3)]
     warnings.simplefilter("ignore")  # for this test: pytest puts filters back
-    with pytest.raises(FlashError, match="no client could evaluate the model"):
+    with pytest.raises(FlashError, match="evaluation failed: IndexError"):
         fl.simulate(fl.Dense(), task, 1, workers=1, per_round=3)
 
 
@@ -334,7 +367,7 @@ def test_worker_killed_while_evaluating_is_an_error() -> None:
         engine.close()
 
 
-# -- the board ----------------------------------------------------------------------------------------------------
+# -- the shared model --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -352,13 +385,3 @@ def test_evaluation_needs_no_shared_memory(workers: int, monkeypatch: pytest.Mon
     finally:
         engine.close()
     assert found[0] == found[2] != found[1]
-
-
-def test_board_is_seen_by_a_process_that_unpickles_it() -> None:
-    board = Board(5, shared=True)
-    other = pickle.loads(pickle.dumps(board))
-    board.vector.copy_(torch.arange(5.0))
-    assert other.vector.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
-    path = Path(board.path)
-    del board
-    assert not path.exists()

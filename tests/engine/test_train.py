@@ -451,9 +451,9 @@ def test_evaluation_without_statistics_turns_dropout_off() -> None:
     task = Task(NormAndDropout, [data], data)
     trainer, weights = Trainer(task), Weights(Mask.full(task.layout), task.draw(0))
     before, index = torch.get_rng_state(), torch.arange(12)
-    judged = [trainer.evaluate(weights, task.train[0], index, statistics=False) for _ in range(3)]
-    assert len(set(judged)) == 1
-    assert judged[0] != trainer.evaluate(weights, task.train[0], index)
+    found = [trainer.evaluate(weights, task.train[0], index, statistics=False) for _ in range(3)]
+    assert len(set(found)) == 1
+    assert found[0] != trainer.evaluate(weights, task.train[0], index)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.engine import Engine
 from ..core.errors import ConfigError
 from ..data.task import Task
 
+if TYPE_CHECKING:
+    from ..run.config import TrainConfig
 
-def make_engine(task: Task, config: Any, folder: Path | None = None) -> Any:
+
+def make_engine(task: Task, config: TrainConfig, folder: Path | None = None) -> Engine:
     """The engine a training configuration asks for; `auto` takes a GPU where there is one."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N") from None
     from .trust import Trust
 
-    trust = Trust(factor=0, clip=config.clip, trim=config.trim)  # simulated clients are honest
-    if kind == "cpu":
+    device, trust = config.device, Trust(factor=0, clip=config.clip, trim=config.trim)  # simulated clients are honest
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
         from .cpu import CPUEngine
 
         return CPUEngine(task, config.workers, config.threads, config.values, config.dropout, trust, folder)
-    if kind != "cuda":
+    if not re.fullmatch(r"cuda(:\d+)?", device):
         raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         raise ConfigError(

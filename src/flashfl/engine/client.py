@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,10 +33,6 @@ class Reply:
     data: bytes
     memory: Rounds
     lacks: bool = False
-
-    def __reduce__(self) -> tuple[type[Reply], tuple[pickle.PickleBuffer, Rounds, bool]]:
-        """Between processes the bytes travel without a copy."""
-        return Reply, (pickle.PickleBuffer(self.data), self.memory, self.lacks)
 
 
 class ClientLedger:
@@ -99,10 +94,9 @@ class ClientSide:
         local, coding = message.local, message.coding
         assert local is not None
         assert coding is not None
-        # Order bytes, values and weights may each be as large as the model: release them all before training.
+        # Values and weights may each be as large as the model: release them before training.
         orders = [Order(message.weights(), local, message.key, message.tag, extra)]
         message = replace(message, values=None)
-        del order_bytes
         own = ledger.own(message.start) if "mask" in local.keep else None
         try:
             update = self.trainer.train(orders.pop(), client, data, own)

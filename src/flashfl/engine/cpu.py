@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import pickle
 import tempfile
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 from ..core.errors import CheckpointError, FlashError
 from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
-from ..core.mask import Mask, Weights
+from ..core.mask import Weights
 from ..core.state import State
 from ..data.task import Task
 from ..wire.values import Form
@@ -28,7 +27,7 @@ from .train import ClientFailed, Trainer, evaluation_batches
 from .trust import Trust
 
 
-@dataclass
+@dataclass(frozen=True)
 class Training:
     """An order on its way to the process that plays the client."""
 
@@ -36,18 +35,10 @@ class Training:
     data: bytes
     memory: Rounds
 
-    def take(self) -> bytes:
-        """The order's bytes, once: this object does not keep them from being freed."""
-        data, self.data = self.data, b""
-        return data
-
-    def __reduce__(self) -> tuple[type[Training], tuple[int, pickle.PickleBuffer, Rounds]]:
-        return Training, (self.client, pickle.PickleBuffer(self.data), self.memory)
-
 
 @dataclass(frozen=True)
 class Evaluating:
-    """Some samples, [start, stop) of evaluation set `which`, on which the model on the board is evaluated."""
+    """Some samples, [start, stop) of evaluation set `which`, on which the engine's shared model is evaluated."""
 
     which: int
     start: int
@@ -55,9 +46,8 @@ class Evaluating:
     statistics: bool
 
 
-Scored = tuple[float, float]  # loss and metric, summed over samples
 Job = Training | Evaluating
-Result = Reply | Scored | Exception
+Result = Reply | tuple[float, float] | ClientFailed  # of evaluating: loss and metric, summed over samples
 
 
 class CPUEngine:
@@ -79,9 +69,14 @@ class CPUEngine:
         self.task, self.dropout = task, dropout
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
         self.server = Server(self.memory, values, trust or Trust(factor=0))
+        # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
+        # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
+        self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
+        torch.zeros(task.layout.size).numpy().tofile(self._file)
+        self._file.flush()
+        self._model = _shared_model(task, self._file.name)
         count = workers or max(1, (os.cpu_count() or 1) // threads)
-        self._board = Board(task.layout.size, shared=count > 1)
-        make = _Make(task, self.memory.store, values, self._board)
+        make = functools.partial(_worker, task, self.memory.store, values, self._file.name)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
@@ -112,111 +107,75 @@ class CPUEngine:
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
-        self._board.vector.copy_(weights.vector)
+        self._model.vector.copy_(weights.vector)
         jobs = [
             Evaluating(which, start, stop, statistics)
             for which, data in enumerate(self.task.evaluation)
             for start, stop in evaluation_batches(len(data))
         ]
-        results = list(self.pool.run(jobs))
-        for i, result in enumerate(results):
+        results = dict(self.pool.each(jobs))
+        for number, result in results.items():
             if isinstance(result, Died):  # perhaps for lack of memory: try once more
-                [results[i]] = self.pool.run([jobs[i]])
-        return self._mean([job.which for job in jobs], results)
+                [(_, results[number])] = self.pool.each([jobs[number]])
+        failed = {jobs[i].which: str(found) for i, found in results.items() if isinstance(found, ClientFailed | Died)}
+        self._report(failed)
+        total, n = [0.0, 0.0], sum(len(data) for which, data in enumerate(self.task.evaluation) if which not in failed)
+        for number, job in enumerate(jobs):  # in this order, as sums depend on it
+            found = results[number]
+            if job.which not in failed and isinstance(found, tuple):
+                total = [total[0] + found[0], total[1] + found[1]]
+        return Evaluation(total[0] / n, total[1] / n)
 
-    def _mean(self, sets: Sequence[int], results: Sequence[Result]) -> Evaluation:
-        """Means over all samples of clients that could be evaluated. A loss that is not finite stays."""
-        why: dict[int, str] = {}
-        scores: list[tuple[int, Scored]] = []
-        for which, result in zip(sets, results, strict=True):
-            if isinstance(result, ClientFailed):
-                why[which] = str(result)
-            elif isinstance(result, Exception):
-                raise FlashError(f"evaluation failed: {result}") if isinstance(result, Died) else result
-            else:
-                assert isinstance(result, tuple)
-                scores.append((which, result))
-        for which, reason in sorted(why.items()):
+    def _report(self, failed: Mapping[int, str]) -> None:
+        """Warn about clients that could not evaluate the model. Without any other client that is an error."""
+        if failed and (self.task.test is not None or len(failed) == len(self.task.evaluation)):
+            raise FlashError(f"evaluation failed: {next(iter(failed.values()))}")
+        for which, why in sorted(failed.items()):
             client = self.task.evaluators[which]
-            warnings.warn(f"client {client} is dropped from this evaluation: {reason}", RuntimeWarning)
-        good = [score for which, score in scores if which not in why]
-        if not good:
-            raise FlashError(f"evaluation failed: no client could evaluate the model ({next(iter(why.values()))})")
-        n = sum(len(data) for which, data in enumerate(self.task.evaluation) if which not in why)
-        return Evaluation(sum(loss for loss, _ in good) / n, sum(metric for _, metric in good) / n)
+            warnings.warn(f"client {client} is dropped from this evaluation: {why}", RuntimeWarning)
 
     def close(self) -> None:
         self.pool.close()
+        self._file.close()
 
 
-def _take(account: Encoding, client: int, result: Result) -> None:
+def _take(account: Encoding, client: int, result: Result | Died) -> None:
     """Hand a client's answer, or the lack of one, to the account of the round."""
-    if isinstance(result, Reply) and result.lacks:
+    if isinstance(result, ClientFailed | Died):
+        account.failed(client, str(result))
+        return
+    assert isinstance(result, Reply)
+    if result.lacks:
         raise CheckpointError(
             f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
         )
-    if isinstance(result, Reply):
-        account.received(client, result.data)
-    elif isinstance(result, ClientFailed | Died):
-        account.failed(client, str(result))
-    else:
-        assert isinstance(result, Exception)
-        raise result
+    account.received(client, result.data)
 
 
-class Board:
-    """The model being evaluated, where every worker sees it.
-
-    With one worker it is plain memory. Else it is a memory-mapped temporary file: shared memory is often too small for
-    a large model, Docker's /dev/shm has 64 MB.
-    """
-
-    def __init__(self, size: int, shared: bool) -> None:
-        self.vector = torch.zeros(size)
-        if shared:
-            handle, self.path = tempfile.mkstemp(prefix="flashfl-")
-            weakref.finalize(self, Path(self.path).unlink, missing_ok=True)
-            with open(handle, "wb") as file:
-                self.vector.numpy().tofile(file)  # a full disk is noticed now, not when the mapping is written to
-            self.vector = torch.from_file(self.path, shared=True, size=size)
-
-    def __reduce__(self) -> tuple[Callable[[str, int], Board], tuple[str, int]]:
-        return _open_board, (self.path, len(self.vector))
+def _shared_model(task: Task, path: str) -> Weights:
+    """The model in a file that several processes map into memory."""
+    return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
 
 
-def _open_board(path: str, size: int) -> Board:
-    """The board of another process."""
-    board = Board(0, shared=False)
-    board.vector = torch.from_file(path, shared=True, size=size)
-    return board
+def _worker(task: Task, store: MaskStore, values: Form, path: str) -> Callable[[Job], Result]:
+    """The function that does jobs; `path` leads to the model that is evaluated."""
+    trainer, model = Trainer(task), _shared_model(task, path)
+    side = ClientSide(trainer, store, values)
 
-
-class _Make:
-    """Makes, in each worker, the function that does its jobs."""
-
-    def __init__(self, task: Task, store: MaskStore, values: Form, board: Board) -> None:
-        self.task, self.store, self.values, self.board = task, store, values, board
-
-    def __call__(self) -> Callable[[Job], Result]:
-        trainer = Trainer(self.task)
-        side = ClientSide(trainer, self.store, self.values)
-        model = Weights(Mask.full(self.task.layout), self.board.vector)
-
-        def work(job: Job) -> Result:
+    def work(job: Job) -> Result:
+        try:
             if isinstance(job, Training):
-                try:
-                    return side.work(job.client, self.task.train[job.client], job.take(), job.memory)
-                except ClientFailed as error:
-                    return error
-            try:
-                index = torch.arange(job.start, job.stop)
-                return trainer.evaluate(model, self.task.evaluation[job.which], index, job.statistics)
-            except Exception as error:
-                if self.task.test is not None:
-                    raise
-                return ClientFailed(said(error))  # the samples of one client: others may still work
+                return side.work(job.client, task.train[job.client], job.data, job.memory)
+            index = torch.arange(job.start, job.stop)
+            return trainer.evaluate(model, task.evaluation[job.which], index, job.statistics)
+        except ClientFailed as error:
+            return error
+        except Exception as error:
+            if isinstance(job, Training) or task.test is not None:
+                raise
+            return ClientFailed(said(error))  # the samples of one client: others may still work
 
-        return work
+    return work
 
 
 def drops(s: State, client: int, share: float) -> bool:

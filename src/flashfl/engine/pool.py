@@ -1,16 +1,17 @@
-"""Processes that do jobs. Results come back as they are ready, or in the order of the jobs."""
+"""Processes that do jobs. Results come back as they are ready."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import importlib
+import itertools
 import multiprocessing as mp
 import pickle
 import signal
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -22,8 +23,9 @@ from ..core.parts import modules_of_parts
 
 J = TypeVar("J")  # a job
 R = TypeVar("R")  # its result
+Make = Callable[[], Callable[[J], R]]  # called once in each process; gives the function that does jobs
 
-_IDLE = 0.2  # seconds without a job after which a worker frees memory
+_NAME = "flashfl-worker"
 
 
 class Died(Exception):
@@ -31,26 +33,21 @@ class Died(Exception):
 
 
 class InProcess(Generic[J, R]):
-    """A pool of one: this process, with as many threads as a worker would have.
+    """A pool of one: this process, with as many threads as a worker would have."""
 
-    `make` gives the function that does jobs.
-    """
-
-    def __init__(self, make: Callable[[], Callable[[J], R]], threads: int) -> None:
+    def __init__(self, make: Make[J, R], threads: int) -> None:
         self._work, self._threads = make(), threads
 
-    def run(self, jobs: Iterable[J]) -> Iterator[R]:
-        for job in jobs:
+    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R]]:
+        """Results with the number of their job."""
+        for number, job in enumerate(jobs):
             before = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             try:
                 result = self._work(job)
             finally:
                 torch.set_num_threads(before)
-            yield result
-
-    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R]]:
-        yield from enumerate(self.run(jobs))
+            yield number, result
 
     def close(self) -> None:
         pass
@@ -59,175 +56,134 @@ class InProcess(Generic[J, R]):
 class Pool(Generic[J, R]):
     """Worker processes, forked so that they share the task's data, each with a fixed number of threads.
 
-    `make` is called once in each process and gives the function that does jobs. Its errors are results.
+    An error in a worker is raised here. A worker whose process ends is replaced.
     """
 
-    def __init__(self, make: Callable[[], Callable[[J], R]], workers: int, threads: int) -> None:
+    def __init__(self, make: Make[J, R], workers: int, threads: int) -> None:
+        if mp.current_process().name == _NAME:
+            # A spawned worker imports the main script, and the script came here again: it has no `__main__` guard.
+            raise SystemExit(1)  # the parent says what to do
         # A forked child must not use the OpenMP threads its parent had; with one thread it never does.
-        method = "fork" if threads == 1 and "fork" in mp.get_all_start_methods() else "spawn"
-        self._context: Any = mp.get_context(method)
+        self._forks = threads == 1 and "fork" in mp.get_all_start_methods()
+        self._context: Any = mp.get_context("fork" if self._forks else "spawn")
         self._make, self._threads = make, threads
-        self._workers: list[tuple[BaseProcess, Connection]] = []
-        for _ in range(workers):
-            self._workers.append(self._start())
+        self._workers = [self._start() for _ in range(workers)]
 
     def _start(self) -> tuple[BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
-        # A forked child has copies of our ends. It must close them, or it would not notice when we are gone.
-        forked = self._context.get_start_method() == "fork"
-        inherited = [ours, *(connection for _, connection in self._workers)] if forked else []
-        # A spawned process knows custom rules only after it has imported their modules.
-        modules = [] if forked else modules_of_parts()
-        process = self._context.Process(
-            target=_serve, args=(theirs, self._make, self._threads, inherited, modules), daemon=True,
-            name="flashfl-worker",
-        )  # fmt: skip
+        args = (theirs, ours if self._forks else None, self._make, self._threads, modules_of_parts())
+        process = self._context.Process(target=_serve, args=args, daemon=True, name=_NAME)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
             try:
                 process.start()
-            except (AttributeError, TypeError, pickle.PicklingError) as error:
-                raise ConfigError(
-                    f"threads = {self._threads} with several workers needs a task that can be pickled ({error}): "
-                    "define its model and functions at the top of a module, or use threads = 1 or workers = 1"
-                ) from None
+            except (AttributeError, TypeError, pickle.PicklingError, BrokenPipeError) as error:
+                raise self._cannot_spawn(error) from None
         theirs.close()
         return process, ours
 
-    def run(self, jobs: Iterable[J]) -> Iterator[R | Exception]:
-        """Results in the order of the jobs; those that come early are held back."""
-        early: dict[int, R | Exception] = {}
-        due = 0
-        for number, result in self.each(jobs):
-            early[number] = result
-            while due in early:
-                yield early.pop(due)
-                due += 1
+    def _cannot_spawn(self, why: object) -> ConfigError:
+        return ConfigError(
+            f"threads = {self._threads} with several workers starts new Python processes, and one could not start "
+            f'({why}). Put the call under `if __name__ == "__main__":`, define the task\'s model and functions at the '
+            "top of a module, or use threads = 1."
+        )
 
-    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R | Exception]]:
+    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R | Died]]:
         """Results as they come, with the number of their job.
 
         A job is taken from `jobs` when a worker is free, and one result is here at a time: memory does not grow with
         the jobs.
         """
-        source = enumerate(jobs)
-        idle, busy, more = list(range(len(self._workers))), dict[int, int](), True
+        source, idle, busy = enumerate(jobs), list(range(len(self._workers))), dict[int, int]()
         try:
             while True:
-                while more and idle:
-                    try:
-                        number, job = next(source)
-                    except StopIteration:
-                        more = False
-                        break
+                for number, job in itertools.islice(source, len(idle)):
                     worker = idle.pop()
-                    self._send(worker, job)
                     busy[worker] = number
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `_receive` finds it dead
+                        _post(self._workers[worker][1], job)
                 if not busy:
                     return
-                worker, result = self._receive(busy)
-                number = busy.pop(worker)
+                worker, result = self._receive(list(busy))
                 idle.append(worker)
-                yield number, result
+                yield busy.pop(worker), result
         finally:
             for worker in busy:  # an abandoned job: its answer must not be taken for the next job's
                 self._replace(worker)
 
-    def _send(self, worker: int, job: J) -> None:
-        try:
-            _post(self._workers[worker][1], job)
-        except (BrokenPipeError, ConnectionResetError):
-            self._replace(worker)
-            _post(self._workers[worker][1], job)
-
-    def _receive(self, busy: Mapping[int, int]) -> tuple[int, R | Exception]:
+    def _receive(self, busy: Sequence[int]) -> tuple[int, R | Died]:
         """The next answer of a worker, or that it died."""
-        owners = {self._workers[worker][1]: worker for worker in busy}
-        connection = wait(list(owners))[0]
-        worker = owners[connection]  # type: ignore[index]
+        ready = wait([self._workers[worker][1] for worker in busy])
+        worker = next(worker for worker in busy if self._workers[worker][1] in ready)
+        process, connection = self._workers[worker]
         try:
-            return worker, _collect(connection)  # type: ignore[arg-type]
+            error, result = _collect(connection)
         except (EOFError, OSError):  # it ended, perhaps in the middle of its answer
-            process = self._workers[worker][0]
             process.join(1)
+            died = Died(f"its process ended with code {process.exitcode}")
+            if process.exitcode == 1 and not self._forks:  # an error before its first job
+                raise self._cannot_spawn(died) from None
             self._replace(worker)
-            return worker, Died(f"its process ended with code {process.exitcode}")
+            return worker, died
+        if error is not None:
+            raise error
+        return worker, result
 
     def _replace(self, worker: int) -> None:
-        process, connection = self._workers[worker]
-        connection.close()
-        process.kill()
-        process.join()
+        _end(*self._workers[worker])
         self._workers[worker] = self._start()
 
     def close(self) -> None:
-        for _, connection in self._workers:
-            with contextlib.suppress(OSError):
-                _post(connection, None)
-        for process, connection in self._workers:
-            process.join(2)
-            connection.close()
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for worker in self._workers:
+            _end(*worker)
         self._workers = []
 
 
+def _end(process: BaseProcess, connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.join()
+
+
 def _serve(
-    connection: Connection,
-    make: Callable[[], Callable[[J], R]],
-    threads: int,
-    inherited: Sequence[Connection],
-    modules: Sequence[str] = (),
+    connection: Connection, parents: Connection | None, make: Make[J, R], threads: int, modules: Sequence[str]
 ) -> None:
+    """Do jobs until the parent is gone. `parents`: a forked child's copy of the parent's end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not with the parent's handler
-    for other in inherited:
-        other.close()
+    if parents is not None:
+        parents.close()  # else we would not notice when the parent is gone
     torch.set_num_threads(threads)
-    for name in modules:
+    for name in modules:  # a spawned process knows custom rules only after it has imported their modules
         with contextlib.suppress(Exception):  # an order that needs the module will say so
             importlib.import_module(name)
     work = make()
     while True:
         try:
-            if not connection.poll(_IDLE):
-                _give_back()
             job = _collect(connection)
         except (EOFError, OSError):
             return
-        if job is None:
-            return
+        answer: tuple[Exception | None, R | None]
         try:
-            result: R | Exception = work(job)
+            answer = (None, work(job))
         except Exception as error:
-            result = _portable(error)
+            answer = (_portable(error), None)
         try:
-            _post(connection, result)
-        except (BrokenPipeError, OSError):
+            _post(connection, answer)
+        except OSError:
             return
-        del job, result  # each may be as large as a model, and is not needed while we wait
-        _give_back()
+        del job, answer  # each may be as large as a model, and is not needed while we wait
+        with contextlib.suppress(OSError, AttributeError):  # return freed memory, if the C library can do that
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _post(connection: Connection, thing: object) -> None:
-    """Send an object. What it pickles as a PickleBuffer is sent without a copy."""
-    large: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(thing, protocol=5, buffer_callback=large.append)
-    connection.send_bytes(pickle.dumps((head, len(large))))
-    for buffer in large:
-        connection.send_bytes(buffer.raw())
+    connection.send_bytes(pickle.dumps(thing))  # not `send`: torch makes that put tensors into shared memory
 
 
 def _collect(connection: Connection) -> Any:
-    head, large = pickle.loads(connection.recv_bytes())
-    return pickle.loads(head, buffers=[connection.recv_bytes() for _ in range(large)])
-
-
-def _give_back() -> None:
-    """Return freed memory to the system, if the C library can do that."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    return pickle.loads(connection.recv_bytes())
 
 
 def _portable(error: Exception) -> Exception:

@@ -67,20 +67,17 @@ class Replica:
 
 def warn_of_buffers(task: Task) -> None:
     """Warn about buffers that training changes and that are not sent: all but BatchNorm statistics."""
-    module = task.build()
+    module = task.build().train()
     bound = {layer.name for layer in task.layout.of_kind("statistic")}
     kept = {n: b.clone() for n, b in module.named_buffers() if n not in bound and b.is_floating_point()}
-    if not kept:
-        return
-    module.train()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        try:
-            data = task.train[0]
+    data = task.train[0]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             module(*data.fetch(torch.arange(min(4, len(data))))[0])
-        except Exception:  # whatever the user's model raises is reported where it trains
-            return
-    found = dict(module.named_buffers())
-    lost = [n for n, b in kept.items() if n in found and not torch.allclose(b, found[n], 0, 0, equal_nan=True)]
+    except Exception:  # whatever the user's model raises is reported where it trains
+        return
+    now = module.named_buffers()
+    lost = [n for n, b in now if n in kept and not torch.allclose(b, kept[n], 0, 0, equal_nan=True)]
     if lost:
         warnings.warn(
             f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which are not sent: "

@@ -58,7 +58,8 @@ class Trainer:
 
         The update's weights lie in this replica: use them before it trains again.
         """
-        schedule, local = self.schedule(order, data), order.local
+        local = order.local
+        schedule = Schedule(local, order.key, len(data), self.batches(data, local))
         mask = remembered or starting_mask(order, self.device)
         tail = self.vector[self.layout.trained_size :]
         self.load(order.weights.vector)
@@ -113,12 +114,11 @@ class Trainer:
         step(self.grad[None, : step.prunable], self.grad[None, step.prunable :])
         return loss.detach().reshape(())
 
-    def schedule(self, order: Order, data: Source) -> Schedule:
-        """The steps an order asks for. Raises ClientFailed if there are none."""
-        return Schedule(order.local, order.key, len(data), self.batches(data, order.local))
-
     def batches(self, data: Source, local: Local) -> int:
-        """Batches per epoch. A last batch of one sample is dropped if BatchNorm cannot train on it."""
+        """Batches per epoch. A last batch of one sample is dropped if BatchNorm cannot train on it.
+
+        Raises ClientFailed if none is left.
+        """
         n = len(data)
         count = local.batches(n)
         if n % local.batch == 1 and count == math.ceil(n / local.batch) and self.norms and not self._one(data):

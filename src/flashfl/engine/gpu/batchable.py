@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ...data.sources import Arrays, Source, below
+from ...data.sources import Source
 from ...data.task import Task
 
-_LABELS = 64  # at most so many different labels are tried
+_CLIENTS, _SAMPLES = 16, 32  # at most so many clients are tried, and samples of each
 _MIXING = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
 
 
@@ -25,75 +25,32 @@ def why_not_batched(task: Task, module: nn.Module, data: Sequence[Source], capac
         return "the model has BatchNorm or dropout layers"
     if max(map(len, data)) > capacity:
         return f"a client has more than {capacity} samples"
-    inputs, target = _various(data, device)
-    if not _sees_samples_alone(module, inputs):
+    try:
+        return _why_not(task, module, data[:: -(-len(data) // _CLIENTS)], device)
+    except (AttributeError, TypeError, LookupError, RuntimeError, ValueError) as error:
+        return f"the model or its loss cannot be tried on some samples ({str(error).splitlines()[0]})"
+
+
+@torch.no_grad()
+def _why_not(task: Task, module: nn.Module, data: Sequence[Source], device: torch.device) -> str:
+    """Try some samples. Layers' types do not show everything.
+
+    A model may take a mean over the batch, draw numbers, or count its calls. A loss with class weights or ignored
+    labels is not the mean over samples.
+    """
+    some = [d.fetch(torch.arange(min(_SAMPLES, len(d)), device=device)) for d in data]
+    inputs, target = [torch.cat(x) for x in zip(*(x for x, _ in some), strict=True)], torch.cat([y for _, y in some])
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.train()
+    few = max(1, len(target) // 2)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        whole, part = module(*inputs), module(*(x[:few] for x in inputs))
+    fine = whole.flatten(1).isfinite().all(1)  # other samples say nothing
+    error = (whole[:few] - part)[fine[:few]].abs()
+    same = all(torch.equal(before[name], buffer) for name, buffer in module.named_buffers())
+    if not same or (len(error) and bool(error.max() > 1e-2 * whole[fine].abs().max())):
         return "the model's output must be a tensor and depend only on its own sample"
-    if not _is_mean_of_samples(task.loss, module, inputs, target):
+    each = [task.loss(whole[i : i + 1], target[i : i + 1]) for i in fine.nonzero().flatten().tolist()]
+    if each and not torch.isclose(torch.stack(each).mean(), task.loss(whole[fine], target[fine]), rtol=1e-3, atol=1e-6):
         return "the loss of a batch is not the mean of its samples' losses"
     return ""
-
-
-def _various(sources: Sequence[Source], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Samples unlike each other: some of the first clients', and one of each label if labels can be read."""
-    chosen = [(data, list(range(min(4, len(data))))) for data in sources[:8]]
-    seen: set[int] = set()
-    for data in sources:
-        labels = _labels(data)
-        first = dict(zip(reversed(labels), range(len(labels) - 1, -1, -1), strict=True))
-        new = set(list(set(first) - seen)[: _LABELS - len(seen)])
-        if new:
-            chosen.append((data, sorted(first[label] for label in new)))
-            seen |= new
-    some = [data.fetch(torch.tensor(index, device=device)) for data, index in chosen]
-    return [torch.cat(each) for each in zip(*(x for x, _ in some), strict=True)], torch.cat([y for _, y in some])
-
-
-def _labels(data: Source) -> list[int]:
-    """A source's labels (the lowest of a sample with several); none if they are not integers or not in memory."""
-    held, index = below(data, torch.arange(len(data)))
-    if not isinstance(held, Arrays) or held.target.is_floating_point() or held.target.is_complex():
-        return []
-    target = held.target[index.to(held.target.device)]
-    found: list[int] = target.flatten(1).amin(1).tolist() if target.dim() > 1 and target.numel() else target.tolist()
-    return found if target.numel() else []
-
-
-@torch.no_grad()
-def _sees_samples_alone(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
-    """Whether a sample's output depends on nothing else: not on its batch, on chance, or on earlier calls.
-
-    Layers' types do not show it: a model may take a mean over the batch, draw numbers, or count its calls.
-    """
-    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.train()
-    few = max(1, len(inputs[0]) // 2)
-    try:
-        with torch.random.fork_rng(devices=[inputs[0].device] if inputs[0].is_cuda else []):
-            whole, part = module(*inputs)[:few], module(*(x[:few] for x in inputs))
-        error = (whole - part).abs()[whole.isfinite() & part.isfinite()]
-        alike = not len(error) or bool(error.max() <= 1e-2 * whole[whole.isfinite()].abs().max())
-        now = dict(module.named_buffers())
-        return alike and all(torch.equal(b.nan_to_num(), now[name].nan_to_num()) for name, b in kept.items())
-    except (AttributeError, TypeError, LookupError, RuntimeError, ValueError):  # not a tensor of samples, odd buffers
-        return False
-    finally:
-        for name, buffer in module.named_buffers():
-            if name in kept:
-                buffer.copy_(kept[name])
-
-
-@torch.no_grad()
-def _is_mean_of_samples(
-    loss: Callable[[Tensor, Tensor], Tensor], module: nn.Module, inputs: Sequence[Tensor], target: Tensor
-) -> bool:
-    """Whether a batch's loss is the mean of its samples' losses. Class weights or ignored labels change that."""
-    output = module(*inputs)
-    try:
-        fine = output.flatten(1).isfinite().all(1)  # other samples say nothing about the loss
-        output, target = output[fine], target[fine]
-        if not len(target):
-            return True
-        single = torch.stack([loss(output[i : i + 1], target[i : i + 1]) for i in range(len(target))]).mean()
-        return bool(torch.isclose(single.float(), loss(output, target).float(), rtol=1e-3, atol=1e-6))
-    except (AttributeError, TypeError, IndexError, RuntimeError):  # the output is not a tensor of samples
-        return False

@@ -31,7 +31,7 @@ class Batched:
         self.task, self.stack, self.device, self.data, self.capacity = task, stack, stack.device, data, capacity
         self.module = task.build().to(self.device).train()
         if products:
-            for m in _products(self.module):
+            for m in convolutions(self.module):
                 m.forward = functools.partial(_as_product, m)  # type: ignore[method-assign]
         trained = task.layout.of_kind("prunable", "dense")
         self.params = {layer.name: stack.used(layer) for layer in trained}
@@ -50,6 +50,7 @@ class Batched:
         self._staged = -1  # the epoch whose samples are staged
 
     def prepare(self, works: Sequence[Work]) -> None:
+        """Capture what is needed, before any client's weights are in place."""
         settings, batch = StepSettings.of(works[0].local), works[0].local.batch
         if self.graphs.lacks((batch, settings)):
             self._stage(works, 0)
@@ -57,13 +58,17 @@ class Batched:
             self.graphs.capture((batch, settings), lambda: self._step(batch))
 
     def begin(self, works: Sequence[Work]) -> None:
+        """Take on new clients: their weights and masks are in the stack."""
         local = works[0].local
         self.loss.zero_()
         self.step.begin(StepSettings.of(local), local.lr)
         self._staged = -1
 
     def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:
-        """Epoch by epoch, as all clients begin an epoch together."""
+        """Steps first[i]..last[i]-1 of each client's work, counted from 0.
+
+        They are taken epoch by epoch, as all clients begin an epoch together.
+        """
         batch = works[0].local.batch
         epochs = {s // work.batches for work, a, b in zip(works, first, last, strict=True) for s in (a, b - 1) if a < b}
         for epoch in range(min(epochs, default=0), max(epochs, default=-1) + 1):
@@ -81,13 +86,16 @@ class Batched:
                     self._step(batch)
 
     def moved(self, rows: int) -> None:
+        """Follow masks and weights in the stack that have moved."""
         self.step.moved()
 
     def scores(self, rows: int) -> Tensor:
+        """What the rule that moves masks has collected, [rows, columns of the stack's prunable weights]."""
         assert self.step.scores is not None
         return self.step.scores[:rows]
 
     def losses(self, rows: int) -> Tensor:
+        """Each client's loss so far, added up over samples."""
         return self.loss[:rows].clone()
 
     def _stage(self, works: Sequence[Work], epoch: int) -> None:
@@ -154,14 +162,10 @@ class Batched:
             self.at += batch
 
 
-def _products(module: nn.Module) -> list[nn.Conv2d]:
+def convolutions(module: nn.Module) -> list[nn.Conv2d]:
     """The convolutions in a model that `_as_product` can compute."""
     found = [m for m in module.modules() if type(m) is nn.Conv2d]  # a subclass may compute something else
     return [m for m in found if (m.groups, m.dilation, m.padding_mode) == (1, (1, 1), "zeros") and m.padding != "same"]
-
-
-def has_convolutions(module: nn.Module) -> bool:
-    return bool(_products(module))
 
 
 def _as_product(conv: nn.Conv2d, x: Tensor) -> Tensor:

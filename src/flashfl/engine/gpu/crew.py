@@ -1,4 +1,7 @@
-"""A crew carries out the steps of several clients side by side: `lanes.Lanes` or `batched.Batched`."""
+"""A crew carries out the steps of several clients side by side: `lanes.Lanes` or `batched.Batched`.
+
+The clients' weights lie in the first rows of a stack, and all of them have the same local settings.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,16 @@ import time
 import warnings
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from ...core.errors import FlashError
 from ...sparsity import move
 from ..work import Work
+from .batched import Batched
+from .lanes import Lanes
 from .stack import Stack
 
-
-class Crew(Protocol):
-    """Steps the clients whose weights lie in the first rows of a stack. All of them have the same local settings."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def prepare(self, works: Sequence[Work]) -> None:
-        """Capture what is needed, before any client's weights are in place."""
-        ...
-
-    def begin(self, works: Sequence[Work]) -> None:
-        """Take on new clients: their weights and masks are in the stack."""
-        ...
-
-    def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:
-        """Steps first[i]..last[i]-1 of each client's work, counted from 0."""
-        ...
-
-    def moved(self, rows: int) -> None:
-        """Masks and weights in the stack have moved."""
-        ...
-
-    def scores(self, rows: int) -> Tensor:
-        """What the rule that moves masks has collected, [rows, columns of the stack's prunable weights]."""
-        ...
-
-    def losses(self, rows: int) -> Tensor:
-        """Each client's loss so far, added up over samples."""
-        ...
+Crew = Lanes | Batched
 
 
 def run_steps(crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
@@ -70,19 +43,14 @@ def _move(
 ) -> None:
     """Move the masks of some rows at once."""
     rule, every = works[0].local.adapt, len(works)
-    if rule is None:
-        raise FlashError("masks cannot move without a rule")
+    assert rule is not None  # else there are no moves
     values, masks = stack.read(every), stack.logical(stack.masks[:every])
     scores = stack.logical(crew.scores(every)) if rule.dense_gradient else None
     keys, counts = [works[row].move_key(steps[row]) for row in rows], [works[row].counts for row in rows]
-    if len(rows) == every:
-        found = move(rule, stack.layout, values, masks, scores, rate, keys, counts)
-    else:
-        some = torch.tensor(rows).to(stack.device, non_blocking=True)
-        vectors, bits = values[some], masks[some]
-        ranks = None if scores is None else scores[some]
-        found = move(rule, stack.layout, vectors, bits, ranks, rate, keys, counts)
-        values[some], masks[some] = vectors, bits
+    some = slice(None) if len(rows) == every else torch.tensor(rows).to(stack.device, non_blocking=True)
+    vectors, bits = values[some], masks[some]
+    found = move(rule, stack.layout, vectors, bits, None if scores is None else scores[some], rate, keys, counts)
+    values[some], masks[some] = vectors, bits
     stack.load(values, masks, every)
     crew.moved(every)
     for row, new in zip(rows, found, strict=True):

@@ -28,7 +28,7 @@ from ..train import ClientFailed, starting_mask
 from ..trust import Trust
 from ..work import Work
 from .batchable import no_mixing_layers, why_not_batched
-from .batched import Batched, has_convolutions
+from .batched import Batched, convolutions
 from .crew import Crew, faster, run_steps
 from .evaluate import Evaluator
 from .lanes import Lanes
@@ -148,7 +148,7 @@ class GPUEngine:
         crews: list[Crew] = []
         if not why_not:
             crews.append(Batched(*shared))
-            if self.cuda and has_convolutions(module):
+            if self.cuda and convolutions(module):
                 crews.append(Batched(*shared, products=True))
         if asked != "batched":
             crews.append(Lanes(*shared, self.compiled))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,8 @@ class Evaluator:
         if self.graphs.active and len(kinds) <= _MOST:
             self.at.zero_()
             for which, count in kinds:
-                self._capture(which, count, statistics)
+                batch = functools.partial(self._batch, self.data[which], count)
+                self.graphs.capture((which, count, statistics), batch)
             self._load(weights, statistics)  # warming up may have changed statistics
         for which, start, count in batches:
             self.at.fill_(start)
@@ -47,9 +50,6 @@ class Evaluator:
                 self._batch(self.data[which], count)
         loss, metric = (self.total / sum(len(data) for data in self.data)).tolist()
         return Evaluation(loss, metric)
-
-    def _capture(self, which: int, count: int, statistics: bool) -> None:
-        self.graphs.capture((which, count, statistics), lambda: self._batch(self.data[which], count))
 
     def _load(self, weights: Weights, statistics: bool) -> None:
         self.trainer.load(weights.vector)

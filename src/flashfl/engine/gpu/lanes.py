@@ -141,6 +141,7 @@ class Lanes:
         self.lanes = [Lane(task, stack, row, forward) for row in range(len(stack))]
 
     def prepare(self, works: Sequence[Work]) -> None:
+        """Capture what is needed, before any client's weights are in place."""
         settings = StepSettings.of(works[0].local)
         sizes = sorted({work.size(b) for work in works for b in range(work.batches)})
         for lane, work in zip(self.lanes, works, strict=False):
@@ -155,11 +156,15 @@ class Lanes:
                         other.graphs.active = False
 
     def begin(self, works: Sequence[Work]) -> None:
+        """Take on new clients: their weights and masks are in the stack."""
         for lane, work in zip(self.lanes, works, strict=False):
             lane.begin(StepSettings.of(work.local), work.local.lr, work.seed)
 
     def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:
-        """Steps are enqueued lane by lane in turn, so that every stream has work."""
+        """Steps first[i]..last[i]-1 of each client's work, counted from 0.
+
+        They are enqueued lane by lane in turn, so that every stream has work.
+        """
         here = self.lanes[: len(works)]
         for lane in here:
             if lane.stream is not None:
@@ -190,11 +195,14 @@ class Lanes:
         lane.stage(*samples, max(self.capacity, fits))
 
     def moved(self, rows: int) -> None:
+        """Follow masks and weights in the stack that have moved."""
         for lane in self.lanes[:rows]:
             lane.step.moved()
 
     def scores(self, rows: int) -> Tensor:
+        """What the rule that moves masks has collected, [rows, columns of the stack's prunable weights]."""
         return torch.cat([lane.step.scores for lane in self.lanes[:rows] if lane.step.scores is not None])
 
     def losses(self, rows: int) -> Tensor:
+        """Each client's loss so far, added up over samples."""
         return torch.stack([lane.loss for lane in self.lanes[:rows]])
