@@ -188,6 +188,24 @@ def test_evaluation_is_the_test_set_or_what_clients_hold_back() -> None:
     assert Task(net, [(X, Y)] * 2, holdout=0).evaluation == []
 
 
+def test_metric_name_and_direction() -> None:
+    def error_rate(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return 1 - accuracy(output, target)
+
+    task = Task(net, [(X, Y)])
+    assert (task.metric_name, task.higher_is_better) == ("accuracy", True)
+    task = Task(net, [(X, Y)], metric=error_rate, higher_is_better=False)
+    assert (task.metric_name, task.higher_is_better) == ("error_rate", False)
+    assert Task(net, [(X, Y)], metric=lambda output, target: 0.0).metric_name == "metric"
+    assert Task(net, [(X, Y)], metric=torch.nn.L1Loss()).metric_name == "metric"
+    assert Task(net, [(X, Y)], metric=error_rate, metric_name="error").metric_name == "error"
+
+
+def test_repr_names_clients_samples_and_parameters() -> None:
+    task = Task(net, [(X, Y)] * 3, (X, Y), prunable="weight", name="small")
+    assert repr(task) == "Task('small', 3 clients, 12 training samples, 6 parameters, 67% prunable)"
+
+
 def test_accuracy_takes_classes_where_cross_entropy_does() -> None:
     output = torch.randn(4, 3, 5, 6, generator=torch.Generator().manual_seed(0))
     best = output.argmax(1)

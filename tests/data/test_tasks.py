@@ -177,7 +177,7 @@ def test_model_factory_can_be_pickled() -> None:
         ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
         ({"model": "tiny-transformer"}, "does not take 'channels'"),
         ({"clients": 2000}, "must lie between 1 and the number of samples, 1437"),
-        ({"prunable": "nothing.*"}, "makes no parameter prunable"),
+        ({"prunable": "nothing.*"}, "matches no parameter"),
     ],
 )
 def test_bad_settings(values: dict[str, object], what: str) -> None:
