@@ -231,7 +231,7 @@ def test_presence_of_data_sets_is_found_without_reading(tmp_path: Path) -> None:
     assert [name for name, info in DATASETS.items() if not info.files.absent(tmp_path)] == ["digits"]
     published.mnist(tmp_path / "mnist")
     assert not DATASETS["mnist"].files.absent(tmp_path)
-    assert DATASETS["mnist-writers"].files.absent(tmp_path) == ("qmnist/qmnist-train-labels-idx2-int",)
+    assert DATASETS["mnist-writers"].files.absent(tmp_path) == ["qmnist/qmnist-train-labels-idx2-int"]
     published.cifar_binary(tmp_path, 100)
     assert not DATASETS["cifar100"].files.absent(tmp_path)
     for info in DATASETS.values():

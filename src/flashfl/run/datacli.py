@@ -176,7 +176,7 @@ def _check(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     print(f"a class has {counts.min():,} to {counts.max():,} training samples")
     if data.writers is not None:
         print(f"{len(np.unique(data.writers)):,} writers")
-    compared = any(map(info.files.checksum, info.files.found(root)))
+    compared = any(path and info.files.checksum(path) for path in info.files.find(root).values())
     print(f"checksums: {'as published' if compared else 'none are known for these files'}")
 
 
