@@ -11,7 +11,15 @@ from typing import ClassVar
 
 import numpy as np
 
+from flashfl.data.dataset import DataSet, Options
+from flashfl.data.registry import info
+
 RNG = np.random.default_rng(0)
+
+
+def load(name: str, root: Path, options: Options | None = None) -> DataSet:
+    """The data set `name` under `root`."""
+    return info(name).load(root, options or Options())
 
 
 def idx(array: np.ndarray, kind: int = 8) -> bytes:

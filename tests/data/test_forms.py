@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from flashfl.core.errors import ConfigError, DataError
-from flashfl.data.sources import Arrays, Subset, source
+from flashfl.data.sources import Arrays, source
 from flashfl.data.task import Task, accuracy
 
 X, Y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
@@ -152,18 +152,6 @@ def test_test_set_without_targets_or_samples_is_an_error() -> None:
         Task(net, [(X, Y)], X)
     with pytest.raises(DataError, match="the test set has no samples"):
         Task(net, [(X, Y)], (X[:0], Y[:0]))
-
-
-def test_nan_in_test_set_is_warned_about() -> None:
-    x = X.clone()
-    x[2, 1] = float("nan")
-    with pytest.warns(RuntimeWarning, match="the test set has NaN in 1 of 4 samples, first in sample 2"):
-        Task(net, [(X, Y)], (x, Y))
-    with pytest.warns(RuntimeWarning, match="the test set has NaN in 1 of 2 samples, first in sample 1"):
-        Task(net, [(X, Y)], Subset(source((x, Y)), torch.tensor([0, 2])))
-    with pytest.warns(RuntimeWarning, match="the test set has NaN in 1 of 4 samples"):
-        Task(net, [(X, Y)], (X, x[:, 1]))
-    Task(net, [(X, Y)], Subset(source((x, Y)), torch.tensor([0, 1])))
 
 
 def test_error_in_users_data_set_waits_for_training() -> None:

@@ -208,28 +208,26 @@ def save(partition: Partition, path: str | Path, labels: NDArray[Any]) -> None:
 
 def load(path: str | Path, labels: NDArray[Any]) -> Partition:
     """A saved partition of the samples with these labels."""
-    wrong = f"{path} is not a saved partition"
+    fits = f"{path} is not a saved partition of these {len(labels)} samples"
     try:
         with np.load(path, allow_pickle=False) as stored:
             if sum(member.file_size for member in stored.zip.infolist()) > 16 * len(labels) + 4096:
-                raise ValueError(f"it is too large for {len(labels)} samples")
+                raise ValueError("it is too large")
             held = dict(stored)
-        index, ends = held["index"], held["ends"]
+        index, ends = (held[name].astype(np.int64, casting="safe").ravel() for name in ("index", "ends"))
+        parts = np.split(index, ends[:-1])
+        known = _fingerprint(labels)
+        if any(name in held and not np.array_equal(held[name], value) for name, value in known.items()):
+            raise ValueError("it was saved for other samples or other labels")
+        if ends[-1] != len(index) or not all(map(len, parts)):
+            raise ValueError("a client is empty, or samples belong to no client")
+        if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
+            raise ValueError("an index is out of range, or there twice")
     except FileNotFoundError:
         raise DataError(f"no partition at {path}: `flashfl data partition --save {path}` writes one") from None
     except Exception as error:  # numpy raises many kinds for files that are not its own
-        raise DataError(f"{wrong}: {error}") from None
-    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (index, ends)):
-        raise DataError(f"{wrong}: index and ends must be rows of whole numbers")
-    index, ends = index.astype(np.int64), ends.astype(np.int64)
-    if len(ends) == 0 or np.any(np.diff(ends, prepend=0) < 1) or ends[-1] != len(index):
-        raise DataError(f"{wrong}: a client is empty, or samples belong to no client")
-    fits = f"{path} does not fit this data set of {len(labels)} samples"
-    if any(name in held and not np.array_equal(held[name], value) for name, value in _fingerprint(labels).items()):
-        raise DataError(f"{fits}: it was saved for other samples or other labels")
-    if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
-        raise DataError(f"{fits}: an index is out of range, or there twice")
-    return np.split(index, ends[:-1])
+        raise DataError(f"{fits}: {error}") from None
+    return parts
 
 
 def _fingerprint(labels: NDArray[Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..core.errors import ConfigError, DataError
 from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
-from .sources import Arrays, Items, Lazy, Source, Subset, below, source
+from .sources import Items, Lazy, Source, Subset, source
 
 Loss = Callable[[Any, Tensor], Tensor]
 Metric = Callable[[Any, Tensor], Tensor | float]
@@ -95,7 +95,6 @@ class Task:
         self.train, self.evaluation, self.evaluators = _hold_out(sources, holdout if test is None else 0)
         if self.test is not None:
             self.evaluation = [self.test]
-            _warn_about_nan(self.test)
 
     def __repr__(self) -> str:
         parameters = sum(layer.size for layer in self.layout.of_kind("prunable", "dense", "fixed"))
@@ -188,19 +187,6 @@ def _source(data: object, who: str, check: bool = True) -> Source:
     if len(made) == 0:
         raise DataError(f"{who} has no samples: leave it out or give it some")
     return made
-
-
-def _warn_about_nan(test: Source) -> None:
-    data, index = below(test, torch.arange(len(test)))
-    tensors = (*data.inputs, data.target) if isinstance(data, Arrays) else ()
-    for x in tensors:
-        bad = x.isnan().reshape(len(x), -1).any(1)[index] if x.is_floating_point() else index[:0]
-        if len(found := bad.nonzero()):
-            warnings.warn(
-                f"the test set has NaN in {len(found)} of {len(test)} samples, first in sample {int(found[0])}: its "
-                "loss will be NaN unless the model removes them",
-                RuntimeWarning,
-            )
 
 
 def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[Source], list[int]]:

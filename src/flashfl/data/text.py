@@ -97,13 +97,7 @@ def words(text: str) -> list[str]:
     """Lower-case words without accents. Punctuation marks and Chinese characters are words by themselves."""
     if not text.isprintable():
         text = "".join(letter for letter in text if letter in "\t\n\r" or unicodedata.category(letter)[0] != "C")
-    out: list[str] = []
-    for chunk in text.lower().split():
-        if chunk.isascii() and chunk.isalnum():  # nearly all of them
-            out.append(chunk)
-        else:
-            out += "".join(map(_spaced, unicodedata.normalize("NFD", chunk))).split(" ")
-    return [word for word in out if word]
+    return "".join(map(_spaced, unicodedata.normalize("NFD", text.lower()))).split()
 
 
 @cache

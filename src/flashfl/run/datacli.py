@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,9 @@ if TYPE_CHECKING:
     from .config import RunConfig
 
 _WHAT = "a data set (see `flashfl data`), hub:NAME or folder:PATH; for partition also a TOML configuration"
-_BY_PATTERN = {  # data sets without a fixed name: what they are, the package they need, and the extra that installs it
-    "hub:NAME": ("any images or texts with labels on the Hugging Face hub", "datasets", "hub"),
-    "folder:PATH": ("images in folders, one folder a class", "PIL", "images"),
+_BY_PATTERN = {  # data sets without a fixed name
+    "hub:NAME": "images or texts with labels on the Hugging Face hub; needs pip install 'flashfl[hub]'",
+    "folder:PATH": "images in folders, one folder a class; needs pip install 'flashfl[images]'",
 }
 
 
@@ -65,11 +64,8 @@ def _list(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         state = "missing" if info.files.absent(root) else "present"
         print(f"{info.name:<14} {state:<8} {train:>8} {test:>7} {info.classes:>7} {_shape(info.shape):<8} "
               f"{info.megabytes or '-':>5}  {info.about}")  # fmt: skip
-    for name, (about, package, extra) in _BY_PATTERN.items():
-        spec = find_spec(package)
-        installed = spec is not None and spec.origin is not None  # a folder of that name is no package
-        needs = "" if installed else f"; needs pip install 'flashfl[{extra}]'"
-        print(f"{name:<14} {'':<49}  {about}{needs}")
+    for name, about in _BY_PATTERN.items():
+        print(f"{name:<64}  {about}")
     if missing := [line for info in DATASETS.values() for line in _how_to_get(info, root)]:
         print("\nTo get what is missing, under the data root:", *missing, sep="\n")
 
