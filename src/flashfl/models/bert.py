@@ -116,7 +116,11 @@ def vocabulary(path: str) -> Path:
     try:
         return Path(_transformers().utils.cached_file(path, "vocab.txt"))
     except OSError as error:
-        raise DataError(f"no vocab.txt for {path!r}, here or on the hub: {str(error).splitlines()[0]}") from None
+        raise DataError(
+            f"no vocab.txt for {path!r}, under the data root or on the hub: {str(error).splitlines()[0]} Put "
+            "config.json, vocab.txt and model.safetensors into that folder, or train from random weights with "
+            "model = 'bert-scratch' or 'tiny-transformer'"
+        ) from None
 
 
 def scratch(
