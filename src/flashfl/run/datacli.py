@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from .config import RunConfig
 
 _WHAT = "a data set (see `flashfl data`), hub:NAME or folder:PATH; for partition also a TOML configuration"
-_BY_PATTERN = {  # data sets without a fixed name
-    "hub:NAME": "images or texts with labels on the Hugging Face hub; needs pip install 'flashfl[hub]'",
-    "folder:PATH": "images in folders, one folder a class; needs pip install 'flashfl[images]'",
-}
 
 
 def add_data(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -67,8 +63,8 @@ def _list(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         if absent:
             more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
             how += [f"{info.name}: not found: {absent[0]}{more}", f"    {info.files.get}."]
-    for name, about in _BY_PATTERN.items():
-        print(f"{name:<64}  {about}")
+    print(f"{'hub:NAME':<64}  images or texts with labels on the Hugging Face hub; pip install 'flashfl[hub]'")
+    print(f"{'folder:PATH':<64}  images in folders, one folder a class; pip install 'flashfl[images]'")
     if how:
         print("\nTo get what is missing, under the data root:", *how, sep="\n")
 
