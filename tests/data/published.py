@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import pickle
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
+from flashfl.data.dataset import DataSet, Options
+from flashfl.data.registry import info
+
 RNG = np.random.default_rng(0)
+
+
+def load(name: str, root: Path, options: Options | None = None) -> DataSet:
+    """The data set `name` under `root`."""
+    return info(name).load(root, options or Options())
 
 
 def idx(array: np.ndarray, kind: int = 8) -> bytes:
@@ -40,9 +50,23 @@ def qmnist(folder: Path, labels: np.ndarray, writers: np.ndarray) -> None:
     (folder / "qmnist-train-labels-idx2-int.gz").write_bytes(gzip.compress(idx(rows, 12)))
 
 
+class Python2(pickle._Pickler):  # type: ignore[misc]
+    """Writes bytes as Python 2 wrote its texts."""
+
+    dispatch: ClassVar[dict[type, object]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
+
+    def save_bytes(self, held: bytes) -> None:
+        self.write(b"T" + len(held).to_bytes(4, "little") + held)
+        self.memoize(held)
+
+    dispatch[bytes] = save_bytes
+
+
 def python2(value: object) -> bytes:
-    """A pickle with the module names that python 2 and old numpy wrote."""
-    return pickle.dumps(value, protocol=2).replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
+    """A pickle as Python 2 and old numpy wrote it."""
+    out = io.BytesIO()
+    Python2(out, protocol=2).dump(value)
+    return out.getvalue().replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n")
 
 
 def cifar_python(root: Path, classes: int, each: int = 6) -> list[np.ndarray]:

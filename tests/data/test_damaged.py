@@ -17,11 +17,11 @@ import published
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import load
 
 from flashfl.core.errors import DataError
 from flashfl.data.dataset import Options
 from flashfl.data.pickles import loads
-from flashfl.data.registry import load
 
 UNCHECKED = Options(verify=False)
 
@@ -50,17 +50,21 @@ def broken(change: Callable[[bytes], bytes], zipped: bool = False) -> Callable[[
 @pytest.mark.parametrize(
     ("file", "damage", "what"),
     [
-        ("train-images-idx3", broken(lambda b: b"\x01" + b[1:]), "bad magic number 01000803"),
-        ("train-images-idx3", broken(lambda b: b""), "empty file"),
+        ("train-images-idx3", broken(lambda b: b"\x01" + b[1:]), "it begins with 01000803 where 00000803 belongs"),
+        ("train-images-idx3", broken(lambda b: b""), "begins with nothing"),
         ("train-images-idx3", broken(lambda b: b[:-5]), "bytes, but sizes"),
-        ("train-images-idx3", broken(lambda b: b[:2] + b"\x08\x02" + b[4:]), "2 dimensions where 3 belong"),
+        ("train-images-idx3", broken(lambda b: b[:2] + b"\x08\x02" + b[4:]), "00000802 where 00000803 belongs"),
         ("train-images-idx3", broken(lambda b: b[: len(b) // 2], zipped=True), "truncated"),
         ("train-images-idx3", broken(lambda b: b"not gzip at all", zipped=True), "not readable as gzip"),
         ("train-labels-idx1", broken(lambda b: published.idx(np.zeros(39))), "39 labels for the 40 images"),
         ("train-labels-idx1", broken(lambda b: b[:-1] + b"\x0a"), "has the label 10"),
-        ("train-images-idx3", broken(lambda b: published.idx(np.zeros((40, 28, 28)), 12)), "of type int32 where uint8"),
-        ("t10k-labels-idx1", broken(lambda b: published.idx(np.zeros(10), 12)), "of type int32 where uint8"),
-        ("train-images-idx3", broken(lambda b: published.idx(np.zeros((40, 0, 0)))), "its images have 0x0 pixels"),
+        ("train-images-idx3", broken(lambda b: published.idx(np.zeros((40, 28, 28)), 12)), "it begins with 00000c0"),
+        ("t10k-labels-idx1", broken(lambda b: published.idx(np.zeros(10), 12)), "it begins with 00000c0"),
+        (
+            "train-images-idx3",
+            broken(lambda b: published.idx(np.zeros((40, 0, 0)))),
+            "0x0 pixels where 28x28 belong",
+        ),
         ("t10k-images-idx3", broken(lambda b: published.idx(np.zeros((10, 14, 28)))), "its images have 14x28 pixels"),
     ],
 )
@@ -132,11 +136,11 @@ class Bomb:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("protocol", [1, 2, 4])
 def test_pickle_bomb_runs_nothing(tmp_path: Path, verify: bool, protocol: int) -> None:
     published.cifar_python(tmp_path, 10)
     mark = tmp_path / "went-off"
-    bomb = pickle.dumps({b"data": Bomb(mark), b"labels": [1]}, protocol=protocol)
+    bomb = pickle.dumps({"data": Bomb(mark), "labels": [1]}, protocol=protocol)
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(bomb)
     with pytest.raises(DataError, match=r"data_batch_1 is damaged: .*(mkdir, which is not plain data|md5)"):
         load("cifar10", tmp_path, Options(verify=verify))
@@ -154,31 +158,29 @@ def nested(levels: int, wrap: bytes = b"\x85") -> bytes:
     return b")" + wrap * levels
 
 
-LOOP: list[object] = []
-LOOP.append(LOOP)
 TWICE = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))  # each tuple holds the last twice
-BYTES = b"c_codecs\nencode\nq\x00X\x64\x00\x00\x00" + b"a" * 100 + b"q\x01\x85R"  # 100 bytes, of a text
 REFUSED = {
     "a builtin": raw(b"cbuiltins\neval\n", b"X\x01\x00\x00\x001\x85R"),
     "numpy's own loader": raw(b"cnumpy\nload\n", b"X\x01\x00\x00\x00x\x85R"),
-    "an object array": pickle.dumps(np.array([{}], dtype=object), protocol=2),
-    "a record array": pickle.dumps(np.zeros(2, dtype=[("a", "i4")]), protocol=2),
+    "a codec": raw(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R"),
+    "an object array": pickle.dumps({"data": np.array([{}], dtype=object)}, protocol=4),
+    "a record array": pickle.dumps({"data": np.zeros(2, dtype=[("a", "i4")])}, protocol=4),
+    "an array of floats": pickle.dumps({"data": np.zeros(2)}, protocol=4),
     "an array that is too short": raw(
-        b"cnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x05\x85cnumpy\ndtype\nX\x02\x00\x00\x00u1\x85R\x89U\x01at\x85b"
+        b"}U\x01acnumpy.core.multiarray\n_reconstruct\n)R(K\x01K\x05\x85cnumpy\ndtype\nU\x02u1\x85R\x89U\x01atbs"
     ),
-    "a state for a function": raw(b"c_codecs\nencode\n", b"}b"),
-    "a state for a stand-in class": raw(b"cnumpy\nndarray\n", b"}b"),
-    "the stand-in itself": raw(b"cnumpy\nndarray\n"),
-    "an unfinished array": raw(b"cnumpy.core.multiarray\n_reconstruct\n)R"),
-    "a persistent id": raw(b"X\x01\x00\x00\x00aQ"),
-    "a set": pickle.dumps({1, 2}, protocol=2),
-    "a loop": pickle.dumps(LOOP, protocol=2),
-    "another encoding": raw(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x03\x00\x00\x00hex\x86R"),
+    "an array of an array's size": raw(b"}U\x01acnumpy.core.multiarray\n_reconstruct\n)RJ\xff\xff\xff\x7fbs"),
+    "a call of a text": raw(b"}U\x01aU\x01a)Rs"),
+    "a state for a stand-in class": raw(b"}U\x01acnumpy\nndarray\n}bs"),
+    "a state for a dict": raw(b"}U\x01a}}bs"),
+    "a persistent id": raw(b"}U\x01aU\x01aQs"),
+    "an object": raw(b"}U\x01acnumpy\nndarray\n)\x81s"),
+    "a set": pickle.dumps({"data": {1, 2}}, protocol=4),
+    "a list": pickle.dumps([1, 2], protocol=4),
     "a tuple as a key": raw(b"}", nested(2), b"K\x01s"),
     "tuples that share tuples as a key": raw(b"})", TWICE, b"K\x01s"),
-    "containers nested too deep": raw(nested(100)),
-    "a text that becomes bytes many times": raw(b"](", BYTES, b"h\x00h\x01\x85R" * 50, b"e"),
-    "half a file": published.python2({b"data": np.zeros(5)})[:-9],
+    "tuples that share tuples as an array's type": raw(b"}U\x01acnumpy\ndtype\n)", TWICE, b"\x85Rs"),
+    "half a file": published.python2({b"data": np.zeros(5, dtype=np.uint8)})[:-9],
     "nothing": b"",
 }
 
@@ -192,7 +194,7 @@ def test_pickle_reader_refuses(name: str) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        raw(b"]r\x00\x00\x00\x02"),
+        raw(b"}r\x00\x00\x00\x02"),
         b"\x80\x03B\x00\x00\x00\x10.",
         b"\x80\x05\x96" + (1 << 28).to_bytes(8, "little") + b".",
     ],
@@ -221,16 +223,15 @@ def test_pickle_of_nested_tuple_keys_does_not_end_the_process(tmp_path: Path) ->
 
 def test_pickle_reader_admits_plain_data() -> None:
     held = {
-        b"bytes": b"\x00\xff",
-        b"numbers": [1, 2.5, -(2**40), True, None],
-        b"text": "é",
-        b"nested": [(1, [2])],
-        b"empty": ([], []),
-        b"u1": np.arange(6, dtype=np.uint8).reshape(2, 3),
-        b"big": np.arange(3, dtype=">i4"),
-        b"fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "bytes": b"\x00\xff" * 200,
+        "numbers": [1, 2.5, -(2**40), True, None],
+        "text": "é",
+        "nested": [(1, [2])],
+        "empty": ([], []),
+        "u1": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6, dtype=np.uint8).reshape(2, 3)),
     }
-    for data in (published.python2(held), pickle.dumps(held, protocol=4)):
+    for data in (published.python2({name.encode(): value for name, value in held.items()}), pickle.dumps(held, 4)):
         read = loads(data, Path("x"))
         assert list(read) == list(held)
         for name, value in held.items():
@@ -251,15 +252,16 @@ PLAIN = st.recursive(
 
 
 @settings(deadline=None, max_examples=200)
-@given(value=PLAIN, protocol=st.sampled_from([0, 1, 2, 3, 4, 5]))
+@given(value=PLAIN, protocol=st.sampled_from([2, 3, 4, 5]))
 def test_pickle_reader_reads_what_pickle_writes(value: object, protocol: int) -> None:
-    assert loads(pickle.dumps(value, protocol=protocol), Path("x")) == value
+    data = published.python2({"value": value}) if protocol == 2 else pickle.dumps({"value": value}, protocol=protocol)
+    assert loads(data, Path("x")) == {"value": value}
 
 
 @settings(deadline=None, max_examples=300)
 @given(value=PLAIN, at=st.integers(0, 200), byte=st.integers(0, 255))
 def test_pickle_reader_reads_or_refuses_damaged_pickles(value: object, at: int, byte: int) -> None:
-    data = bytearray(published.python2({"data": np.arange(5), "more": value}))
+    data = bytearray(published.python2({"data": np.arange(5, dtype=np.uint8), "more": value}))
     data[at % len(data)] = byte
     with suppress(DataError):
         loads(bytes(data), Path("x"))
@@ -268,13 +270,12 @@ def test_pickle_reader_reads_or_refuses_damaged_pickles(value: object, at: int, 
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        ([1, 2], "'data' is not an array of uint8"),
-        ({b"data": np.zeros((2, 3072)), b"labels": [0, 1]}, "'data' is not an array of uint8"),
+        ([1, 2], "it is not a dict"),
+        ({b"data": np.zeros((2, 3072)), b"labels": [0, 1]}, "another type than uint8"),
+        ({b"data": np.zeros((2, 3071), dtype=np.uint8), b"labels": [0, 1]}, "'data' is not an array of uint8"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0]}, "not a list of 2 labels"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, "x"]}, "not a list of 2 labels"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, 10**30]}, "not a list of 2 labels"),
-        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": np.array(1)}, "not a list of 2 labels"),
-        ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": np.zeros((2, 2), int)}, "not a list of 2 labels"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, 10]}, "has the label 10"),
     ],
 )
@@ -318,10 +319,10 @@ def test_damaged_tiny_imagenet(tmp_path: Path, file: str, text: str | bytes, wha
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ('{"users": ["a"], "user_data": {"a"', "not JSON, or cut short"),
-        ('{"users": ["a"], "user_data": {}}', "not LEAF's form"),
-        ("[1]", "not LEAF's form"),
-        ("[" * 100_000, "not LEAF's form"),
+        ('{"users": ["a"], "user_data": {"a"', "not LEAF's JSON .*JSONDecodeError"),
+        ('{"users": ["a"], "user_data": {}}', "not LEAF's JSON"),
+        ("[1]", "not LEAF's JSON"),
+        ("[" * 100_000, "not LEAF's JSON"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1, 2]], "y": [1]}}}', r"images of shape \(1, 2\)"),
     ],
 )

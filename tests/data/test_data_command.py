@@ -46,7 +46,6 @@ def test_data_list_shows_what_is_present(tmp_path: Path, capsys: Said, monkeypat
     assert "(FLASHFL_DATA)" in said
     assert "mnist-writers: not found: qmnist/qmnist-train-labels-idx2-int\n" in said  # MNIST itself is there
     assert DATASETS["cifar100"].files.get not in said
-    assert "no weights in bert-base-uncased/" in said
 
 
 def test_data_list_says_if_root_is_missing(tmp_path: Path, capsys: Said) -> None:

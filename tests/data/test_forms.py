@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from flashfl.core.errors import ConfigError, DataError
-from flashfl.data.sources import Arrays, Subset, source
+from flashfl.data.sources import Arrays, source
 from flashfl.data.task import Task, accuracy
 
 X, Y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)
@@ -22,7 +22,7 @@ def net() -> torch.nn.Module:
 
 @pytest.mark.parametrize("data", [(X, [0, 1, 0, 1]), ({"x": X}, Y), ([X, X], Y), {"x": X, "labels": Y}])
 def test_samples_in_unknown_form_are_refused(data: Any) -> None:
-    with pytest.raises(DataError, match="samples must be a tuple"):
+    with pytest.raises(DataError, match=r"cannot read samples from a \w+: give a torch Dataset, or a tuple"):
         source(data)
 
 
@@ -121,7 +121,7 @@ def test_hugging_face_data_sets_are_clients() -> None:
         (torch.nn.Sequential(net()), "`clients` is a Sequential"),
         (3, "`clients` is a int"),
         ([], "the task has no clients"),
-        ([(X, Y), 3], "client 1: cannot read samples from int"),
+        ([(X, Y), 3], "client 1: cannot read samples from a int"),
         ([(X, Y), (X, Y[:2])], "client 1: inputs and targets differ in length"),
         ([(X, Y), (X[:0], Y[:0])], "client 1 has no samples"),
     ],
@@ -148,22 +148,13 @@ def test_prunable_none_is_an_error_that_names_the_choices() -> None:
 
 
 def test_test_set_without_targets_or_samples_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"the test set: a tensor of shape \(4, 2\) has no targets"):
+    with pytest.raises(
+        DataError,
+        match=r"the test set: cannot read samples from a tensor of shape \(4, 2\): .*targets\)",
+    ):
         Task(net, [(X, Y)], X)
     with pytest.raises(DataError, match="the test set has no samples"):
         Task(net, [(X, Y)], (X[:0], Y[:0]))
-
-
-def test_nan_in_test_set_is_warned_about() -> None:
-    x = X.clone()
-    x[2, 1] = float("nan")
-    with pytest.warns(RuntimeWarning, match="the test set has NaN in 1 of 4 samples, first in sample 2"):
-        Task(net, [(X, Y)], (x, Y))
-    with pytest.warns(RuntimeWarning, match="the test set has NaN in 1 of 2 samples, first in sample 1"):
-        Task(net, [(X, Y)], Subset(source((x, Y)), torch.tensor([0, 2])))
-    with pytest.warns(RuntimeWarning, match="the test set has NaN in 1 of 4 samples"):
-        Task(net, [(X, Y)], (X, x[:, 1]))
-    Task(net, [(X, Y)], Subset(source((x, Y)), torch.tensor([0, 1])))
 
 
 def test_error_in_users_data_set_waits_for_training() -> None:
@@ -186,6 +177,24 @@ def test_evaluation_is_the_test_set_or_what_clients_hold_back() -> None:
     task = Task(net, [(X, Y)] * 2, holdout=0.5)
     assert ([len(s) for s in task.evaluation], task.evaluators) == ([2, 2], [0, 1])
     assert Task(net, [(X, Y)] * 2, holdout=0).evaluation == []
+
+
+def test_metric_name_and_direction() -> None:
+    def error_rate(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return 1 - accuracy(output, target)
+
+    task = Task(net, [(X, Y)])
+    assert (task.metric_name, task.higher_is_better) == ("accuracy", True)
+    task = Task(net, [(X, Y)], metric=error_rate, higher_is_better=False)
+    assert (task.metric_name, task.higher_is_better) == ("error_rate", False)
+    assert Task(net, [(X, Y)], metric=lambda output, target: 0.0).metric_name == "metric"
+    assert Task(net, [(X, Y)], metric=torch.nn.L1Loss()).metric_name == "metric"
+    assert Task(net, [(X, Y)], metric=error_rate, metric_name="error").metric_name == "error"
+
+
+def test_repr_names_clients_samples_and_parameters() -> None:
+    task = Task(net, [(X, Y)] * 3, (X, Y), prunable="weight", name="small")
+    assert repr(task) == "Task('small', 3 clients, 12 training samples, 6 parameters, 67% prunable)"
 
 
 def test_accuracy_takes_classes_where_cross_entropy_does() -> None:

@@ -9,10 +9,11 @@ import numpy as np
 import published
 import pytest
 import torch
+from published import load
 
 from flashfl.core.errors import ConfigError, DataError
 from flashfl.data.dataset import DataSet, Options
-from flashfl.data.registry import DATASETS, load
+from flashfl.data.registry import DATASETS
 
 UNCHECKED = Options(verify=False)
 
@@ -106,7 +107,7 @@ def test_femnist_is_read_again_when_files_change(tmp_path: Path) -> None:
     file.write_text(json.dumps(held))  # of the same size
     assert load("femnist", tmp_path).labels[-4:].tolist() == y
     file.write_bytes(b"x" * file.stat().st_size)
-    with pytest.raises(DataError, match="not JSON"):
+    with pytest.raises(DataError, match="not LEAF's JSON"):
         load("femnist", tmp_path)
 
 
@@ -231,7 +232,7 @@ def test_presence_of_data_sets_is_found_without_reading(tmp_path: Path) -> None:
     assert [name for name, info in DATASETS.items() if not info.files.absent(tmp_path)] == ["digits"]
     published.mnist(tmp_path / "mnist")
     assert not DATASETS["mnist"].files.absent(tmp_path)
-    assert DATASETS["mnist-writers"].files.absent(tmp_path) == ("qmnist/qmnist-train-labels-idx2-int",)
+    assert DATASETS["mnist-writers"].files.absent(tmp_path) == ["qmnist/qmnist-train-labels-idx2-int"]
     published.cifar_binary(tmp_path, 100)
     assert not DATASETS["cifar100"].files.absent(tmp_path)
     for info in DATASETS.values():

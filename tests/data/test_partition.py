@@ -149,7 +149,7 @@ def test_partition_save_and_load(tmp_path: Path) -> None:
     partition.save(parts, tmp_path / "split", labels)
     again = partition.load(tmp_path / "split", labels)
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-    with pytest.raises(DataError, match="does not fit this data set of 99 samples"):
+    with pytest.raises(DataError, match="not a saved partition of these 99 samples"):
         partition.load(tmp_path / "split", labels[:99])
     for other in (np.arange(200) % 10, labels[::-1]):  # the indices fit these, too
         with pytest.raises(DataError, match="it was saved for other samples or other labels"):
@@ -167,13 +167,10 @@ def test_partition_save_and_load(tmp_path: Path) -> None:
         ([0, 1, 2], [1, 2], "belong to no client"),
         ([0, 0, 2], [1, 3], "twice"),
         ([0, -1, 2], [1, 3], "out of range"),
-        ([0, 1, 2], [-1, 3], "empty"),
-        ([0.5, 1.5, 2.5], [1, 3], "rows of whole numbers"),
-        ([0, 1, 2], [1.0, 3.0], "rows of whole numbers"),
-        ([0, 1, 2], [[1, 3]], "rows of whole numbers"),
-        ([0, 1, 2], 3, "rows of whole numbers"),
-        ([[0, 1, 2]], [1, 3], "rows of whole numbers"),
-        ([0, 1, 2], [], "rows of whole numbers"),
+        ([0, 1, 2], [5, 3], "empty"),
+        ([0.5, 1.5, 2.5], [1, 3], "not a saved partition of these 10 samples"),
+        ([0, 1, 2], [1.0, 3.0], "not a saved partition of these 10 samples"),
+        ([0, 1, 2], [], "not a saved partition of these 10 samples"),
     ],
 )
 def test_bad_partition_file_is_refused(tmp_path: Path, index: object, ends: object, what: str) -> None:
@@ -191,7 +188,7 @@ def test_partition_file_of_objects_is_not_unpickled(tmp_path: Path) -> None:
 def test_partition_file_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "p.npz", index=np.zeros(1_000_000, dtype=np.int64), ends=[1_000_000])
     assert (tmp_path / "p.npz").stat().st_size < 10_000
-    with pytest.raises(DataError, match="it is too large for 10 samples"):
+    with pytest.raises(DataError, match="of these 10 samples: it is too large"):
         partition.load(tmp_path / "p.npz", np.arange(10))
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from published import load
 
 from flashfl.data import partition
 from flashfl.data.dataset import DataSet, Options
-from flashfl.data.registry import DATASETS, load
+from flashfl.data.registry import DATASETS
 from flashfl.data.text import Tokenizer
 from flashfl.run.compare import run_config
 from flashfl.run.config import load_toml, make_config

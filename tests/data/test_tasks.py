@@ -177,7 +177,7 @@ def test_model_factory_can_be_pickled() -> None:
         ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
         ({"model": "tiny-transformer"}, "does not take 'channels'"),
         ({"clients": 2000}, "must lie between 1 and the number of samples, 1437"),
-        ({"prunable": "nothing.*"}, "makes no parameter prunable"),
+        ({"prunable": "nothing.*"}, "matches no parameter"),
     ],
 )
 def test_bad_settings(values: dict[str, object], what: str) -> None:
@@ -261,7 +261,7 @@ def test_hub_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.test is not None
     assert data.test.target.min() == 0
     fake_hub(monkeypatch, {"other": held})
-    with pytest.raises(DataError, match="no split 'train'; it has other"):
+    with pytest.raises(DataError, match="no samples in a split 'train'; its splits are other"):
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
@@ -311,7 +311,7 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
         ({"text": THREE, "label": ["a", "b", "a"]}, {"label": ["a", "c", "a"]}, "split 'test' .* row 1 has 'c'"),
         ({"text": THREE}, {"label": [0, None, 1]}, "split 'test' has 1 of 3 rows without a known label"),
         ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),
-        ({"text": [], "label": []}, {}, "split 'train' is empty"),
+        ({"text": [], "label": []}, {}, "no samples in a split 'train'"),
         ({"text": THREE, "label": [None] * 3}, {}, "split 'train' has 3 of 3 rows without a known label"),
     ],
 )

@@ -109,7 +109,7 @@ def spoil_end(folder: Path) -> None:
         (spoil_names, r"are not those of its config\.json: bert\.embeddings"),
         (spoil_end, "no encoder could be loaded"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "no encoder could be loaded"),
-        (lambda folder: (folder / "config.json").unlink(), r"holds no config\.json"),
+        (lambda folder: (folder / "config.json").unlink(), r"are not those of its config\.json"),
     ],
 )
 def test_weights_that_do_not_fit_are_not_replaced_by_random_ones(

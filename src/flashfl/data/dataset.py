@@ -104,14 +104,13 @@ class Files:
     md5: Mapping[str, str] = field(default_factory=dict)  # by file name, where it is known
     get: str = ""
 
-    def absent(self, root: Path) -> tuple[str, ...]:
-        """The missing files of the form that misses fewest; empty if one form is complete."""
-        return min((tuple(n for n in form if find(root, n) is None) for form in self.forms), key=len)
+    def find(self, root: Path) -> dict[str, Path | None]:
+        """Where each file lies, in the form that misses fewest."""
+        forms = [{name: find(root, name) for name in form} for form in self.forms]
+        return min(forms, key=lambda form: list(form.values()).count(None))
 
-    def found(self, root: Path) -> list[Path]:
-        """The files of the first complete form; empty if none is, and if the data set has no files."""
-        complete = (form for form in self.forms if all(find(root, name) for name in form))
-        return [path for name in next(complete, ()) if (path := find(root, name))]
+    def absent(self, root: Path) -> list[str]:
+        return [name for name, path in self.find(root).items() if path is None]
 
     def checksum(self, path: Path) -> str:
         """The published md5 of a file; empty where it is not known."""
@@ -140,7 +139,7 @@ class Info:
                 + "".join(f"  {root / name}\n" for name in absent)
                 + f"{self.files.get}\nTo use another folder, name it with --data-root or FLASHFL_DATA"
             )
-        paths = self.files.found(root)
+        paths = [path for path in self.files.find(root).values() if path]
         for path in paths:
             if options.verify and (md5 := self.files.checksum(path)):
                 verify(path, md5)

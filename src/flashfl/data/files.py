@@ -9,10 +9,10 @@ import gzip
 import hashlib
 import os
 import sys
-import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError
+from ..core.files import put
 
 Arrays = dict[str, NDArray[Any]]
 _PIECE = 1 << 20
@@ -96,17 +97,18 @@ def cached(
     changes. Where nothing can be kept they are made each time.
     """
     name = label + _digest([_stamp(file, folder) for file in files])
-    homes = (folder / ".flashfl-cache", _user_cache() / _digest([str(folder.absolute())]))
-    for home in homes:
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashfl"
+    homes = (folder / ".flashfl-cache", user / _digest([str(folder.absolute())]))
+    kept = [{array: home / f"{name}-{array}.npy" for array in arrays} for home in homes]
+    for paths in kept:
         with suppress(OSError, ValueError, EOFError):  # not there, or cut short: made below
-            return _mapped(home, name, arrays)
+            return _mapped(paths)
     made = make()
-    for home in homes:
+    for paths in kept:
         with suppress(OSError):
-            home.mkdir(parents=True, exist_ok=True)
-            for array, values in made.items():
-                _write(home / f"{name}-{array}.npy", values)
-            return _mapped(home, name, arrays)
+            for array, path in paths.items():
+                put(path, partial(_write, made[array]))
+            return _mapped(paths)
     return made
 
 
@@ -123,22 +125,11 @@ def _stamp(file: Path, folder: Path) -> str:
     return f"{file.relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
 
 
-def _mapped(home: Path, name: str, arrays: Sequence[str]) -> Arrays:
+def _mapped(paths: Mapping[str, Path]) -> Arrays:
     """Arrays on disk, copy-on-write: torch wants memory it may write to, and the files must not change."""
-    return {a: np.load(home / f"{name}-{a}.npy", mmap_mode="c", allow_pickle=False) for a in arrays}
+    return {array: np.load(path, mmap_mode="c", allow_pickle=False) for array, path in paths.items()}
 
 
-def _write(file: Path, values: NDArray[Any]) -> None:
-    """Write under another name first, so that no reader meets half a file."""
-    handle, other = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as out:
-            np.save(out, values, allow_pickle=False)
-        os.replace(other, file)
-    except BaseException:
-        Path(other).unlink(missing_ok=True)
-        raise
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flashfl"
+def _write(values: NDArray[Any], path: Path) -> None:
+    with path.open("wb") as file:  # given a path, numpy would add an ending to it
+        np.save(file, values, allow_pickle=False)

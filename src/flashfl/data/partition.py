@@ -8,6 +8,7 @@ ids, `shards` among the classes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from ..core.errors import ConfigError, DataError, unknown
 
 Index = NDArray[np.int64]
 Partition = list[Index]
-SCHEMES = ("lda", "dirichlet", "shards", "natural", "iid")
 _UNIFORM = 100.0  # from this alpha on, LDA counts as uniform
 _EQUAL = 1e6  # from this alpha on, all clients of a Dirichlet split get the same; one cannot draw with infinity
 
@@ -34,19 +34,16 @@ def split(
     ids: NDArray[Any] | None = None,
 ) -> Partition:
     """The partition that a scheme makes, by its name."""
-    if scheme == "natural":
-        if ids is None:
-            raise ConfigError("partition = 'natural': this data set does not say who made each sample")
-        return natural(ids, clients, key)
-    if scheme == "lda":
-        return lda(labels, clients, key, alpha)
-    if scheme == "dirichlet":
-        return dirichlet(labels, clients, key, alpha)
-    if scheme == "shards":
-        return shards(labels, clients, key, classes_per_client)
-    if scheme == "iid":
-        return iid(len(labels), clients, key)
-    raise unknown("partition", scheme, SCHEMES)
+    schemes: dict[str, Callable[[], Partition]] = {
+        "lda": lambda: lda(labels, clients, key, alpha),
+        "dirichlet": lambda: dirichlet(labels, clients, key, alpha),
+        "shards": lambda: shards(labels, clients, key, classes_per_client),
+        "natural": lambda: natural(ids, clients, key),
+        "iid": lambda: iid(len(labels), clients, key),
+    }
+    if scheme not in schemes:
+        raise unknown("partition", scheme, schemes)
+    return schemes[scheme]()
 
 
 def _rng(key: int) -> np.random.Generator:
@@ -98,7 +95,7 @@ def lda(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Par
     parts: Partition = [np.empty(0, dtype=np.int64)] * clients
     for client in rng.permutation(clients):
         taken = _draw(shares[client], left, int(sizes[client]), rng)
-        ends = [(pool, int(rest), int(count)) for pool, rest, count in zip(pools, left, taken, strict=True) if count]
+        ends = zip(pools, left, taken, strict=True)
         parts[client] = np.sort(np.concatenate([pool[rest - count : rest] for pool, rest, count in ends]))
         left = left - taken
     return parts
@@ -146,8 +143,10 @@ def _by_owner(owner: NDArray[Any], clients: int) -> Partition:
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
-def natural(ids: NDArray[Any], clients: int, key: int) -> Partition:
+def natural(ids: NDArray[Any] | None, clients: int, key: int) -> Partition:
     """One client for each id (a writer, a user), in order. 0 clients: all ids; fewer: a random choice."""
+    if ids is None:
+        raise ConfigError("partition = 'natural': this data set does not say who made each sample")
     names, owner = np.unique(ids, return_inverse=True)
     clients = clients or len(names)
     if not 1 <= clients <= len(names):
@@ -208,28 +207,26 @@ def save(partition: Partition, path: str | Path, labels: NDArray[Any]) -> None:
 
 def load(path: str | Path, labels: NDArray[Any]) -> Partition:
     """A saved partition of the samples with these labels."""
-    wrong = f"{path} is not a saved partition"
+    fits = f"{path} is not a saved partition of these {len(labels)} samples"
     try:
         with np.load(path, allow_pickle=False) as stored:
             if sum(member.file_size for member in stored.zip.infolist()) > 16 * len(labels) + 4096:
-                raise ValueError(f"it is too large for {len(labels)} samples")
+                raise ValueError("it is too large")
             held = dict(stored)
-        index, ends = held["index"], held["ends"]
+        index, ends = (held[name].astype(np.int64, casting="safe").ravel() for name in ("index", "ends"))
+        parts = np.split(index, ends[:-1])
+        known = _fingerprint(labels)
+        if any(name in held and not np.array_equal(held[name], value) for name, value in known.items()):
+            raise ValueError("it was saved for other samples or other labels")
+        if ends[-1] != len(index) or not all(map(len, parts)):
+            raise ValueError("a client is empty, or samples belong to no client")
+        if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
+            raise ValueError("an index is out of range, or there twice")
     except FileNotFoundError:
         raise DataError(f"no partition at {path}: `flashfl data partition --save {path}` writes one") from None
     except Exception as error:  # numpy raises many kinds for files that are not its own
-        raise DataError(f"{wrong}: {error}") from None
-    if any(array.ndim != 1 or array.dtype.kind not in "iu" for array in (index, ends)):
-        raise DataError(f"{wrong}: index and ends must be rows of whole numbers")
-    index, ends = index.astype(np.int64), ends.astype(np.int64)
-    if len(ends) == 0 or np.any(np.diff(ends, prepend=0) < 1) or ends[-1] != len(index):
-        raise DataError(f"{wrong}: a client is empty, or samples belong to no client")
-    fits = f"{path} does not fit this data set of {len(labels)} samples"
-    if any(name in held and not np.array_equal(held[name], value) for name, value in _fingerprint(labels).items()):
-        raise DataError(f"{fits}: it was saved for other samples or other labels")
-    if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
-        raise DataError(f"{fits}: an index is out of range, or there twice")
-    return np.split(index, ends[:-1])
+        raise DataError(f"{fits}: {error}") from None
+    return parts
 
 
 def _fingerprint(labels: NDArray[Any]) -> dict[str, Any]:

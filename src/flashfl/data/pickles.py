@@ -1,187 +1,106 @@
-"""Read pickles of plain data: numbers, texts, bytes, lists, tuples, dicts and arrays of numbers.
+"""Read a pickled dict of plain data: numbers, texts, bytes, lists, tuples, dicts and arrays of uint8.
 
-A pickle is a program for a stack machine. This one runs the instructions that plain data needs and refuses all others.
-It imports nothing that a file names: it has its own versions of the few functions that arrays and bytes need.
-Containers cannot be shared and cannot be keys, so time and memory stay in proportion to the size of the file.
+Python's own reader does the work, in its version without C, with only the instructions that plain data needs. Nothing
+that a file names is imported or called, and no more memory is taken than the file is large.
 """
 
 from __future__ import annotations
 
-import pickletools
-import re
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .files import damaged
 
-_DEEPEST = 16  # containers inside containers
-_NUMBERS = re.compile(r"[<>|=]?[biuf][1248]")
+_PLAIN = {
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP),
+    *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+    *(pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG, pickle.LONG1, pickle.LONG4),
+    *(pickle.STRING, pickle.BINSTRING, pickle.SHORT_BINSTRING),  # bytes of Python 2
+    *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+    *(pickle.UNICODE, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.BUILD),
+}
 
 
-class _Dtype:
-    """Stands for numpy.dtype."""
+class _Dict(dict[Any, Any]):
+    """A dict without tuples as keys: a small file can hold a tuple that takes forever to hash."""
 
-    def __init__(self, name: object, *_: object) -> None:
-        text = name.decode("ascii") if isinstance(name, bytes) else name
-        if not isinstance(text, str) or not _NUMBERS.fullmatch(text):
-            raise ValueError(f"an array of type {text!r}")
-        self.dtype = np.dtype(text)
-
-    def fill(self, _: object, order: object, *more: object) -> None:
-        if order in (">", b">"):
-            self.dtype = self.dtype.newbyteorder(">")
+    def __setitem__(self, key: object, value: object) -> None:
+        if not isinstance(key, str | bytes | int):
+            raise ValueError("it has a key that is neither a text nor a number")
+        super().__setitem__(key, value)
 
 
 class _Array:
     """Stands for numpy.ndarray, and for the function that makes an empty one."""
 
-    def __init__(self, *_: object) -> None:
-        self.values: NDArray[np.generic] | None = None
-
-    def fill(self, _: object, shape: object, dtype: object, fortran: object, data: object) -> None:
-        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes) or not isinstance(shape, tuple):
-            raise ValueError("an array of something other than numbers")
-        self.values = np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if fortran else "C")
+    def __init__(self, *_: object) -> None: ...
 
 
-def _encode(text: object, encoding: object = "latin1") -> bytes:
-    """Stands for _codecs.encode, with which old protocols write bytes."""
-    if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-        raise ValueError("an encoding other than latin1")
-    return text.encode("latin1")
+class _Uint8:
+    """Stands for numpy.dtype, and for the one type of array that is read."""
+
+    def __init__(self, name: object, *_: object) -> None:
+        if name not in ("u1", b"u1"):
+            raise ValueError("it has an array of another type than uint8")
 
 
-_FUNCTIONS: dict[str, Callable[..., object]] = {
-    "numpy.core.multiarray _reconstruct": _Array,
-    "numpy._core.multiarray _reconstruct": _Array,
-    "numpy ndarray": _Array,
-    "numpy dtype": _Dtype,
-    "_codecs encode": _encode,
+_NAMES = {
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Uint8,
 }
 
 
-def _function(name: list[Any]) -> object:
-    known = _FUNCTIONS.get(" ".join(name))
-    if known is None:
-        raise ValueError(f"it asks for {'.'.join(name)}, which is not plain data")
-    return known
+class _Reader(pickle._Unpickler):
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]]
+
+    def find_class(self, module: str, name: str) -> type:
+        known = _NAMES.get(f"{module}.{name}")
+        if known is None:
+            raise ValueError(f"it asks for {module}.{name}, which is not plain data")
+        return known
+
+    def make_dict(self) -> None:
+        self.stack.append(_Dict())
+
+    def fill(self) -> None:
+        """Put the array in the place of its stand-in. A type has nothing to fill in."""
+        state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, _Array):
+            _, shape, _, fortran, data = state
+            self.stack[-1] = np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
+        elif not isinstance(made, _Uint8):
+            raise ValueError("it gives a state to something other than an array")
+
+    def refuse(self) -> None:
+        raise ValueError("it has an instruction that plain data does not need")
 
 
-def _call(items: list[Any]) -> object:
-    function, args = items
-    if function not in _FUNCTIONS.values():
-        raise ValueError("it calls something that is not a function")
-    made: object = function(*args)
-    return made
-
-
-def _fill(items: list[Any]) -> object:
-    made, state = items
-    if not isinstance(made, _Array | _Dtype):
-        raise ValueError("it gives a state to something other than an array")
-    made.fill(*state)
-    return made
-
-
-def _add(items: list[Any]) -> object:
-    """A list with items added, or a dict with keys and values added."""
-    container, *new = items
-    if isinstance(container, list):
-        container.extend(new)
-    elif isinstance(container, dict) and all(isinstance(key, str | bytes | int) for key in new[::2]):
-        container.update(zip(new[::2], new[1::2], strict=True))
-    else:
-        raise ValueError("it has a key that is neither a text nor a number")
-    return container
-
-
-_PUSH = {  # instructions that carry the number, text or bytes they push
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+_Reader.dispatch = {
+    code: read if bytes([code]) in _PLAIN else _Reader.refuse for code, read in pickle._Unpickler.dispatch.items()
 }
-_MAKE: dict[str, tuple[int, Callable[[list[Any]], object]]] = {
-    # How many items an instruction takes, and what it makes of them. Some also take all items since the last mark.
-    "NONE": (0, lambda items: None),
-    "NEWTRUE": (0, lambda items: True),
-    "NEWFALSE": (0, lambda items: False),
-    "EMPTY_LIST": (0, list),
-    "EMPTY_TUPLE": (0, tuple),
-    "EMPTY_DICT": (0, dict),
-    "LIST": (0, list),
-    "DICT": (0, lambda items: _add([{}, *items])),
-    "TUPLE": (0, tuple),
-    "TUPLE1": (1, tuple),
-    "TUPLE2": (2, tuple),
-    "TUPLE3": (3, tuple),
-    "APPEND": (2, _add),
-    "APPENDS": (1, _add),
-    "SETITEM": (3, _add),
-    "SETITEMS": (1, _add),
-    "STACK_GLOBAL": (2, _function),
-    "REDUCE": (2, _call),
-    "BUILD": (2, _fill),
-}
+_Reader.dispatch[pickle.EMPTY_DICT[0]] = _Reader.make_dict
+_Reader.dispatch[pickle.BUILD[0]] = _Reader.fill
 
 
-def loads(data: bytes, path: Path) -> object:
-    """The plain value in a pickle. The error for anything else names `path`."""
+def loads(data: bytes, path: Path) -> dict[str | int, Any]:
+    """The dict in a pickle, with texts as keys. The error for anything else names `path`."""
     try:
-        return _plain(_run(data))
+        held = _Reader(io.BytesIO(data), encoding="bytes").load()
+        if not isinstance(held, _Dict):
+            raise ValueError("it is not a dict")
+        return {str(key, "latin1") if isinstance(key, bytes) else key: value for key, value in held.items()}
     except Exception as error:  # a broken pickle raises almost anything
         why = str(error) or type(error).__name__
         raise damaged(path, f"refused as a pickle of arrays and plain containers: {why}") from None
-
-
-def _plain(value: object, depth: int = 0) -> object:
-    """`value` with its arrays unwrapped; an error if it holds anything that is not plain data."""
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, _Array) and value.values is not None:
-        return value.values
-    if not isinstance(value, dict | list | tuple):
-        raise ValueError("it holds something that is not plain data")
-    if depth == _DEEPEST:
-        raise ValueError(f"its containers are nested more than {_DEEPEST} deep")
-    if isinstance(value, dict):
-        return {key: _plain(item, depth + 1) for key, item in value.items()}
-    return type(value)(_plain(item, depth + 1) for item in value)
-
-
-def _run(data: bytes) -> object:
-    """Run a pickle, and return the value that it leaves."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, object] = {}
-    encoded = 0
-    arg: Any
-    for op, arg, _ in pickletools.genops(data):  # refuses an instruction that claims more bytes than the file has
-        if op.name in _PUSH:
-            stack.append(arg)
-        elif op.name in ("STRING", "BINSTRING", "SHORT_BINSTRING"):  # bytes of Python 2
-            stack.append(arg.encode("latin1"))
-        elif op.name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            memo[len(memo) if arg is None else arg] = stack[-1]
-        elif op.name in ("GET", "BINGET", "LONG_BINGET"):
-            if isinstance(memo[arg], dict | list | tuple):
-                raise ValueError("it holds the same container twice")
-            stack.append(memo[arg])
-        elif op.name == "GLOBAL":
-            stack.append(_function(arg.split(" ")))
-        elif op.name == "MARK":
-            marks.append(len(stack))
-        elif op.name in _MAKE:
-            count, make = _MAKE[op.name]
-            start = (marks.pop() if pickletools.markobject in op.stack_before else len(stack)) - count
-            made = make(stack[start:])
-            stack[start:] = [made]
-            encoded += len(made) if isinstance(made, bytes) else 0
-            if encoded > len(data):
-                raise ValueError("it makes more bytes than it has")
-        elif op.name not in ("PROTO", "FRAME", "STOP"):
-            raise ValueError(f"it has the instruction {op.name}, which plain data does not need")
-    (value,) = stack
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import numpy as np
 import torch
@@ -53,33 +53,27 @@ def as_tensor(picture: Image) -> Tensor:
     return torch.from_numpy(array.reshape(*array.shape[:2], -1)).permute(2, 0, 1) / 255
 
 
-def pixels(picture: Image, size: tuple[int, ...] | None, where: object) -> NDArray[Any]:
-    """An RGB picture as uint8 (3, H, W); an error naming `where` unless it has `size` (H, W), if that is given."""
-    array = np.asarray(picture, dtype=np.uint8).transpose(2, 0, 1)
-    if size and array.shape[1:] != size:
-        (height, width), wanted = array.shape[1:], f"{size[0]}x{size[1]}"
-        raise DataError(
-            f"{where} has {height}x{width} pixels where {wanted} belong; --size N (task.size) scales the images of a "
-            "folder or the hub to one size"
-        )
-    return array
-
-
 def stack(
     pictures: Iterable[tuple[object, Image]],
-    side: int,
-    resample: Literal["BILINEAR", "BICUBIC"],
+    side: int = 0,
     size: tuple[int, ...] | None = None,
-) -> NDArray[Any]:
+    resample: Literal["BILINEAR", "BICUBIC"] = "BILINEAR",
+) -> NDArray[np.uint8]:
     """RGB pictures, each with where it is from, as one array (N, 3, H, W).
 
     They are scaled to `side` by `side` pixels. If that is 0, all must have `size`, or else that of the first.
     """
     from PIL.Image import Resampling
 
-    held: list[NDArray[Any]] = []
+    held: list[NDArray[np.uint8]] = []
     for where, picture in pictures:
         scaled = picture.resize((side, side), Resampling[resample]) if side else picture
-        held.append(pixels(scaled, size, where))
-        size = size or held[0].shape[1:]
+        array = np.asarray(scaled, dtype=np.uint8).transpose(2, 0, 1)
+        found, size = array.shape[1:], size or array.shape[1:]
+        if found != size:
+            raise DataError(
+                f"{where} has {found[0]}x{found[1]} pixels where {size[0]}x{size[1]} belong; --size N (task.size) "
+                "scales the images of a folder or the hub to one size"
+            )
+        held.append(array)
     return np.stack(held)

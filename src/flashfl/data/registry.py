@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..core.errors import unknown
-from .dataset import DataSet, Files, Info, Options
+from .dataset import Files, Info
 from .loaders import folder, hub
 from .loaders.cifar import CIFAR10, CIFAR100
 from .loaders.digits import DIGITS
@@ -40,8 +40,3 @@ def info(name: str) -> Info:
     else:
         raise unknown("data set", name, [*DATASETS, "hub:NAME", "folder:PATH"])
     return Info(name, about, 0, 0, 0, (), "", 0, files)
-
-
-def load(name: str, root: Path, options: Options = Options()) -> DataSet:  # noqa: B008 - frozen
-    """The data set `name`."""
-    return info(name).load(root, options)

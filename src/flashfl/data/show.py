@@ -40,19 +40,13 @@ def render(counts: NDArray[Any], rows: int = 40, columns: int = 100) -> str:
 def plot(counts: NDArray[Any], path: str | Path, title: str = "") -> None:
     """Draw a histogram (clients by classes) as stacked bars, one a client. Needs matplotlib."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("plots need the matplotlib package: pip install 'flashfl[plots]'") from None
     clients, classes = counts.shape
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
-    ends = np.cumsum(counts, axis=1)
-    place = np.arange(clients)
-    for label in range(classes):
-        low = ends[:, label] - counts[:, label]
-        axes.fill_between(place, low, ends[:, label], step="mid", linewidth=0, label=str(label))
+    axes.stackplot(np.arange(clients), counts.T, labels=map(str, range(classes)), step="mid", linewidth=0)
     axes.set(xlabel="client", ylabel="samples", xlim=(-0.5, max(0.5, clients - 0.5)), title=title)
     if classes <= 20:
         axes.legend(title="class", loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")

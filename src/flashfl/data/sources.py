@@ -145,23 +145,16 @@ def source(data: object) -> Source:
     """
     if isinstance(data, Source):
         return data
-    if isinstance(data, Tensor | np.ndarray):
-        raise DataError(f"a tensor of shape {tuple(data.shape)} has no targets: give a tuple (inputs, targets)")
     if isinstance(data, Sequence) and 2 <= len(data) <= 16 and all(hasattr(x, "shape") for x in data):
         *inputs, target = (_single(torch.as_tensor(x)) for x in data)
         return Arrays(tuple(inputs), target)
-    if isinstance(data, Mapping) and 0 not in data:
-        keys = ", ".join(map(str, data))
+    mixed = isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16])
+    if mixed or isinstance(data, Tensor | np.ndarray | Mapping) or not isinstance(data, Items):
+        kind = f"a tensor of shape {tuple(data.shape)}" if isinstance(data, Tensor) else f"a {type(data).__name__}"
         raise DataError(
-            f"samples must be a tuple (inputs, ..., targets) or a data set, not a dict with the keys {keys}"
+            f"cannot read samples from {kind}: give a torch Dataset, or a tuple (inputs, ..., targets), {_WRAP}"
         )
-    if isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16]):
-        raise DataError(f"samples must be a tuple (inputs, ..., targets), {_WRAP}")
-    if isinstance(data, Items):
-        return Lazy(data)
-    raise DataError(
-        f"cannot read samples from {type(data).__name__}: give a tuple (inputs, targets) of tensors or a torch Dataset"
-    )
+    return Lazy(data)
 
 
 def _single(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..core.errors import ConfigError, DataError
 from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
-from .sources import Arrays, Items, Lazy, Source, Subset, below, source
+from .sources import Items, Lazy, Source, Subset, source
 
 Loss = Callable[[Any, Tensor], Tensor]
 Metric = Callable[[Any, Tensor], Tensor | float]
@@ -50,6 +50,8 @@ class Task:
     loss, metric: functions of (output, targets) that give the mean over a batch.
     prunable, fixed: which parameters may be sparse, and which are never trained (see `Layout.of`).
     densities: each client's density budget, for heterogeneous methods.
+    metric_name: what reports call the metric; without it, the name of the function ("metric" for a lambda).
+    higher_is_better: whether a higher metric is a better one. Write False for an error or a perplexity.
 
     Attributes: `train` has each client's training samples. `evaluation` has what the model is evaluated on: the test
     samples alone, or those held back by the clients in `evaluators`.
@@ -68,6 +70,8 @@ class Task:
         densities: Sequence[float] | None = None,
         holdout: float = 0.2,
         name: str = "task",
+        metric_name: str = "",
+        higher_is_better: bool = True,
     ) -> None:
         if not callable(model):  # modules are callable too
             raise ConfigError(
@@ -81,6 +85,9 @@ class Task:
         if densities is not None and len(densities) != len(sources):
             raise ConfigError(f"{len(densities)} densities for {len(sources)} clients: give one for each client")
         self.name, self.loss, self.metric, self.densities = name, loss, metric, densities
+        function = getattr(metric, "__name__", "metric")  # a callable object has no name
+        self.metric_name = metric_name or ("metric" if function == "<lambda>" else function)
+        self.higher_is_better = higher_is_better
         self.metric_known = True  # False: the clients of a server without test samples may have another one
         self.info: dict[str, Any] = {}  # what reports say about the task, as plain JSON data
         self._model, self._prunable, self._fixed = model, prunable, fixed
@@ -88,7 +95,14 @@ class Task:
         self.train, self.evaluation, self.evaluators = _hold_out(sources, holdout if test is None else 0)
         if self.test is not None:
             self.evaluation = [self.test]
-            _warn_about_nan(self.test)
+
+    def __repr__(self) -> str:
+        parameters = sum(layer.size for layer in self.layout.of_kind("prunable", "dense", "fixed"))
+        samples = sum(map(len, self.train))
+        return (
+            f"Task({self.name!r}, {len(self.train)} clients, {samples:,} training samples, {parameters:,} parameters, "
+            f"{self.layout.prunable_size / max(1, parameters):.0%} prunable)"
+        )
 
     @property
     def pretrained(self) -> bool:
@@ -173,19 +187,6 @@ def _source(data: object, who: str, check: bool = True) -> Source:
     if len(made) == 0:
         raise DataError(f"{who} has no samples: leave it out or give it some")
     return made
-
-
-def _warn_about_nan(test: Source) -> None:
-    data, index = below(test, torch.arange(len(test)))
-    tensors = (*data.inputs, data.target) if isinstance(data, Arrays) else ()
-    for x in map(torch.as_tensor, tensors):
-        bad = x.isnan().reshape(len(x), -1).any(1)[index] if x.is_floating_point() else index[:0]
-        if len(found := bad.nonzero()):
-            warnings.warn(
-                f"the test set has NaN in {len(found)} of {len(test)} samples, first in sample {int(found[0])}: its "
-                "loss will be NaN unless the model removes them",
-                RuntimeWarning,
-            )
 
 
 def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[Source], list[int]]:

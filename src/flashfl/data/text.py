@@ -32,10 +32,9 @@ def tokens(inputs: Inputs) -> Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Ids for words; with `pieces`, a word that is not in the vocabulary is cut into pieces that are (WordPiece)."""
+    """Ids for words. A word that is not in the vocabulary is cut into pieces that are (WordPiece), if it has any."""
 
     vocab: dict[str, int]
-    pieces: bool
     known: dict[str, list[int]] = field(default_factory=dict)  # words already looked up
 
     def __len__(self) -> int:
@@ -50,7 +49,7 @@ class Tokenizer:
             raise damaged(path, f"it lacks {', '.join(lacking)}, so it is not a WordPiece vocabulary")
         if vocab[PAD] != 0:
             raise damaged(path, f"{PAD} must be its first line")
-        return Tokenizer(vocab, pieces=True)
+        return Tokenizer(vocab)
 
     @staticmethod
     def of_words(texts: Iterable[str], size: int) -> Tokenizer:
@@ -58,7 +57,7 @@ class Tokenizer:
         counts = Counter(word for text in texts for word in words(text))
         ranked = sorted(counts, key=lambda word: (-counts[word], word))
         names = [PAD, UNKNOWN, START, END, *ranked][:size]
-        return Tokenizer({name: i for i, name in enumerate(names)}, pieces=False)
+        return Tokenizer({name: i for i, name in enumerate(names)})
 
     def ids(self, text: str) -> list[int]:
         """The ids of a text's words, without start and end."""
@@ -72,7 +71,7 @@ class Tokenizer:
     def _look_up(self, word: str) -> list[int]:
         """The longest piece from the left, then the longest of the rest. A word that has no such pieces is unknown."""
         unknown = [self.vocab[UNKNOWN]]
-        if not self.pieces or len(word) > _LONGEST:
+        if len(word) > _LONGEST:
             return [self.vocab[word]] if word in self.vocab else unknown
         found: list[int] = []
         rest, prefix = word, ""
@@ -97,13 +96,7 @@ def words(text: str) -> list[str]:
     """Lower-case words without accents. Punctuation marks and Chinese characters are words by themselves."""
     if not text.isprintable():
         text = "".join(letter for letter in text if letter in "\t\n\r" or unicodedata.category(letter)[0] != "C")
-    out: list[str] = []
-    for chunk in text.lower().split():
-        if chunk.isascii() and chunk.isalnum():  # nearly all of them
-            out.append(chunk)
-        else:
-            out += "".join(map(_spaced, unicodedata.normalize("NFD", chunk))).split(" ")
-    return [word for word in out if word]
+    return "".join(map(_spaced, unicodedata.normalize("NFD", text.lower()))).split()
 
 
 @cache

@@ -67,14 +67,11 @@ def pretrained(
 
     It must know at least `vocab` tokens, and texts of at least `length`.
     """
-    folder = Path(path)
-    if folder.is_dir() and not has_weights(folder):
+    if Path(path).is_dir() and not has_weights(path):
         raise DataError(
             f"{path} holds no weights: looked for {', '.join(_WEIGHTS)}. Put one of them there, for instance with "
             "`hf download google-bert/bert-base-uncased`, or train from random weights with model = 'bert-scratch'"
         )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise DataError(f"{path} holds no config.json: put the one there that belongs to its weights")
     net, drawn = _load(path, classes)
     if lost := sorted(n for n in drawn if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n):
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -119,7 +116,11 @@ def vocabulary(path: str) -> Path:
     try:
         return Path(_transformers().utils.cached_file(path, "vocab.txt"))
     except OSError as error:
-        raise DataError(f"no vocab.txt for {path!r}, here or on the hub: {str(error).splitlines()[0]}") from None
+        raise DataError(
+            f"no vocab.txt for {path!r}, under the data root or on the hub: {str(error).splitlines()[0]} Put "
+            "config.json, vocab.txt and model.safetensors into that folder, or train from random weights with "
+            "model = 'bert-scratch' or 'tiny-transformer'"
+        ) from None
 
 
 def scratch(

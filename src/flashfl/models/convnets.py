@@ -67,7 +67,27 @@ class LeafCNN(_TwoConvolutions):
         super().__init__([*first, *second], 64 * side * side, 2048, classes)
 
 
-class DigitsNet(nn.Module):
+def _convolution(inside: int, outside: int, stride: int = 1, bias: bool = True) -> list[nn.Module]:
+    """A padded 3x3 convolution with BatchNorm and ReLU."""
+    return [nn.Conv2d(inside, outside, 3, stride, padding=1, bias=bias), nn.BatchNorm2d(outside), nn.ReLU()]
+
+
+class _Pooled(nn.Module):
+    """Convolutions, the mean over each channel, perhaps hidden linear layers, and the last one."""
+
+    def __init__(self, features: list[nn.Module], hidden: list[nn.Module], width: int, classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*features)
+        self.hidden = nn.Sequential(*hidden)
+        self.fc = nn.Linear(width, classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(self.hidden(self.features(x).mean((2, 3))))
+        return logits
+
+
+class DigitsNet(_Pooled):
     """For the 8x8 digits: convolutions 1-32-64-128-128 with BatchNorm, mean pooling, one linear layer.
 
     The last two convolutions have stride 2. Every convolution is prunable.
@@ -76,22 +96,12 @@ class DigitsNet(nn.Module):
     prunable = "conv"
 
     def __init__(self, classes: int = 10, channels: int = 1, size: int = 8) -> None:
-        super().__init__()
-        parts: list[nn.Module] = []
-        inside = channels
-        for outside, stride in ((32, 1), (64, 1), (128, 2), (128, 2)):
-            parts += [nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU()]
-            inside = outside
-        self.features = nn.Sequential(*parts)
-        self.fc = nn.Linear(inside, classes)
-        initialise(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.fc(self.features(x).mean((2, 3)))
-        return logits
+        widths = ((channels, 32, 1), (32, 64, 1), (64, 128, 2), (128, 128, 2))
+        parts = [part for width in widths for part in _convolution(*width, bias=False)]
+        super().__init__(parts, [], 128, classes)
 
 
-class VGG16(nn.Module):
+class VGG16(_Pooled):
     """VGG16 for small images: thirteen 3x3 convolutions with BatchNorm, linear layers 512-512-512-classes.
 
     Images larger than 32x32 are averaged down before the linear layers. The convolutions and the hidden linear layers
@@ -102,20 +112,11 @@ class VGG16(nn.Module):
     widths = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # a max-pool ends each group
 
     def __init__(self, classes: int = 10, channels: int = 3, size: int = 32) -> None:
-        super().__init__()
         _at_least("vgg16", size, 32)
         parts: list[nn.Module] = []
-        inside = channels
         for group in self.widths:
             for outside in group:
-                parts += [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU()]
-                inside = outside
+                parts += _convolution(channels, outside)
+                channels = outside
             parts.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*parts)
-        self.hidden = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
-        self.fc = nn.Linear(512, classes)
-        initialise(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.fc(self.hidden(self.features(x).mean((2, 3))))
-        return logits
+        super().__init__(parts, [nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()], 512, classes)

@@ -6,21 +6,15 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigError, DataError, unknown
 
 if TYPE_CHECKING:
-    from ..data.dataset import Info
     from .config import RunConfig
 
 _WHAT = "a data set (see `flashfl data`), hub:NAME or folder:PATH; for partition also a TOML configuration"
-_BY_PATTERN = {  # data sets without a fixed name: what they are, the package they need, and the extra that installs it
-    "hub:NAME": ("any images or texts with labels on the Hugging Face hub", "datasets", "hub"),
-    "folder:PATH": ("images in folders, one folder a class", "PIL", "images"),
-}
 
 
 def add_data(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -60,39 +54,23 @@ def _list(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     given_by = "--data-root" if args.root else "FLASHFL_DATA" if os.environ.get("FLASHFL_DATA") else "the default"
     print(f"data root: {root.absolute()} ({given_by}{'' if root.is_dir() else '; there is no such folder'})\n")
     print(f"{'name':<14} {'':<8} {'train':>8} {'test':>7} {'classes':>7} {'shape':<8} {'MB':>5}  what it is")
+    how: list[str] = []
     for info in DATASETS.values():
         train, test = (f"{n:,}" if n else "varies" for n in (info.train, info.test))
-        state = "missing" if info.files.absent(root) else "present"
-        print(f"{info.name:<14} {state:<8} {train:>8} {test:>7} {info.classes:>7} {_shape(info.shape):<8} "
-              f"{info.megabytes or '-':>5}  {info.about}")  # fmt: skip
-    for name, (about, package, extra) in _BY_PATTERN.items():
-        spec = find_spec(package)
-        installed = spec is not None and spec.origin is not None  # a folder of that name is no package
-        needs = "" if installed else f"; needs pip install 'flashfl[{extra}]'"
-        print(f"{name:<14} {'':<49}  {about}{needs}")
-    if missing := [line for info in DATASETS.values() for line in _how_to_get(info, root)]:
-        print("\nTo get what is missing, under the data root:", *missing, sep="\n")
+        absent = info.files.absent(root)
+        print(f"{info.name:<14} {'missing' if absent else 'present':<8} {train:>8} {test:>7} {info.classes:>7} "
+              f"{_shape(info.shape):<8} {info.megabytes or '-':>5}  {info.about}")  # fmt: skip
+        if absent:
+            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            how += [f"{info.name}: not found: {absent[0]}{more}", f"    {info.files.get}."]
+    print(f"{'hub:NAME':<64}  images or texts with labels on the Hugging Face hub; pip install 'flashfl[hub]'")
+    print(f"{'folder:PATH':<64}  images in folders, one folder a class; pip install 'flashfl[images]'")
+    if how:
+        print("\nTo get what is missing, under the data root:", *how, sep="\n")
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
-
-
-def _how_to_get(info: Info, root: Path) -> list[str]:
-    """How to get a data set, or its pretrained model, if it is not there."""
-    from ..models import PRETRAINED
-    from ..models.bert import has_weights
-
-    if absent := info.files.absent(root):
-        more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        return [f"{info.name}: not found: {absent[0]}{more}", f"    {info.files.get}."]
-    if info.model in PRETRAINED and not has_weights(root / "bert-base-uncased"):
-        return [
-            f"{info.name}: its pretrained model is not there: no weights in bert-base-uncased/",
-            "    Put config.json, vocab.txt and model.safetensors there, or train from random weights with --model "
-            "bert-scratch or --model tiny-transformer.",
-        ]
-    return []
 
 
 def _config(args: argparse.Namespace, overrides: Mapping[str, str], known: tuple[str, ...]) -> RunConfig:
@@ -154,13 +132,13 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
 def _check(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     import numpy as np
 
-    from ..data.dataset import Options
     from ..data.files import data_root
     from ..data.registry import info as known
+    from ..data.tasks import load_data
 
     task = _config(args, overrides, ("size",)).task
     info, root = known(task.dataset), data_root(task.data_root)
-    data = info.load(root, Options(size=task.size))
+    data = load_data(task)
     train, test = len(data.train), 0 if data.test is None else len(data.test)
     for what, found, published in (
         ("training samples", train, info.train),
@@ -176,7 +154,7 @@ def _check(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     print(f"a class has {counts.min():,} to {counts.max():,} training samples")
     if data.writers is not None:
         print(f"{len(np.unique(data.writers)):,} writers")
-    compared = any(map(info.files.checksum, info.files.found(root)))
+    compared = any(path and info.files.checksum(path) for path in info.files.find(root).values())
     print(f"checksums: {'as published' if compared else 'none are known for these files'}")
 
 

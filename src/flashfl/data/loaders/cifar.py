@@ -22,17 +22,13 @@ _NORMS = {
 def _python(path: Path, classes: int) -> Pair:
     """A file of the python version: a pickled dict with an N by 3072 array and a list of labels."""
     held = loads(read(path), path)
-    held = held if isinstance(held, dict) else {}
-    named = {str(k, "latin1") if isinstance(k, bytes) else k: v for k, v in held.items()}
     key = "labels" if classes == 10 else "fine_labels"
-    x, y = named.get("data"), named.get(key)
-    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != _PIXELS:
+    x, y = held.get("data"), held.get(key)
+    if not isinstance(x, np.ndarray) or x.ndim != 2 or x.shape[1] != _PIXELS:
         raise damaged(path, f"'data' is not an array of uint8, N by {_PIXELS}")
-    if isinstance(y, list) and all(isinstance(n, int) for n in y):
-        y = np.array(y)  # an array of objects, if a number is too large
-    if not isinstance(y, np.ndarray) or y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
+    if not isinstance(y, list) or len(y) != len(x) or not all(isinstance(n, int) and 0 <= n < 256 for n in y):
         raise damaged(path, f"{key!r} is not a list of {len(x)} labels")
-    return x, y.astype(np.int64)
+    return x, np.array(y, dtype=np.int64)
 
 
 def _binary(path: Path, classes: int) -> Pair:

@@ -57,12 +57,8 @@ def _users(file: Path) -> list[tuple[str, NDArray[Any], NDArray[Any]]]:
                 raise damaged(file, f"user {user} has images of shape {x.shape} for {len(y)} labels")
             check_labels(file, y, _CLASSES)
             out.append((str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8), y))
-    except UnicodeDecodeError as error:
-        raise damaged(file, f"not text ({error})") from None
-    except json.JSONDecodeError as error:
-        raise damaged(file, f"not JSON, or cut short ({error})") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise damaged(file, f"not LEAF's form of users and user_data ({type(error).__name__}: {error})") from None
+        raise damaged(file, f"not LEAF's JSON of users and user_data ({type(error).__name__}: {error})") from None
     return out
 
 

@@ -31,7 +31,7 @@ def load(path: Path, options: Options) -> DataSet:
         if not files:
             raise DataError(f"no images under {part}: looked for {', '.join(_ENDINGS)} in {', '.join(names)}")
         size = pairs[0][0].shape[2:] if pairs else None
-        pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, "BILINEAR", size)
+        pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, size)
         pairs.append((pixels, np.array([label for _, label in files])))
     return images(pairs[0], pairs[1] if tests else None, len(names), IMAGENET, CropFlip())
 

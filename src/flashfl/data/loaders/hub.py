@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...core.errors import ConfigError, DataError
 from ..augment import IMAGENET, CropFlip
@@ -17,8 +16,6 @@ from ..pictures import rgb, stack
 _TESTS = ("test", "validation", "val", "valid", "dev")
 _TEXTS = ("text", "sentence", "content", "review", "document", "comment", "tweet", "message")  # what is read, if there
 _SECOND = ("question", "query", "premise", "hypothesis")  # half of a pair, even beside one of those
-
-
 _NO_LABEL = (None, -1)
 
 
@@ -34,30 +31,32 @@ class Rows(Protocol):
 def load(name: str, options: Options) -> DataSet:
     """The data set REPOSITORY or REPOSITORY:CONFIG.
 
-    The input is the first column of images, else the one column of texts. The test samples are the
-    split called test, or validation, that has labels. Without one, clients hold some back.
+    The input is the first column of images, else the one column of texts. The test samples are the split called test,
+    or validation, that has labels. Without one, clients hold some back.
     """
     splits = _fetch(name)
-    if "train" not in splits:
-        raise DataError(f"hub:{name} has no split 'train'; it has {', '.join(splits)}")
+    if "train" not in splits or len(splits["train"]) == 0:
+        raise DataError(f"hub:{name} has no samples in a split 'train'; its splits are {', '.join(splits)}")
     train = splits["train"]
-    if len(train) == 0:
-        raise DataError(f"hub:{name}: split 'train' is empty")
     label = _label(train, name)
     classes = _classes(train, label, name)
-    tests = [s for s in _TESTS if s in splits and any(x not in _NO_LABEL for x in _labels(splits[s], label))]
-    used = {f"hub:{name}: split {s!r}": splits[s] for s in ("train", *tests[:1])}
-    targets = [_targets(rows, label, classes, where) for where, rows in used.items()]
-    if pictures := [column for column, feature in train.features.items() if _kind(feature) == "Image"]:
-        pixels: list[NDArray[Any]] = []
-        for where, rows in used.items():
-            found = ((where, rgb(picture)) for picture in _column(rows, pictures[0], where))
-            pixels.append(stack(found, options.size, "BICUBIC", pixels[0].shape[2:] if pixels else None))
-        pairs = [(x, np.array(y)) for x, y in zip(pixels, targets, strict=True)]
-        return images(pairs[0], pairs[1] if tests else None, len(classes), IMAGENET, CropFlip())
-    column = _text(train, label, name)
-    held = [(list(_column(rows, column, where)), y) for (where, rows), y in zip(used.items(), targets, strict=True)]
-    return texts(held[0], held[1] if tests else None, len(classes), options)
+    labelled = [s for s in _TESTS if s in splits and label in splits[s].features]
+    tests = [s for s in labelled if any(x not in _NO_LABEL for x in splits[s][label])][:1]
+    pictures = [column for column, feature in train.features.items() if _kind(feature) == "Image"]
+    column = pictures[0] if pictures else _text(train, label, name)
+    held: list[tuple[Any, list[int]]] = []
+    for split in ("train", *tests):
+        where, rows = f"hub:{name}: split {split!r}", splits[split]
+        targets, values = _targets(rows, label, classes, where), _column(rows, column, where)
+        if pictures:
+            size = held[0][0].shape[2:] if held else None
+            held.append((stack(((where, rgb(x)) for x in values), options.size, size, "BICUBIC"), targets))
+        else:
+            held.append((list(values), targets))
+    if not pictures:
+        return texts(held[0], held[1] if tests else None, len(classes), options)
+    pairs = [(x, np.array(y)) for x, y in held]
+    return images(pairs[0], pairs[1] if tests else None, len(classes), IMAGENET, CropFlip())
 
 
 def _fetch(name: str) -> Mapping[str, Rows]:
@@ -86,10 +85,6 @@ def _label(train: Rows, name: str) -> str:
     return labels[0]
 
 
-def _labels(rows: Rows, label: str) -> list[Any]:
-    return list(rows[label]) if label in rows.features else []
-
-
 def _classes(train: Rows, label: str, name: str) -> dict[object, int]:
     """The class of each label: whole numbers are their own, strings are numbered in the order of the alphabet."""
     if _kind(train.features[label]) == "ClassLabel":
@@ -104,7 +99,7 @@ def _classes(train: Rows, label: str, name: str) -> dict[object, int]:
 
 def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) -> list[int]:
     """The class of each row."""
-    given = _labels(rows, label)
+    given = list(rows[label])
     lost = [i for i, value in enumerate(given) if value not in classes]
     if lost:
         example = f"row {lost[0]} has {given[lost[0]]!r}"

@@ -15,7 +15,8 @@ from ..augment import Normalise
 from ..dataset import DataSet, Files, Options, Pair, check_labels, images
 from ..files import damaged, read, read_start
 
-_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_UINT8, _INT32 = 0x08, 0x0C
+_TYPES = {_UINT8: ">u1", _INT32: ">i4"}
 _MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -27,16 +28,14 @@ _FILES = tuple(_MD5)[:4]
 _WRITER = 2  # the column of QMNIST's labels that says who wrote; column 0 is the digit
 
 
-def read_idx(path: Path, dims: int) -> NDArray[Any]:
+def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
     """The array in an IDX file. No more is read than the file's header announces."""
     start = 4 + 4 * dims
-    head = read_start(path)[:start]
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _TYPES:
-        raise damaged(path, f"bad magic number {head[:4].hex() or '(empty file)'}, this is not an IDX file")
-    if head[3] != dims:
-        raise damaged(path, f"bad magic number {head[:4].hex()}: {head[3]} dimensions where {dims} belong")
+    magic, head = bytes([0, 0, kind, dims]), read_start(path)[:start]
+    if head[:4] != magic:
+        raise damaged(path, f"it begins with {head[:4].hex() or 'nothing'} where {magic.hex()} belongs")
     shape = [int.from_bytes(head[at : at + 4], "big") for at in range(4, start, 4)]
-    dtype = np.dtype(_TYPES[head[2]])
+    dtype = np.dtype(_TYPES[kind])
     wanted = start + prod(shape) * dtype.itemsize
     data = read(path, most=wanted)
     if len(data) != wanted:
@@ -46,12 +45,9 @@ def read_idx(path: Path, dims: int) -> NDArray[Any]:
 
 def _pair(pixels: Path, labels: Path) -> Pair:
     """The images of one file and the labels of another."""
-    x, y = read_idx(pixels, 3), read_idx(labels, 1)
-    for path, array in ((pixels, x), (labels, y)):
-        if array.dtype != np.uint8:
-            raise damaged(path, f"it holds numbers of type {array.dtype} where uint8 belongs")
-    if 0 in x.shape[1:]:
-        raise damaged(pixels, f"its images have {x.shape[1]}x{x.shape[2]} pixels")
+    x, y = read_idx(pixels, _UINT8, 3), read_idx(labels, _UINT8, 1)
+    if x.shape[1:] != (28, 28):
+        raise damaged(pixels, f"its images have {x.shape[1]}x{x.shape[2]} pixels where 28x28 belong")
     if len(x) != len(y):
         raise damaged(labels, f"{len(y)} labels for the {len(x)} images of {pixels.name}")
     check_labels(labels, y, 10)
@@ -59,17 +55,13 @@ def _pair(pixels: Path, labels: Path) -> Pair:
 
 
 def _load(norm: Normalise, paths: list[Path], options: Options) -> DataSet:
-    train, test = _pair(*paths[:2]), _pair(*paths[2:4])
-    if train[0].shape[1:] != test[0].shape[1:]:
-        size = "x".join(map(str, test[0].shape[2:]))
-        raise damaged(paths[2], f"its images have {size} pixels, other than those of {paths[0].name}")
-    return images(train, test, 10, norm)
+    return images(_pair(*paths[:2]), _pair(*paths[2:4]), 10, norm)
 
 
 def _with_writers(paths: list[Path], options: Options) -> DataSet:
     """MNIST, with who wrote each training digit from QMNIST's labels of the same images."""
     mnist = MNIST.read(paths[:4], options)
-    rows = read_idx(paths[4], 2)
+    rows = read_idx(paths[4], _INT32, 2)
     if rows.shape[1] <= _WRITER or len(rows) != len(mnist.train):
         raise damaged(paths[4], f"a table of {rows.shape} where {len(mnist.train)} rows of 8 columns belong")
     if not np.array_equal(rows[:, 0], mnist.labels):

@@ -9,10 +9,9 @@ import numpy as np
 from ..augment import Chain, CropFlip, Normalise, Rotate
 from ..dataset import DataSet, Files, Options, Pair, images
 from ..files import Arrays, cached, damaged, read_text
-from ..pictures import pixels, read_picture
+from ..pictures import read_picture, stack
 
 _NORM = Normalise((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
-_SIDE = 64
 Listed = list[tuple[Path, int]]  # images and their classes
 
 
@@ -54,10 +53,8 @@ def _decoded(label: str, files: Listed, folder: Path) -> Pair:
     paths = [path for path, _ in files]
 
     def make() -> Arrays:
-        held = np.empty((len(files), 3, _SIDE, _SIDE), dtype=np.uint8)
-        for out, path in zip(held, paths, strict=True):
-            out[:] = pixels(read_picture(path), (_SIDE, _SIDE), path)
-        return {"images": held}
+        pictures = ((path, read_picture(path)) for path in paths)
+        return {"images": stack(pictures, size=(64, 64))}
 
     return cached(folder, label, paths, ["images"], make)["images"], np.array([label for _, label in files])
 
