@@ -30,7 +30,7 @@ from flashfl.flower import worker
 from flashfl.flower.app import read_config, server_main, task_of
 from flashfl.flower.host import find
 from flashfl.flower.messages import Held, NodeContext
-from flashfl.flower.supernode import Instead, short_sleep
+from flashfl.flower.supernode import instead
 from flashfl.methods import NST
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task
@@ -162,7 +162,7 @@ def test_worker_refuses_a_socket_folder_others_can_enter(
 
 
 def test_supernode_only_shortens_sleeps() -> None:
-    clock = Instead(time, sleep=short_sleep(0.01))
+    clock = instead(time, sleep=lambda seconds: time.sleep(min(seconds, 0.01)))
     began = time.monotonic()
     clock.sleep(3)
     assert time.monotonic() - began < 2.9

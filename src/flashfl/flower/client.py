@@ -60,23 +60,14 @@ def app_around(serve: Serve, mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that answers with what `serve` returns."""
     app = ClientApp(mods=mods)
 
-    def answer(kind: str, message: Message, context: Context) -> Message:
+    def answer(message: Message, context: Context) -> Message:
         node = NodeContext(dict(context.node_config), dict(context.run_config), context.run_id)
+        kind = message.metadata.message_type
         data = b"" if kind == "query" else records.read_blob(message.content, "order")[1]
         return reply_to(message, context, serve(kind, node, data, recall(context.state)))
 
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        return answer("query", message, context)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return answer("train", message, context)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return answer("evaluate", message, context)
-
+    for register in (app.query, app.train, app.evaluate):
+        register()(answer)
     return app
 
 
@@ -84,9 +75,9 @@ def reply_to(message: Message, context: Context, answer: Answer) -> Message:
     """An answer as a Flower message. What the client must remember goes into its state."""
     if answer.held is not None:
         remember(context.state, answer.held)
-    if answer.kind in ("update", "lack"):
-        return Message(records.blob(answer.kind, answer.data), reply_to=message)
-    return Message(records.fields(answer.kind, answer.fields), reply_to=message)
+    blob = answer.kind in ("update", "lack")
+    content = records.blob(answer.kind, answer.data) if blob else records.fields(answer.kind, answer.fields)
+    return Message(content, reply_to=message)
 
 
 def recall(state: RecordDict) -> Held:

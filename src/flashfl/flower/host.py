@@ -5,10 +5,10 @@ Everything that comes in and goes out is plain data, so a host can live in any p
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..wire import Message, UnknownMask, decode, encode
 from ..wire.frame import VERSION
-from .messages import Answer, Held, NodeContext
+from .messages import Answer, Held, NodeContext, Setting
 from .registration import fingerprint
 
 
@@ -116,39 +116,29 @@ def _threads(count: int) -> Iterator[None]:
 TaskFn = Callable[[Any], Task]
 
 
-# What a process keeps between messages. It is kept here and not in the app, because Flower may make a new app for
-# every message, as Ray does. Tasks are kept by the function that makes them and by node; hosts are kept by task. Both
-# are bounded, because a task may hold a whole data set. Another run reads its data again, as they may have changed.
+# What a process keeps between messages: the tasks of one run, by the function that makes them and by node, and a host
+# for each task. It is kept here and not in the app, because Flower may make a new app for every message, as Ray does.
+# Both are bounded, because a task may hold a whole data set. Another run reads its data again: they may have changed.
 _MOST = 8
-_TASKS: OrderedDict[tuple[TaskFn, int, str], Task] = OrderedDict()
-_HOSTS: OrderedDict[int, Host] = OrderedDict()
-K = TypeVar("K")
-V = TypeVar("V")
+_run: list[int] = []
+
+
+@functools.lru_cache(_MOST)
+def _task(
+    make: TaskFn, run_id: int, node: tuple[tuple[str, Setting], ...], run: tuple[tuple[str, Setting], ...]
+) -> Task:
+    return make(NodeContext(dict(node), dict(run), run_id))
+
+
+_host = functools.lru_cache(_MOST)(Host)
 
 
 def find(make: Task | TaskFn, node: NodeContext) -> Host:
     """The host for a message: a task is made once for each node and run, its replica once for each task."""
-    task = make if isinstance(make, Task) else _task(make, node)
-    host = _HOSTS.get(id(task))
-    if host is None or host.task is not task:
-        host = Host(task, int(node.node_config.get("threads", 1)))
-    _keep(_HOSTS, id(task), host)
-    return host
-
-
-def _task(make: TaskFn, node: NodeContext) -> Task:
-    key = (make, node.run_id, repr((sorted(node.node_config.items()), sorted(node.run_config.items()))))
-    task = _TASKS.get(key)
-    if task is None:
-        for old in [k for k in _TASKS if k[0] == make and k[1] != node.run_id]:
-            _HOSTS.pop(id(_TASKS.pop(old)), None)
-        task = make(node)
-    _keep(_TASKS, key, task)
-    return task
-
-
-def _keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    while len(cache) > _MOST:
-        cache.popitem(last=False)
+    if _run != [node.run_id]:
+        _run[:] = [node.run_id]
+        _task.cache_clear()
+        _host.cache_clear()
+    if not isinstance(make, Task):
+        make = _task(make, node.run_id, tuple(sorted(node.node_config.items())), tuple(sorted(node.run_config.items())))
+    return _host(make, int(node.node_config.get("threads", 1)))
