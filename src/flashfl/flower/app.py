@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flwr.app import Context
+from flwr.app import Context, UserConfigValue
 from flwr.common.config import unflatten_dict
 from flwr.serverapp import Grid
 
@@ -22,7 +22,6 @@ from ..data.task import Task
 from ..data.tasks import TaskConfig, build_task
 from ..run.config import RunConfig, load_toml, make_config
 from .attendance import FlowerOptions
-from .messages import NodeContext, Setting
 
 _TABLES = ("task", "train", "method", "flower")
 _OWN = ("config", "settings", "folder", "resume")
@@ -38,7 +37,7 @@ class AppConfig:
     resume: bool
 
 
-def read_config(flat: Mapping[str, Setting]) -> AppConfig:
+def read_config(flat: Mapping[str, UserConfigValue]) -> AppConfig:
     """The settings of a run from a Flower run config, which has its tables flattened to `table.name`.
 
     `config` names a TOML file that replaces the app's own tables, on the server and on every node. `settings` adds to
@@ -96,7 +95,7 @@ def server_main(grid: Grid, context: Context) -> None:
     )
 
 
-def task_of(context: Context | NodeContext) -> Task:
+def task_of(context: Context) -> Task:
     """The configured task on a node, whose `num-partitions` says among how many clients the data is split."""
     config, node = read_config(context.run_config).run, context.node_config
     task = config.task

@@ -175,8 +175,9 @@ class Registry:
     def _settle(self) -> None:
         """Give each client id to the node that claimed it first, as long as that node is there."""
         before, self.entries = self.entries, {}
+        holders = {(client, entry.node) for client, entry in before.items()}
         told = [node.entry for node in self.nodes.values() if node.entry is not None]
-        for entry in sorted(told, key=lambda e: before.get(e.client.id, e).node != e.node):
+        for entry in sorted(told, key=lambda e: (e.client.id, e.node) not in holders):
             holder = self.entries.setdefault(entry.client.id, entry).node
             if holder != entry.node:
                 self._refuse(self.nodes[entry.node], f"client {entry.client.id} is already node {holder}")

@@ -21,14 +21,13 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .messages import Answer, Held, NodeContext
+from flwr.app import Context, Message, RecordDict
 
 if TYPE_CHECKING:
     from .host import TaskFn
 
 IDLE = 1800.0  # seconds without work after which a worker ends
 _STARTS = 60.0  # seconds a worker has to open its socket
-RAISED = "raised"  # the kind of an answer in place of which the app raised an error
 _started: list[subprocess.Popen[bytes]] = []  # workers outlive the process that starts them
 
 
@@ -39,8 +38,8 @@ def resolve(reference: str) -> TaskFn:
     return found
 
 
-def ask(reference: str, kind: str, node: NodeContext, data: bytes, held: Held) -> Answer | None:
-    """The worker's answer to a message; None if there can be no worker here."""
+def ask(reference: str, message: Message, context: Context) -> RecordDict | None:
+    """The content of the worker's reply to a message; None if there can be no worker here."""
     parent, folder = os.getppid(), _folder()
     if folder is None or parent <= 1:
         return None
@@ -48,11 +47,12 @@ def ask(reference: str, kind: str, node: NodeContext, data: bytes, held: Held) -
         json.dumps([parent, reference, sys.path, sys.executable]).encode(), digest_size=8
     ).hexdigest()
     with _connect(folder / f"{name}.sock", parent, reference) as connection:
-        connection.send((kind, node, data, held))
-        answer: Answer = connection.recv()
-    if answer.kind == RAISED:
-        raise RuntimeError(f"in the worker: {answer.fields['why']}")
-    return answer
+        connection.send((message, context))
+        reply, context.state = connection.recv()
+    if isinstance(reply, str):
+        raise RuntimeError(f"in the worker: {reply}")
+    found: RecordDict = reply
+    return found
 
 
 def _folder() -> Path | None:
@@ -103,14 +103,15 @@ def serve(socket: Path, parent: int, reference: str) -> None:
 
 
 def _answer(connection: Connection, reference: str) -> None:
-    kind, node, data, held = connection.recv()
+    message, context = connection.recv()
+    reply: RecordDict | str
     try:
         from .host import find
 
-        answer = find(resolve(reference), node).serve(kind, node, data, held)
+        reply = find(resolve(reference), context).serve(message, context)
     except Exception as error:  # the caller raises it again, as Flower expects of an app
-        answer = Answer(RAISED, fields={"why": f"{type(error).__name__}: {error}"})
-    connection.send(answer)
+        reply = f"{type(error).__name__}: {error}"
+    connection.send((reply, context.state))
 
 
 def _watch(socket: Path, parent: int, last: list[float]) -> None:
