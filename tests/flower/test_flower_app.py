@@ -17,20 +17,19 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
 from flower_support import federation, train
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.common.config import flatten_dict
+from in_process_grid import InProcessGrid
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError
-from flashfl.core.exchange import Local
 from flashfl.engine.encoding import Server
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
-from flashfl.flower import worker
+from flashfl.flower import records, worker
 from flashfl.flower.app import read_config, server_main, task_of
 from flashfl.flower.host import find
-from flashfl.flower.messages import Held, NodeContext
-from flashfl.flower.supernode import Instead, short_sleep
+from flashfl.flower.supernode import instead
 from flashfl.methods import NST
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task
@@ -96,7 +95,6 @@ def test_nodes_of_one_process_share_the_data() -> None:
 
 def test_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:
     from flashfl.flower import client_app
-    from flashfl.flower.testing import InProcessGrid
 
     run = {"folder": str(tmp_path / "run"), "train.rounds": 1, "settings": "warmup_clients=0 max_steps=2"}
     grid = InProcessGrid({}, run_config=app_config(**run))
@@ -126,30 +124,35 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]
         assert not list(Path(folder).glob("*/*.sock")), "a worker ends with the process it depends on"
 
 
+def asking(kind: str, content: RecordDict | None = None) -> Message:
+    return Message(content or RecordDict(), 1, kind)
+
+
 def test_worker_gives_the_same_answers_as_the_host(parent: subprocess.Popen[bytes]) -> None:
-    context, name = context_of(1), "flashfl.flower.app:task_of"
-    node = NodeContext(dict(context.node_config), dict(context.run_config))
-    task = task_of(context)
-    host = find(task_of, node)
-    assert worker.ask(name, "query", node, b"", Held()) == host.serve("query", node)
+    InProcessGrid({})  # gives this process the identity that messages need
+    here, there, name = context_of(1), context_of(1), "flashfl.flower.app:task_of"
+    task = task_of(here)
+    host = find(task_of, here)
+    assert worker.ask(name, asking("query"), there) == host.serve(asking("query"), here)
     server = Server(ClientMemory(MaskStore(task.layout, {})))
     method = NST(density=0.1)
     state = method.init(plan_of(TrainConfig(per_round=1), task, len(task.clients)))
     client = task.clients[1]
     [(_, order)] = method.orders(state, [client])
-    data = server.encode(server.message(client, order)).data
-    there, here = worker.ask(name, "train", node, data, Held()), host.serve("train", node, data)
-    assert there is not None
-    assert (there.kind, there.data) == ("update", here.data)
-    assert there.held == here.held
-    assert here.held is not None
-    assert worker.ask(name, "train", node, data, here.held) == host.serve("train", node, data, here.held)
-    lost = worker.ask(name, "query", NodeContext({**node.node_config, "partition-id": 9}, node.run_config), b"", Held())
+    train = asking("train", records.blob("order", server.encode(server.message(client, order)).data))
+    for _ in range(2):  # the second time, the client remembers the first
+        answer = worker.ask(name, train, there)
+        assert answer is not None
+        assert "update" in answer
+        assert answer == host.serve(train, here)
+        assert there.state == here.state
+        assert "flashfl.masks" in there.state
+    lost = worker.ask(name, asking("query"), context_of(9))
     assert lost is not None
-    assert "partition-id = 9" in str(lost.fields["why"])
+    assert "partition-id = 9" in str(records.failure(lost))
+    wrong = Context(1, 1, {"partition-id": 1}, RecordDict(), {"colour": "blue"})
     with pytest.raises(RuntimeError, match=r"in the worker: .*colour"):
-        worker.ask(name, "query", NodeContext(node.node_config, {"colour": "blue"}), b"", Held())
-    assert isinstance(order.local, Local)
+        worker.ask(name, asking("query"), wrong)
 
 
 def test_worker_refuses_a_socket_folder_others_can_enter(
@@ -158,11 +161,11 @@ def test_worker_refuses_a_socket_folder_others_can_enter(
     folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
     folder.mkdir(mode=0o755)
     folder.chmod(0o755)
-    assert worker.ask("flashfl.flower.app:task_of", "query", NodeContext({}, {}), b"", Held()) is None
+    assert worker.ask("flashfl.flower.app:task_of", asking("query"), context_of(1)) is None
 
 
 def test_supernode_only_shortens_sleeps() -> None:
-    clock = Instead(time, sleep=short_sleep(0.01))
+    clock = instead(time, sleep=lambda seconds: time.sleep(min(seconds, 0.01)))
     began = time.monotonic()
     clock.sleep(3)
     assert time.monotonic() - began < 2.9

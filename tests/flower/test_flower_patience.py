@@ -267,7 +267,7 @@ def test_supernode_joins_again_once_the_superlink_has_forgotten_it(capsys: pytes
             raise answer
         return str(answer)
 
-    assert supernode.try_again(activate, supernode.not_activated, pause=0.01) == "joined"
+    assert supernode.try_again(activate, pause=0.01) == "joined"
     assert capsys.readouterr().err.count("Trying again") == 2
 
 
@@ -279,7 +279,7 @@ def test_supernode_gives_up_after_a_while_and_on_other_errors() -> None:
         raise refused(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)
 
     with pytest.raises(httpx.HTTPStatusError):
-        supernode.try_again(activate, supernode.not_activated, seconds=0.1, pause=0.03)
+        supernode.try_again(activate, seconds=0.1, pause=0.03)
     assert 2 <= len(calls) <= 5
     assert not supernode.not_activated(refused(ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL))
     assert not supernode.not_activated(OSError("no route"))

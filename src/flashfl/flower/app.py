@@ -6,14 +6,13 @@ The app in apps/flower consists of `server_main` and `task_of`.
 from __future__ import annotations
 
 import functools
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from flwr.app import Context
+from flwr.app import Context, UserConfigValue
+from flwr.common.config import unflatten_dict
 from flwr.serverapp import Grid
 
 from ..core.errors import ConfigError, unknown
@@ -23,9 +22,8 @@ from ..data.task import Task
 from ..data.tasks import TaskConfig, build_task
 from ..run.config import RunConfig, load_toml, make_config
 from .attendance import FlowerOptions
-from .messages import NodeContext, Setting
 
-_TABLES = ("task", "train", "method")
+_TABLES = ("task", "train", "method", "flower")
 _OWN = ("config", "settings", "folder", "resume")
 
 
@@ -39,21 +37,19 @@ class AppConfig:
     resume: bool
 
 
-def read_config(flat: Mapping[str, Setting]) -> AppConfig:
+def read_config(flat: Mapping[str, UserConfigValue]) -> AppConfig:
     """The settings of a run from a Flower run config, which has its tables flattened to `table.name`.
 
     `config` names a TOML file that replaces the app's own tables, on the server and on every node. `settings` adds to
     either, as on the command line: "method=jmwst density=0.05 rounds=100".
     """
-    tables: dict[str, dict[str, Any]] = {name: {} for name in (*_TABLES, "flower")}
-    for key, value in flat.items():
-        table, dot, rest = key.partition(".")
-        if dot and table in tables:
-            _put(tables[table], rest.split("."), value)
-        elif key not in _OWN:
-            raise unknown("setting of the app", key, [*_OWN, *(f"{t}.…" for t in tables)])
-    options = build(FlowerOptions, tables.pop("flower"), "flower")
-    data: Mapping[str, Any] = load_toml(Path(str(flat["config"]))) if flat.get("config") else tables
+    tables = unflatten_dict(dict(flat))
+    for name in tables:
+        if name not in (*_OWN, *_TABLES):
+            raise unknown("setting of the app", name, [*_OWN, *_TABLES])
+    options = build(FlowerOptions, tables.get("flower", {}), "flower")
+    own = {name: tables.get(name, {}) for name in ("task", "train", "method")}
+    data = load_toml(Path(str(flat["config"]))) if flat.get("config") else own
     if isinstance(table := data.get("train", {}), Mapping):  # a server may be killed at any time
         data = {**data, "train": {"checkpoint_every": 1, **table}}
     settings = _settings(str(flat.get("settings", "")))
@@ -61,12 +57,6 @@ def read_config(flat: Mapping[str, Setting]) -> AppConfig:
     run = make_config(data, {**settings, "method": name})
     place = f"runs/flower-{run.task.dataset.replace(':', '-')}-{run.method.name}-seed{run.train.seed}"
     return AppConfig(run, options, Path(str(flat.get("folder") or place)), bool(flat.get("resume", False)))
-
-
-def _put(table: dict[str, Any], path: list[str], value: Setting) -> None:
-    for name in path[:-1]:
-        table = table.setdefault(name, {})
-    table[path[-1]] = value
 
 
 def _settings(text: str) -> dict[str, str]:
@@ -90,7 +80,7 @@ def server_main(grid: Grid, context: Context) -> None:
             f"{config.folder} already holds a run: continue it with --run-config 'resume=true', "
             "or choose another folder with --run-config 'folder=\"...\"'"
         )
-    task = _task(json.dumps(config.run.to_json()["task"]), config.run.train.seed, context.run_id)
+    task = _task(config.run.task, config.run.train.seed, context.run_id)
     accepted = {"trust": config.options.trust, "max_samples": config.options.max_samples}
     strategy = FlashStrategy(
         config.run.method, task, config.run.train, config.options,
@@ -105,7 +95,7 @@ def server_main(grid: Grid, context: Context) -> None:
     )
 
 
-def task_of(context: Context | NodeContext) -> Task:
+def task_of(context: Context) -> Task:
     """The configured task on a node, whose `num-partitions` says among how many clients the data is split."""
     config, node = read_config(context.run_config).run, context.node_config
     task = config.task
@@ -113,10 +103,10 @@ def task_of(context: Context | NodeContext) -> Task:
         task = replace(task, clients=int(node["num-partitions"]))
     if "data-root" in node:
         task = replace(task, data_root=str(node["data-root"]))
-    return _task(json.dumps(RunConfig(task=task).to_json()["task"]), config.train.seed, context.run_id)
+    return _task(task, config.train.seed, context.run_id)
 
 
 @functools.lru_cache(1)
-def _task(described: str, seed: int, run_id: int) -> Task:
+def _task(config: TaskConfig, seed: int, run_id: int) -> Task:
     """Shared by all nodes that a process plays; another run reads its data again."""
-    return build_task(build(TaskConfig, json.loads(described), "task"), fold(seed, "task"))
+    return build_task(config, fold(seed, "task"))

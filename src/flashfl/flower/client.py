@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-
-from . import records
-from .messages import Answer, Held, NodeContext
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod
@@ -20,8 +16,7 @@ if TYPE_CHECKING:
     from ..data.task import Task
     from .host import TaskFn
 
-Serve = Callable[[str, NodeContext, bytes, Held], Answer]
-_ROUNDS, _MASKS = "flashfl.rounds", "flashfl.masks"  # the names of our records in a context's state
+Serve = Callable[[Message, Context], RecordDict]
 
 
 def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> ClientApp:
@@ -37,16 +32,16 @@ def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> Clie
     `worker=false` turns the worker off.
     """
 
-    def serve(kind: str, node: NodeContext, data: bytes, held: Held) -> Answer:
-        if isinstance(task, str) and _brief() and node.node_config.get("worker", True):
+    def serve(message: Message, context: Context) -> RecordDict:
+        if isinstance(task, str) and _brief() and context.node_config.get("worker", True):
             from .worker import ask
 
-            if (answer := ask(task, kind, node, data, held)) is not None:
-                return answer
+            if (reply := ask(task, message, context)) is not None:
+                return reply
         from .host import find
         from .worker import resolve
 
-        return find(resolve(task) if isinstance(task, str) else task, node).serve(kind, node, data, held)
+        return find(resolve(task) if isinstance(task, str) else task, context).serve(message, context)
 
     return app_around(serve, mods)
 
@@ -60,48 +55,9 @@ def app_around(serve: Serve, mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that answers with what `serve` returns."""
     app = ClientApp(mods=mods)
 
-    def answer(kind: str, message: Message, context: Context) -> Message:
-        node = NodeContext(dict(context.node_config), dict(context.run_config), context.run_id)
-        data = b"" if kind == "query" else records.read_blob(message.content, "order")[1]
-        return reply_to(message, context, serve(kind, node, data, recall(context.state)))
+    def answer(message: Message, context: Context) -> Message:
+        return Message(serve(message, context), reply_to=message)
 
-    @app.query()
-    def query(message: Message, context: Context) -> Message:
-        return answer("query", message, context)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return answer("train", message, context)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return answer("evaluate", message, context)
-
+    for register in (app.query, app.train, app.evaluate):
+        register()(answer)
     return app
-
-
-def reply_to(message: Message, context: Context, answer: Answer) -> Message:
-    """An answer as a Flower message. What the client must remember goes into its state."""
-    if answer.held is not None:
-        remember(context.state, answer.held)
-    if answer.kind in ("update", "lack"):
-        return Message(records.blob(answer.kind, answer.data), reply_to=message)
-    return Message(records.fields(answer.kind, answer.fields), reply_to=message)
-
-
-def recall(state: RecordDict) -> Held:
-    """What was remembered; nothing if the records are damaged."""
-    rounds, masks = state.get(_ROUNDS), state.get(_MASKS)
-    if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
-        return Held()
-    try:
-        memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in json.loads(str(rounds["rounds"]))]
-        return Held(memory, {digest: records.read_array(array) for digest, array in masks.items()})
-    except (KeyError, IndexError, ValueError, TypeError, records.BadRecord):
-        return Held()
-
-
-def remember(state: RecordDict, held: Held) -> None:
-    """Keep rounds and masks for the next message."""
-    state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(held.memory)})
-    state[_MASKS] = ArrayRecord({digest: records.to_array(data) for digest, data in held.masks.items()})

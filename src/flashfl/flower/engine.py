@@ -62,7 +62,7 @@ class FlowerEngine:
         waited = time.perf_counter()
         outcome = this.close()
         self.registry.attendance.round_over(silent)
-        self.registry.doubt(this.doubtful)
+        self.registry.doubt(outcome.failures)
         self.registry.stale = True
         seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
         return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
@@ -83,7 +83,7 @@ class FlowerEngine:
         this = ClientEvaluation(self.server, self._nodes(), self.options.timeout, held, share)
         self._push(this.post(client, order) for client in present if held[client.id])
         self.registry.attendance.missed(self._wait(this))
-        self.registry.doubt(this.doubtful)
+        self.registry.doubt(this.failures)
         return this.close()
 
     def _nodes(self) -> dict[int, int]:
@@ -103,7 +103,7 @@ class FlowerEngine:
         """
         attendance, began = self.registry.attendance, time.monotonic()
         pause, told = min(0.05, self.options.poll), False
-        while waiting := {i: post for i, post in this.waiting.items() if i}:
+        while waiting := this.waiting:
             missing, times = [post.client.id for post in waiting.values()], this.reply_times
             allowed = attendance.time_allowed(this.kind, missing, times)
             waited = time.monotonic() - began
@@ -118,12 +118,11 @@ class FlowerEngine:
         for post in this.posts:
             if post.seconds is not None:
                 attendance.replied(this.kind, post.client.id, post.seconds)
-        # Without an id, Flower never took the message, and the client is not to blame.
-        silent = {post.metadata.message_id: post for post in this.stop_waiting() if post.metadata.message_id}
-        missing = [post.client.id for post in silent.values()]
+        missing = [post.client.id for post in waiting.values()]
         if missing:
             log.warning("waited %.0f s for %s; %s", time.monotonic() - began, _names(missing), _so_far(this))
-        self._late |= silent
+        self._late |= waiting
+        this.stop_waiting()
         return missing
 
     def _pull(self, this: Exchange, messages: list[str]) -> bool:

@@ -1,16 +1,17 @@
-"""Plays a client: holds its data and a replica of the model, and has one function for each kind of message.
+"""Plays a client: holds its data and a replica of the model, and answers each kind of message.
 
-Everything that comes in and goes out is plain data, so a host can live in any process.
+What a client remembers from round to round is in its context's state, so a host can live in any process.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict, UserConfigValue
 
 from .. import __version__
 from ..core.errors import ConfigError, FlashError
@@ -18,13 +19,18 @@ from ..core.mask import Mask, Weights
 from ..data.sources import Source
 from ..data.task import Task
 from ..engine.client import ClientSide
+from ..engine.memory import Rounds
 from ..engine.replica import warn_of_buffers
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
-from ..wire import Message, UnknownMask, decode, encode
+from ..wire import Message as WireMessage
+from ..wire import UnknownMask, decode, encode
 from ..wire.frame import VERSION
-from .messages import Answer, Held, NodeContext
+from . import records
 from .registration import fingerprint
+
+TaskFn = Callable[[Context], Task]
+_ROUNDS, _MASKS = "flashfl.rounds", "flashfl.masks"  # the names of our records in a context's state
 
 
 class Host:
@@ -35,69 +41,72 @@ class Host:
         warn_of_buffers(task)
         self.trainer = Trainer(task)
 
-    def serve(self, kind: str, node: NodeContext, data: bytes = b"", held: Held | None = None) -> Answer:
-        """The answer to a message of this kind. The server is told about errors that a user can fix."""
+    def serve(self, message: Message, context: Context) -> RecordDict:
+        """The content of the reply to a message. The server is told about errors that a user can fix."""
+        kind = message.metadata.message_type
         try:
             with _threads(self.threads):
-                return {"query": self.about, "train": self.train, "evaluate": self.evaluate}[kind](
-                    node, data, held or Held()
-                )
+                if kind == "query":
+                    return self.about(context)
+                order = records.read_blob(message.content, "order")[1]
+                return self.train(context, order) if kind == "train" else self.evaluate(context, order)
         except FlashError as error:
-            return Answer("failed", fields={"why": f"{type(error).__name__}: {error}"})
+            return records.fields("failed", {"why": f"{type(error).__name__}: {error}"})
 
-    def about(self, node: NodeContext, data: bytes, held: Held) -> Answer:
+    def about(self, context: Context) -> RecordDict:
         """Who this client is and what it runs."""
         fields: dict[str, str | int | float] = {
-            "client": node.client, "n": len(self._samples(node)), "held": len(self._evaluation_samples(node) or ()),
-            "layout": self.task.layout.hash, "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
+            "client": client_id(context), "n": len(self._samples(context)),
+            "held": len(self._evaluation_samples(context) or ()), "layout": self.task.layout.hash,
+            "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
         }  # fmt: skip
-        density = node.node_config.get("density", self.task.clients[self._at(node)].density)
+        density = context.node_config.get("density", self.task.clients[self._at(context)].density)
         if density is not None:
             fields["density"] = float(density)
-        return Answer("client", fields=fields)
+        return records.fields("client", fields)
 
-    def train(self, node: NodeContext, data: bytes, held: Held) -> Answer:
+    def train(self, context: Context, order: bytes) -> RecordDict:
         """Carry out an order."""
-        masks = dict(held.masks)
+        memory, masks = recall(context.state)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
-        reply = side.work(node.client, self._samples(node), data, held.memory)
+        reply = side.work(client_id(context), self._samples(context), order, memory)
         names = {name for _, *names in reply.memory for name in names if name is not None}
-        kept = Held(reply.memory, {name: masks[name] for name in sorted(names)})
-        return Answer("lack" if reply.lacks else "update", reply.data, held=kept)
+        context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(reply.memory)})
+        context.state[_MASKS] = ArrayRecord({name: records.to_array(masks[name]) for name in sorted(names)})
+        return records.blob("lack" if reply.lacks else "update", reply.data)
 
-    def evaluate(self, node: NodeContext, data: bytes, held: Held) -> Answer:
+    def evaluate(self, context: Context, data: bytes) -> RecordDict:
         """Loss and metric of a model on the samples this client holds back, times their number."""
-        samples, layout = self._evaluation_samples(node), self.task.layout
+        samples, layout, client = self._evaluation_samples(context), self.task.layout, client_id(context)
         if samples is None:
             raise ConfigError(
-                f"client {node.client} holds no samples back, so it cannot evaluate: give its task a `holdout` above 0"
+                f"client {client} holds no samples back, so it cannot evaluate: give its task a `holdout` above 0"
             )
-        store = MaskStore(layout, dict(held.masks))
+        masks = recall(context.state)[1]
+        store = MaskStore(layout, masks)
         try:
-            order = decode(
-                data, layout, known={name: mask for name in held.masks if (mask := store.find(name)) is not None}
-            )
+            order = decode(data, layout, known={name: mask for name in masks if (mask := store.find(name)) is not None})
         except UnknownMask as error:
-            return Answer("lack", encode(Message("lack", layout, (0, 0, 0), node.client, lacks=error.hash)).data)
+            return records.blob("lack", encode(WireMessage("lack", layout, (0, 0, 0), client, lacks=error.hash)).data)
         statistics = order.local is None or order.local.statistics
         weights = Weights(Mask.full(layout), order.weights().vector)
         loss, metric = self.trainer.evaluate_all(weights, samples, statistics)
-        return Answer("evaluated", fields={"n": len(samples), "loss": loss, "metric": metric})
+        return records.fields("evaluated", {"n": len(samples), "loss": loss, "metric": metric})
 
-    def _at(self, node: NodeContext) -> int:
+    def _at(self, context: Context) -> int:
         """Which of the task's clients this node plays: the only one, or the one its partition names."""
-        at = 0 if len(self.task.train) == 1 else int(node.node_config.get("partition-id", node.client))
+        at = 0 if len(self.task.train) == 1 else int(context.node_config.get("partition-id", client_id(context)))
         if not 0 <= at < len(self.task.train):
             raise ConfigError(f"partition-id = {at}: the task has {len(self.task.train)} clients, numbered from 0")
         return at
 
-    def _samples(self, node: NodeContext) -> Source:
-        return self.task.train[self._at(node)]
+    def _samples(self, context: Context) -> Source:
+        return self.task.train[self._at(context)]
 
-    def _evaluation_samples(self, node: NodeContext) -> Source | None:
+    def _evaluation_samples(self, context: Context) -> Source | None:
         if self.task.test is not None:
             return self.task.test if len(self.task.train) == 1 else None
-        at, evaluators = self._at(node), self.task.evaluators
+        at, evaluators = self._at(context), self.task.evaluators
         return self.task.evaluation[evaluators.index(at)] if at in evaluators else None
 
 
@@ -112,43 +121,56 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# Makes a task from a context: a NodeContext, or Flower's own Context, which has the same fields and more.
-TaskFn = Callable[[Any], Task]
+def client_id(context: Context) -> int:
+    """The node's setting `client-id`, else `partition-id`."""
+    config = context.node_config
+    if "client-id" not in config and "partition-id" not in config:
+        raise ConfigError(
+            "this node does not say which client it is: start its SuperNode with --node-config 'partition-id=N'"
+        )
+    return int(config["client-id"] if "client-id" in config else config["partition-id"])
 
 
-# What a process keeps between messages. It is kept here and not in the app, because Flower may make a new app for
-# every message, as Ray does. Tasks are kept by the function that makes them and by node; hosts are kept by task. Both
-# are bounded, because a task may hold a whole data set. Another run reads its data again, as they may have changed.
+def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
+    """A client's last rounds, each with the hashes of the order's mask and of its own, and those masks, packed.
+
+    Both are empty if the records are damaged.
+    """
+    rounds, masks = state.get(_ROUNDS), state.get(_MASKS)
+    if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
+        return [], {}
+    try:
+        memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in json.loads(str(rounds["rounds"]))]
+        return memory, {digest: records.read_array(array) for digest, array in masks.items()}
+    except (LookupError, ValueError, TypeError, records.BadRecord):
+        return [], {}
+
+
+# What a process keeps between messages: the tasks of one run, by the function that makes them and by node, and a host
+# for each task. It is kept here and not in the app, because Flower may make a new app for every message, as Ray does.
+# Both are bounded, because a task may hold a whole data set. Another run reads its data again: they may have changed.
 _MOST = 8
-_TASKS: OrderedDict[tuple[TaskFn, int, str], Task] = OrderedDict()
-_HOSTS: OrderedDict[int, Host] = OrderedDict()
-K = TypeVar("K")
-V = TypeVar("V")
+_run: list[int] = []
 
 
-def find(make: Task | TaskFn, node: NodeContext) -> Host:
+Settings = tuple[tuple[str, UserConfigValue], ...]
+
+
+@functools.lru_cache(_MOST)
+def _task(make: TaskFn, run_id: int, node: Settings, run: Settings) -> Task:
+    return make(Context(run_id, 0, dict(node), RecordDict(), dict(run)))
+
+
+_host = functools.lru_cache(_MOST)(Host)
+
+
+def find(make: Task | TaskFn, context: Context) -> Host:
     """The host for a message: a task is made once for each node and run, its replica once for each task."""
-    task = make if isinstance(make, Task) else _task(make, node)
-    host = _HOSTS.get(id(task))
-    if host is None or host.task is not task:
-        host = Host(task, int(node.node_config.get("threads", 1)))
-    _keep(_HOSTS, id(task), host)
-    return host
-
-
-def _task(make: TaskFn, node: NodeContext) -> Task:
-    key = (make, node.run_id, repr((sorted(node.node_config.items()), sorted(node.run_config.items()))))
-    task = _TASKS.get(key)
-    if task is None:
-        for old in [k for k in _TASKS if k[0] == make and k[1] != node.run_id]:
-            _HOSTS.pop(id(_TASKS.pop(old)), None)
-        task = make(node)
-    _keep(_TASKS, key, task)
-    return task
-
-
-def _keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
-    cache[key] = value
-    cache.move_to_end(key)
-    while len(cache) > _MOST:
-        cache.popitem(last=False)
+    if _run != [context.run_id]:
+        _run[:] = [context.run_id]
+        _task.cache_clear()
+        _host.cache_clear()
+    if not isinstance(make, Task):
+        node, run = (tuple(sorted(config.items())) for config in (context.node_config, context.run_config))
+        make = _task(make, context.run_id, node, run)
+    return _host(make, int(context.node_config.get("threads", 1)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -29,6 +29,18 @@ _ERRORS = 3  # how often an unknown node may fail to answer before it is refused
 _AGAIN = 60.0  # seconds after which refused nodes are asked again, when a round begins
 
 
+@dataclass
+class Node:
+    """What is known about a node."""
+
+    id: int
+    entry: Entry | None = None  # what it said about itself, if it may take part
+    why: str = ""  # why it was refused last
+    ask: bool = True  # whether to ask it who it is
+    asked: str = ""  # the id of the message that asks it
+    errors: int = 0  # how often asking it failed
+
+
 class Registry:
     """The clients of a run on Flower. Only `gather`, `present` and `refresh` use the network."""
 
@@ -37,21 +49,23 @@ class Registry:
     def __init__(self, grid: Grid, terms: Terms, options: FlowerOptions, need: int = 1) -> None:
         self.grid, self.terms, self.options, self.need = grid, terms, options, max(1, need)
         self.attendance = Attendance(options, self.need)
-        self.entries: dict[int, Entry] = {}  # by client id
-        self.refused: dict[int, str] = {}  # node -> why
+        self.nodes: dict[int, Node] = {}  # those that are there now
+        self.entries: dict[int, Entry] = {}  # by client id: of several nodes that claim one, the first
         self.densities: dict[int, float] = {}  # what the method gave clients that have none of their own
         self.size = 0  # how many clients the run was planned for
         self.stale = True  # whether `present` must look again
-        self._asked: dict[str, int] = {}  # message id -> node
-        self._told: dict[int, Entry] = {}  # node -> what it said
-        self._waiting: set[int] = set()  # nodes whose client id another node has
-        self._errors: dict[int, int] = {}  # node -> how often asking it failed
-        self._again: set[int] = set()  # nodes to ask once more, whatever they said
-        self._logged: dict[int, str] = {}  # node -> the reason that was logged last
         self._checked = time.monotonic()  # when refused nodes were last asked again
-        self._nodes: set[int] = set()
         self._admit: Callable[[Sequence[Client]], Sequence[Client]] = tuple
         self._known: tuple[Client, ...] = ()  # registered and admitted, ascending by id
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Nodes that cannot take part, and why."""
+        return {node.id: node.why for node in self.nodes.values() if node.why and node.entry is None}
+
+    @property
+    def _asked(self) -> dict[str, Node]:
+        return {node.asked: node for node in self.nodes.values() if node.asked}
 
     # What the loop and the methods see.
 
@@ -62,8 +76,9 @@ class Registry:
 
     def doubt(self, clients: Iterable[int]) -> None:
         """Ask these clients again who they are: they may have been restarted with other data."""
-        self._again |= {self.entries[c].node for c in clients if c in self.entries}
-        self.stale = self.stale or bool(self._again)
+        for client in clients:
+            if client in self.entries:
+                self.nodes[self.entries[client].node].ask = self.stale = True
 
     # How they are found.
 
@@ -81,7 +96,7 @@ class Registry:
         else:
             self._until(lambda: not self._asked, min(self.options.grace, self.options.wait))
         if self._asked:
-            nodes = ", ".join(map(str, sorted(self._asked.values())))
+            nodes = ", ".join(str(node.id) for node in self._asked.values())
             log.warning("going on without nodes that have not said which client they are: %s", nodes)
         self.size = self.size or len(self._known)
 
@@ -108,71 +123,64 @@ class Registry:
 
     def refresh(self) -> None:
         """Ask new nodes who they are, read the answers, forget nodes that left. Does not wait."""
-        self._nodes = set(self.grid.get_node_ids())
+        self.nodes = {i: self.nodes.get(i, Node(i)) for i in sorted(self.grid.get_node_ids())}
         if time.monotonic() - self._checked >= _AGAIN:
-            self._checked, self._again = time.monotonic(), {*self._again, *self.refused}
-        known = {*self._told, *self.refused} - self._again
-        new = sorted(self._nodes - known - {*self._asked.values()})
-        self._again = (self._again & self._nodes).difference(new)
+            self._checked = time.monotonic()
+            for refused in self.refused:
+                self.nodes[refused].ask = True
+        new = [node for node in self.nodes.values() if node.ask and not node.asked]
         if new:
             content = records.fields("query", {"layout": self.terms.layout})
-            ids = self.grid.push_messages([Message(content, node, "query", ttl=self.options.timeout) for node in new])
-            self._asked |= {i: node for i, node in zip(ids, new, strict=True) if i}
-        if self._asked:
-            for reply in self.grid.pull_messages(list(self._asked)):
-                node = self._asked.pop(reply.metadata.reply_to_message_id, None)
-                if node is not None:
-                    self._hear(node, reply)
-        for gone in set(self._told) - self._nodes:
-            del self._told[gone]
-        for gone in {*self.refused, *self._errors, *self._logged} - self._nodes:
-            for about in (self.refused, self._errors, self._logged):
-                about.pop(gone, None)
+            messages = [Message(content, node.id, "query", ttl=self.options.timeout) for node in new]
+            for node, message in zip(new, self.grid.push_messages(messages), strict=True):
+                node.asked, node.ask = message, not message
+        if asked := self._asked:
+            for reply in self.grid.pull_messages(list(asked)):
+                if (answering := asked.pop(reply.metadata.reply_to_message_id, None)) is not None:
+                    answering.asked = ""
+                    self._hear(answering, reply)
         self._settle()
         self.stale = False
 
-    def _hear(self, node: int, reply: Message) -> None:
+    def _hear(self, node: Node, reply: Message) -> None:
         if reply.has_error():
-            self._errors[node] = self._errors.get(node, 0) + 1
+            node.errors += 1
             # A registered node is not refused for this: it is asked again whenever it fails a round.
-            if self._errors[node] >= _ERRORS and node not in self._told:
+            if node.entry is None and node.errors >= _ERRORS:
                 self._refuse(node, f"it cannot say who it is ({reply.error.reason})")
+            elif node.entry is None:
+                node.ask = True
             return
         try:
             if (why := records.failure(reply.content)) is not None:
                 raise ConfigError(why)
-            entry = Entry.read(node, records.read_fields(reply.content, "client"), self.terms)
+            entry = Entry.read(node.id, records.read_fields(reply.content, "client"), self.terms)
         except FlashError as error:
+            node.entry = None
             self._refuse(node, str(error))
             return
-        if self._told.get(node, entry) != entry:
-            log.warning("node %d was restarted: client %d with %d samples", node, entry.client.id, entry.client.n)
-        if self._told.get(node) != entry:
-            self.attendance.returned(entry.client.id)
-        self._told[node] = entry
-        self.refused.pop(node, None)
-        self._errors.pop(node, None)
+        if node.entry != entry:
+            client = entry.client
+            self.attendance.returned(client.id)
+            if node.entry is not None:
+                log.warning("node %d was restarted: client %d with %d samples", node.id, client.id, client.n)
+        node.entry, node.errors = entry, 0
 
-    def _refuse(self, node: int, why: str) -> None:
+    def _refuse(self, node: Node, why: str) -> None:
         why = records.printable(why)
-        self._told.pop(node, None)
-        self.refused[node] = why
-        if self._logged.get(node) != why:
-            log.error("node %d is refused: %s", node, why)
-        self._logged[node] = why
+        if node.why != why:
+            log.error("node %d is refused: %s", node.id, why)
+        node.why = why
 
     def _settle(self) -> None:
         """Give each client id to the node that claimed it first, as long as that node is there."""
-        before = self.entries
-        self.entries = {i: new for i, e in before.items() if (new := self._told.get(e.node)) and new.client.id == i}
-        waiting = set()
-        for node, entry in sorted(self._told.items()):
+        before, self.entries = self.entries, {}
+        holders = {(client, entry.node) for client, entry in before.items()}
+        told = [node.entry for node in self.nodes.values() if node.entry is not None]
+        for entry in sorted(told, key=lambda e: (e.client.id, e.node) not in holders):
             holder = self.entries.setdefault(entry.client.id, entry).node
-            if holder != node:
-                waiting.add(node)
-                if node not in self._waiting:
-                    log.error("node %d is refused: client %d is already node %d", node, entry.client.id, holder)
-        self._waiting = waiting
+            if holder != entry.node:
+                self._refuse(self.nodes[entry.node], f"client {entry.client.id} is already node {holder}")
         for client in sorted(set(before) - set(self.entries)):
             log.warning("client %d (node %d) has left", client, before[client].node)
         self._known = self._admitted()
@@ -185,21 +193,18 @@ class Registry:
         try:
             admitted = tuple(self._admit(known))
         except ConfigError:
-            unfit = [(c, why) for c in known if (why := self._unfit(c)) is not None]
-            if not unfit:
+            for client in known:
+                try:
+                    self._admit([client])
+                except ConfigError as error:
+                    node = self.nodes[self.entries.pop(client.id).node]
+                    node.entry = None
+                    self._refuse(node, str(error))
+            if len(self.entries) == len(known):
                 raise
-            for client, why in unfit:
-                self._refuse(self.entries.pop(client.id).node, why)
             return self._admitted()
         self.densities |= {c.id: c.density for c in admitted if c.density is not None and c.id not in own}
         return admitted
-
-    def _unfit(self, client: Client) -> str | None:
-        try:
-            self._admit([client])
-        except ConfigError as error:
-            return str(error)
-        return None
 
     def _too_few(self) -> str:
         why = "; ".join(f"node {n} was refused: {w}" for n, w in list(self.refused.items())[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -28,47 +29,59 @@ class Post:
     client: Client
     order: Order
     metadata: Metadata  # its message id is known once Flower has taken the message
-    limit: int  # bytes of the largest reply that fits the order
     sent: float = field(default_factory=time.monotonic)
     seconds: float | None = None  # how long a reply of the client took
     reminded: bool = False
     done: bool = False
 
 
-class Exchange:
+class Exchange(ABC):
     """Sends messages to clients and takes their replies. The first good reply of each client counts.
 
     Each reply is compared to the message it answers. Any other reply is dropped, and the reason is logged.
     """
 
-    kind: ClassVar[str]
-    failures: dict[int, str]  # client -> why it was dropped
+    kind: ClassVar[str]  # of its messages
+    name: ClassVar[str]  # in the log
 
     def __init__(self, server: Server, nodes: Mapping[int, int], timeout: float) -> None:
         self.server, self.nodes, self.timeout = server, nodes, timeout
         self.posts: list[Post] = []
-        self.doubtful: set[int] = set()  # clients that may not be what they registered as
+        self.failures: dict[int, str] = {}  # client -> why it was dropped
+
+    @abstractmethod
+    def encode(self, client: Client, order: Order) -> bytes:
+        """An order as it is sent to its client."""
+
+    @abstractmethod
+    def read(self, post: Post, content: RecordDict) -> bytes | None:
+        """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
+
+    def fail(self, client: int, why: str) -> None:
+        """Drop a client, for a reason that may quote it."""
+        self.failures[client] = why
+
+    def dropped(self) -> dict[int, str]:
+        """Why clients were dropped, in words that are safe to print and store. The log is told too."""
+        reasons = {client: records.printable(why) for client, why in sorted(self.failures.items())}
+        for client, why in reasons.items():
+            log.warning("client %d is dropped from this %s: %s", client, self.name, why)
+        return reasons
 
     def post(self, client: Client, order: Order) -> Message:
         """The message that carries an order to its client."""
-        raise NotImplementedError
+        message = self._message(client, order, self.encode(client, order))
+        self.posts.append(Post(client, order, message.metadata))
+        return message
 
-    def read(self, post: Post, content: RecordDict) -> Message | None:
-        """Count a reply, or raise a FlashError that says what is wrong with it; a message that must follow it."""
-        raise NotImplementedError
-
-    def fail(self, post: Post, why: str) -> None:
-        """Drop a client, for a reason that may quote it."""
-        raise NotImplementedError
-
-    def message(self, client: Client, order: Order, data: bytes) -> Message:
+    def _message(self, client: Client, order: Order, data: bytes) -> Message:
         content, group = records.blob("order", data), ".".join(map(str, order.tag))
         return Message(content, self.nodes[client.id], self.kind, ttl=self.timeout, group_id=group)
 
     @property
     def waiting(self) -> dict[str, Post]:
-        """Unanswered posts by message id."""
-        return {post.metadata.message_id: post for post in self.posts if not post.done}
+        """Unanswered posts by message id. Without an id, Flower never took the message."""
+        return {p.metadata.message_id: p for p in self.posts if p.metadata.message_id and not p.done}
 
     @property
     def reply_times(self) -> list[float]:
@@ -84,7 +97,6 @@ class Exchange:
         elif post.done:
             log.warning("client %d replied twice: the second reply is dropped", post.client.id)
         elif reply.has_error():
-            self.doubtful.add(post.client.id)
             self._drop(post, f"Flower reports error {reply.error.code}: {reply.error.reason}")
         elif reply.metadata.src_node_id != post.metadata.dst_node_id:
             log.warning("node %d replied in place of client %d: dropped", reply.metadata.src_node_id, post.client.id)
@@ -95,69 +107,61 @@ class Exchange:
     def _read(self, post: Post, content: RecordDict) -> Message | None:
         try:
             if (why := records.failure(content)) is not None:
-                self.doubtful.add(post.client.id)
                 self._drop(post, why)
-            elif (follow := self.read(post, content)) is not None:
+            elif (data := self.read(post, content)) is not None:
+                follow = self._message(post.client, post.order, data)
                 post.metadata, post.reminded = follow.metadata, True
                 return follow
-            else:
-                post.done = True
         except FlashError as error:
             self._drop(post, f"{type(error).__name__}: {error}")
-        post.seconds = time.monotonic() - post.sent
+        post.done, post.seconds = True, time.monotonic() - post.sent
         return None
 
     def _drop(self, post: Post, why: str) -> None:
         post.done = True
-        self.fail(post, why)
+        self.fail(post.client.id, why)
 
-    def stop_waiting(self) -> list[Post]:
+    def stop_waiting(self) -> None:
         """Drop the clients that have not replied."""
-        silent = [post for post in self.posts if not post.done]
-        for post in silent:
-            self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
-        return silent
+        for post in self.posts:
+            if not post.done:
+                self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
 
 
 class Round(Exchange):
     """One round of training."""
 
-    kind = "train"
+    kind, name = "train", "round"
 
     def __init__(self, server: Server, nodes: Mapping[int, int], timeout: float) -> None:
         super().__init__(server, nodes, timeout)
         self.account = server.open()
         self.failures = self.account.failures
 
-    def post(self, client: Client, order: Order) -> Message:
-        sent = self.message(client, order, self.account.sent(client, order))
-        self.posts.append(Post(client, order, sent.metadata, self.account.largest_update(client.id) + SLACK))
-        return sent
+    def encode(self, client: Client, order: Order) -> bytes:
+        return self.account.sent(client, order)
 
-    def read(self, post: Post, content: RecordDict) -> Message | None:
-        kind, data = records.read_blob(content, "update", "lack", limit=post.limit)
+    def read(self, post: Post, content: RecordDict) -> bytes | None:
+        client = post.client.id
+        kind, data = records.read_blob(content, "update", "lack", limit=self.account.largest_update(client) + SLACK)
         if kind == "lack":
-            return self.message(post.client, post.order, self.account.lacking(post.client.id, data))
-        self.account.received(post.client.id, data)
+            return self.account.lacking(client, data)
+        self.account.received(client, data)
         return None
 
-    def fail(self, post: Post, why: str) -> None:
-        self.account.failed(post.client.id, why)
+    def fail(self, client: int, why: str) -> None:
+        self.account.failed(client, why)
 
     def close(self) -> Outcome:
         """What the good updates add up to."""
         outcome = self.account.close()
-        self.doubtful |= {c for c, why in outcome.failures.items() if why.startswith("WrongContent")}
-        failures = {client: records.printable(why) for client, why in outcome.failures.items()}
-        for client, why in failures.items():
-            log.warning("client %d is dropped from this round: %s", client, why)
-        return replace(outcome, failures=failures)
+        return replace(outcome, failures=self.dropped())
 
 
 class ClientEvaluation(Exchange):
     """Sends a model to the clients that hold samples back, and adds up what they find."""
 
-    kind = "evaluate"
+    kind, name = "evaluate", "evaluation"
 
     def __init__(
         self, server: Server, nodes: Mapping[int, int], timeout: float, held: Mapping[int, int], share: bool = False
@@ -166,24 +170,18 @@ class ClientEvaluation(Exchange):
         super().__init__(server, nodes, timeout)
         self.held, self.share = held, share
         self.traffic = Traffic()
-        self.failures = {}
         self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
 
-    def post(self, client: Client, order: Order) -> Message:
-        sent = self._order(client, order)
-        self.posts.append(Post(client, order, sent.metadata, SLACK))
-        return sent
-
-    def _order(self, client: Client, order: Order, full: bool = False) -> Message:
+    def encode(self, client: Client, order: Order, full: bool = False) -> bytes:
         message = self.server.message(client, order)
         # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
         encoded = encode(message, (), self.server.values) if full else self.server.encode(message)
         self.traffic += encoded.parts.traffic("order")
-        return self.message(client, order, encoded.data)
+        return encoded.data
 
-    def read(self, post: Post, content: RecordDict) -> Message | None:
+    def read(self, post: Post, content: RecordDict) -> bytes | None:
         if "lack" in content and not post.reminded:
-            return self._order(post.client, post.order, full=True)
+            return self.encode(post.client, post.order, full=True)
         found, held = records.read_fields(content, "evaluated"), self.held[post.client.id]
         try:
             n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
@@ -195,14 +193,9 @@ class ClientEvaluation(Exchange):
         self._found[post.client.id] = (n, loss, metric)
         return None
 
-    def fail(self, post: Post, why: str) -> None:
-        self.doubtful.add(post.client.id)
-        self.failures[post.client.id] = records.printable(why)
-
     def close(self) -> Evaluation:
         """The mean over all samples of the clients that replied."""
-        for client, why in sorted(self.failures.items()):
-            log.warning("client %d is dropped from this evaluation: %s", client, why)
+        self.dropped()
         found = [self._found[c] for c in sorted(self._found)]
         total = sum(n for n, _, _ in found)
         if not total:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import Array, ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
 from ..core.errors import ConfigError, DataError
-from ..core.mask import Weights
 from ..core.method import Method
 from ..core.record import RoundRecord
 from ..core.state import State
@@ -164,34 +163,16 @@ class FlashStrategy(Strategy):
         masks = self.folder / "masks" if self.folder else None
         return FlowerEngine(self.task, grid, registry, self.train.values, masks, self.train.clip, self.train.trim)
 
+    def _no_step(self, *unused: Any, **also_unused: Any) -> NoReturn:
+        raise NotImplementedError("FlashStrategy runs all rounds itself. Call strategy.start(grid).")
+
     # Flower's hooks for single steps.
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        _refuse_step("configure_train")
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        _refuse_step("aggregate_train")
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        _refuse_step("configure_evaluate")
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        _refuse_step("aggregate_evaluate")
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _no_step
 
     def summary(self) -> None:
         """Log what is about to run."""
         log.info("%r on %r: %d rounds of %d clients, values as %s; %r", self.method, self.task.name, self.train.rounds,
                  self.train.per_round, self.train.values, self.options)  # fmt: skip
-
-
-def _refuse_step(name: str) -> NoReturn:
-    raise NotImplementedError(f"FlashStrategy has no {name}: it runs all rounds itself. Call strategy.start(grid).")
 
 
 def _check(train: TrainConfig) -> None:
@@ -212,15 +193,11 @@ def _latest(folder: Path | None) -> dict[str, Any] | None:
     return None
 
 
-def _arrays(task: Task, weights: Weights) -> ArrayRecord:
-    """A model as Flower keeps one: its tensors by name."""
-    views = task.layout.views(weights.vector.cpu())
-    return ArrayRecord({name: Array(view.numpy()) for name, view in views.items()})
-
-
 def _result(run: Run) -> Result:
+    """The model as Flower keeps one, its tensors by name, and the metrics of each round."""
     result = Result()
-    result.arrays = _arrays(run.task, run.weights)
+    views = run.task.layout.views(run.weights.vector.cpu())
+    result.arrays = ArrayRecord({name: Array(view.numpy()) for name, view in views.items()})
     for record in run.history:
         if record.score is not None:
             result.evaluate_metrics_serverapp[record.round + 1] = MetricRecord(asdict(record.score))

@@ -20,29 +20,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
-from types import ModuleType
-from typing import Any, TypeVar
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
-T = TypeVar("T")
 SUPEREXEC = "--as-superexec"  # our own first argument: run the SuperExec in place of the SuperNode
 REJOIN = 120.0  # seconds to try again; the SuperLink forgets a crashed node after 60
 _PRELOAD = ["flwr.supernode.cli.flwr_clientapp", "flashfl.flower.client", "flashfl.flower.worker"]
 
 
-class Instead:
+def instead(module: ModuleType, **names: Any) -> SimpleNamespace:
     """A module in which some names are replaced."""
-
-    def __init__(self, module: ModuleType, **names: Any) -> None:
-        self._module = module
-        self.__dict__.update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def short_sleep(most: float) -> Callable[[float], None]:
-    """A sleep that lasts at most this long."""
-    return lambda seconds: time.sleep(min(seconds, most))
+    return SimpleNamespace(**{**vars(module), **names})
 
 
 def start_superexec(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -52,16 +40,14 @@ def start_superexec(command: Sequence[str], **options: Any) -> subprocess.Popen[
     return subprocess.Popen(command, **options)
 
 
-def try_again(
-    call: Callable[[], T], refused: Callable[[Exception], bool], seconds: float = REJOIN, pause: float = 5.0
-) -> T:
-    """Call until it succeeds or fails for another reason than `refused`, for at most this long."""
+def try_again(activate: Callable[[], Any], seconds: float = REJOIN, pause: float = 5.0) -> Any:
+    """Activate a node. As long as the SuperLink says that it cannot be activated now, try again."""
     end = time.monotonic() + seconds
     while True:
         try:
-            return call()
+            return activate()
         except Exception as error:
-            if not refused(error) or time.monotonic() + pause > end:
+            if not not_activated(error) or time.monotonic() + pause > end:
                 raise
             left = end - time.monotonic()
             print(
@@ -94,21 +80,15 @@ def run_app(command: Sequence[str], quiet: bool) -> None:
     flwr_clientapp()
 
 
-class Starter:
-    """Starts processes: ClientApps from Python's fork server, all others as usual."""
-
-    def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
-
-    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | ForkServerProcess:
-        if command[0] != "flwr-clientapp":
-            return subprocess.Popen(command, **options)
-        mp.active_children()  # collects those that have ended
-        quiet = options.get("stdout") == subprocess.DEVNULL
-        process = self._context.Process(target=run_app, args=(list(command), quiet), daemon=True)
-        process.start()
-        return process
+def start_app(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes] | ForkServerProcess:
+    """Start a process: a ClientApp from Python's fork server, any other as usual."""
+    if command[0] != "flwr-clientapp":
+        return subprocess.Popen(command, **options)
+    mp.active_children()  # collects those that have ended
+    quiet = options.get("stdout") == subprocess.DEVNULL
+    process = mp.get_context("forkserver").Process(target=run_app, args=(list(command), quiet), daemon=True)
+    process.start()
+    return process
 
 
 def superexec() -> None:
@@ -116,8 +96,9 @@ def superexec() -> None:
     from flwr.supercore.cli import flower_superexec
     from flwr.supercore.superexec.executor import subprocess_executor
 
+    mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
     executor: Any = subprocess_executor
-    executor.subprocess = Instead(subprocess, Popen=Starter().popen)
+    executor.subprocess = instead(subprocess, Popen=start_app)
     flower_superexec()
 
 
@@ -137,13 +118,13 @@ def main() -> None:
 
     class Client(FleetHttpClient):
         def ActivateNode(self, request: Any) -> Any:  # noqa: N802 - Flower's name
-            return try_again(lambda: super(Client, self).ActivateNode(request), not_activated)
+            return try_again(lambda: super(Client, self).ActivateNode(request))
 
     connection: Any = fleet_http_connection
     connection.FleetHttpClient = Client
     loop: Any = start_client_internal
-    loop.time = Instead(time, sleep=short_sleep(most))
-    loop.subprocess = Instead(subprocess, Popen=start_superexec)
+    loop.time = instead(time, sleep=lambda seconds: time.sleep(min(seconds, most)))
+    loop.subprocess = instead(subprocess, Popen=start_superexec)
     flower_supernode()
 
 

@@ -1,8 +1,9 @@
 """A process that outlives messages: it keeps torch, the model and the data, which Flower would load every time.
 
-Flower starts a new process for every message of a deployed client. That process hands the work to this one over a
-socket that only the same user can reach, and imports neither torch nor the data. The worker ends with the process that
-starts Flower's processes (the node's SuperExec), or after half an hour without work.
+Flower starts a new process for every message of a deployed client. That process hands the work to this one, and
+imports neither torch nor the data. The two talk over a socket that only the same user can reach, so objects may travel
+as pickles. The worker ends with the process that starts Flower's processes (the node's SuperExec), or after half an
+hour without work.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import time
 from importlib import import_module
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .messages import Answer, Held, NodeContext
+from flwr.app import Context, Message, RecordDict
 
 if TYPE_CHECKING:
     from .host import TaskFn
@@ -37,8 +38,8 @@ def resolve(reference: str) -> TaskFn:
     return found
 
 
-def ask(reference: str, kind: str, node: NodeContext, data: bytes, held: Held) -> Answer | None:
-    """The worker's answer to a message; None if there can be no worker here."""
+def ask(reference: str, message: Message, context: Context) -> RecordDict | None:
+    """The content of the worker's reply to a message; None if there can be no worker here."""
     parent, folder = os.getppid(), _folder()
     if folder is None or parent <= 1:
         return None
@@ -46,12 +47,12 @@ def ask(reference: str, kind: str, node: NodeContext, data: bytes, held: Held) -
         json.dumps([parent, reference, sys.path, sys.executable]).encode(), digest_size=8
     ).hexdigest()
     with _connect(folder / f"{name}.sock", parent, reference) as connection:
-        asked = {"kind": kind, "node": dict(node.node_config), "run": dict(node.run_config), "run_id": node.run_id}
-        _send(connection, asked, data, held)
-        fields, reply, kept = _receive(connection)
-    if "raised" in fields:
-        raise RuntimeError(f"in the worker: {fields['raised']}")
-    return Answer(fields["kind"], reply, fields["fields"], kept if fields["remember"] else None)
+        connection.send((message, context))
+        reply, context.state = connection.recv()
+    if isinstance(reply, str):
+        raise RuntimeError(f"in the worker: {reply}")
+    found: RecordDict = reply
+    return found
 
 
 def _folder() -> Path | None:
@@ -61,8 +62,7 @@ def _folder() -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
-    safe = found.st_uid == os.getuid() and not found.st_mode & 0o077 and folder.is_dir() and not folder.is_symlink()
-    return folder if safe else None
+    return folder if found.st_uid == os.getuid() and not found.st_mode & 0o077 else None
 
 
 def _connect(socket: Path, parent: int, reference: str) -> Connection:
@@ -87,23 +87,6 @@ def _client(socket: Path) -> Connection:
     return Client(str(socket), family="AF_UNIX")  # type: ignore[return-value]
 
 
-def _send(connection: Connection, fields: dict[str, Any], data: bytes, held: Held) -> None:
-    """A few fields as JSON, a blob, and masks: no pickles."""
-    head = {**fields, "memory": held.memory, "masks": list(held.masks)}
-    connection.send_bytes(json.dumps(head).encode())
-    connection.send_bytes(data or b"\0")  # some systems cannot send an empty message
-    for mask in held.masks.values():
-        connection.send_bytes(mask)
-
-
-def _receive(connection: Connection) -> tuple[dict[str, Any], bytes, Held]:
-    fields = json.loads(connection.recv_bytes())
-    data = connection.recv_bytes()
-    masks = {digest: connection.recv_bytes() for digest in fields["masks"]}
-    memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in fields["memory"]]
-    return fields, b"" if data == b"\0" else data, Held(memory, masks)
-
-
 def serve(socket: Path, parent: int, reference: str) -> None:
     """Answer one message after another. `_watch` ends the process."""
     last = [time.monotonic()]
@@ -120,18 +103,15 @@ def serve(socket: Path, parent: int, reference: str) -> None:
 
 
 def _answer(connection: Connection, reference: str) -> None:
-    fields, data, held = _receive(connection)
-    node = NodeContext(fields["node"], fields["run"], fields["run_id"])
+    message, context = connection.recv()
+    reply: RecordDict | str
     try:
         from .host import find
 
-        answer = find(resolve(reference), node).serve(fields["kind"], node, data, held)
+        reply = find(resolve(reference), context).serve(message, context)
     except Exception as error:  # the caller raises it again, as Flower expects of an app
-        _send(connection, {"raised": f"{type(error).__name__}: {error}"}, b"", Held())
-        return
-    kept = answer.held or Held()
-    head = {"kind": answer.kind, "fields": dict(answer.fields), "remember": answer.held is not None}
-    _send(connection, head, answer.data, kept)
+        reply = f"{type(error).__name__}: {error}"
+    connection.send((reply, context.state))
 
 
 def _watch(socket: Path, parent: int, last: list[float]) -> None:
@@ -144,10 +124,8 @@ def _watch(socket: Path, parent: int, last: list[float]) -> None:
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except OSError:
         return False
-    except PermissionError:
-        pass
     try:  # a zombie is not alive either
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):

@@ -2,12 +2,10 @@
 
 import os
 
-from flwr.app import Message
-
 from flashfl.flower import client, records
 from flashfl.wire.frame import seal
 
-_honest = client.reply_to
+_honest = client.app_around
 
 
 def _spoiled(data: bytes, number: int) -> bytes:
@@ -17,14 +15,18 @@ def _spoiled(data: bytes, number: int) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
-def reply_to(message, context, answer):  # type: ignore[no-untyped-def]
-    """The honest reply, spoiled in one of two ways in turn."""
-    reply = _honest(message, context, answer)
-    if answer.kind == "update":
-        number = int(message.metadata.group_id.split(".")[1])
-        reply = Message(records.blob("update", _spoiled(answer.data, number)), reply_to=message)
-        print("ROGUE", os.getpid(), number, flush=True)
-    return reply
+def app_around(serve, mods=None):  # type: ignore[no-untyped-def]
+    """The honest app, whose updates are spoiled in one of two ways in turn."""
+
+    def spoiling(message, context):  # type: ignore[no-untyped-def]
+        reply = serve(message, context)
+        if "update" in reply:
+            number = int(message.metadata.group_id.split(".")[1])
+            reply = records.blob("update", _spoiled(records.read_blob(reply, "update")[1], number))
+            print("ROGUE", os.getpid(), number, flush=True)
+        return reply
+
+    return _honest(spoiling, mods)
 
 
-client.reply_to = reply_to
+client.app_around = app_around
