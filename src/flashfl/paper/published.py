@@ -100,7 +100,7 @@ def _alpha(settings: Mapping[str, Any]) -> float | None:
 
 
 def _same_method(cell: Cell, settings: Mapping[str, Any]) -> bool:
-    if "task.layout" in settings:
+    if "task.digests.layout" in settings:
         return False  # a run started from Python has not recorded the settings of its task
     method = {k.removeprefix("method."): v for k, v in settings.items() if k.startswith("method.")}
     if any(method.get(k, plain) != plain for k, plain in _PLAIN.items()):

@@ -12,7 +12,7 @@ from .load import ELSEWHERE, Found, RunData
 from .summary import PHASES, Summary, summarise
 from .table import Entry, Table, Value, summary_table, with_spread
 
-DIGESTS = ("task.layout", "task.holdings", "task.samples")  # they tell runs apart, but tell a reader nothing
+DIGESTS = "task.digests."  # these settings tell runs apart, but tell a reader nothing
 Groups = Mapping[str, Sequence[RunData]]
 
 
@@ -74,7 +74,7 @@ def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> li
     """The settings that tell a run from others: up to three that all have, the method's first, and more if needed."""
     differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
     differ.sort(key=lambda k: not k.startswith("method."))
-    named = [k for k in differ if k not in DIGESTS and all(k in o for o in others)][:3]
+    named = [k for k in differ if not k.startswith(DIGESTS) and all(k in o for o in others)][:3]
     while alike := [o for o in others if all(o.get(k) == mine[k] for k in named)]:
         told = {k: sum(o.get(k) != mine[k] for o in alike) for k in differ}
         best = max(told, key=lambda k: told[k], default="")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from typing import Any
 from ..core.errors import FlashError
 from ..core.record import RoundRecord
 from ..measure.mismatch import pairwise
-from ..methods import METHODS
 from ..run.observe import SNAPSHOTS, snapshots
 from ..run.results import RESULTS, Results
 from ..run.track import flat
@@ -71,23 +69,17 @@ class RunData:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
-        beside = flat({"flower": self.header.get("flower", {})})
         if config := self.header.get("config"):
-            return {**flat(config), **beside}
-        identity = self.header.get("identity", {})
-        described = str(identity.get("method", "?"))
-        return {
-            **_method(described),
-            "task.dataset": self.header["task"]["name"],
-            **{f"task.{k}": v for k, v in _split(self.info).items()},
-            **{f"train.{k}": v for k, v in identity.get("settings", {}).items()},
-            # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made
-            # by name says which data it has, and may be split again for each seed.
-            "task.layout": identity.get("layout"),
-            "task.holdings": identity.get("clients"),
-            "task.samples": None if self.info else identity.get("samples"),
-            **beside,
-        }
+            return flat(config)
+        identity = self.header["identity"]
+        # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
+        # name says which data it has, and may be split again for each seed.
+        digests = {name: identity.get(name) for name in ("layout", "clients", "samples")}
+        if self.info:
+            del digests["samples"]
+        task = {"dataset": self.header["task"]["name"], **self.info, "digests": digests}
+        task.pop("histogram", None)
+        return flat({"method": identity["method"], "task": task, "train": identity["settings"]})
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -246,40 +238,3 @@ def _try(run: RunData) -> None:
         rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
         if any(len(row) != width or not sum(row) >= 0 for row in rows):
             raise ValueError(f"the layers of round {record.round + 1}")
-
-
-def _method(described: str) -> dict[str, Any]:
-    """A method's name and settings from its repr, named as in a configuration."""
-    kind = described.partition("(")[0]
-    name = next((name for name, cls in METHODS.items() if cls.__name__ == kind), kind.lower())
-    try:
-        found = _fields(ast.parse(described, mode="eval").body)
-        del found["is"]
-        return flat({"method": {"name": name, **found}})
-    except (SyntaxError, ValueError, TypeError):  # a custom method may have any repr
-        return {"method.name": name, "method.settings": described}
-
-
-def _fields(node: ast.AST) -> Any:
-    """What a repr says: an object's class and fields, a value, or else the text itself."""
-    if isinstance(node, ast.Call) and not node.args:
-        return {"is": ast.unparse(node.func), **{str(field.arg): _fields(field.value) for field in node.keywords}}
-    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("np.") and len(node.args) == 1:
-        return _fields(node.args[0])  # a NumPy number
-    if isinstance(node, ast.Tuple | ast.List):
-        return [_fields(item) for item in node.elts]
-    try:
-        value = ast.literal_eval(node)  # type: ignore[arg-type]
-    except ValueError:
-        return ast.unparse(node)
-    return value if isinstance(value, str | int | float | None) else ast.unparse(node)
-
-
-def _split(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task says about its data and how they are split, without what depends on the seed."""
-    said = {k: v for k, v in info.items() if k != "histogram"}
-    if said.get("partition") not in ("lda", "dirichlet"):
-        said.pop("alpha", None)
-    if said.get("partition") == "shards" and info.get("histogram"):
-        said["classes_per_client"] = max(sum(n > 0 for n in row) for row in info["histogram"])
-    return said

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from html import escape
 from inspect import get_annotations
 from pathlib import Path
@@ -30,6 +30,7 @@ from ..data.task import Task
 from ..engine import make_engine
 from ..engine.replica import warn_of_buffers
 from ..engine.store import MaskStore
+from ..methods import METHODS
 from . import checkpoint as checkpoints
 from .checkpoint import Keeper
 from .code import code_of, joined
@@ -373,13 +374,26 @@ def _identity(
     known = json.dumps([[c.id, c.n, c.density] for c in fixed or ()])
     samples = samples_of(task) if fixed is not None else ""
     return {
-        "method": f"{method!r}",
+        "method": _described(method),
         "settings": settings,
         "layout": task.layout.hash,
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
         "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
         **({"samples": samples} if samples else {}),
     }
+
+
+def _described(method: Method) -> dict[str, Any]:
+    """A method's name and all its settings as JSON data. A part is described by its class and fields."""
+
+    def plain(value: object) -> object:
+        if not is_dataclass(value) or isinstance(value, type):
+            return repr(value)
+        return {"is": type(value).__name__, **{f.name: getattr(value, f.name) for f in fields(value)}}
+
+    found = json.loads(json.dumps(method, default=plain))
+    kind = found.pop("is").lower()
+    return {"name": method.name if METHODS.get(method.name) is type(method) else kind, **found}
 
 
 def _resume(run: Run, keeper: Keeper, plan: Plan) -> tuple[State | None, dict[str, str] | None]:
