@@ -5,46 +5,26 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import FlashError
 from ..core.record import RoundRecord
 from ..measure.mismatch import pairwise
+from ..paper.published import Published, lookup
 from ..run.observe import SNAPSHOTS, snapshots
 from ..run.results import RESULTS, Results
+from ..run.summary import Metric, Numbers, numbers_of
 from ..run.track import flat
-from .summary import Numbers, numbers_of
 
 # Settings that say where or how a run is carried out, not what it is. Runs that differ only in these are one group.
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
 _PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
 MOST_MASKS = 48  # a heatmap with more rows cannot be read on a screen
-
-
-@dataclass(frozen=True)
-class Published:
-    """What a paper reports for the settings of a run. `differs` names the settings in which the run is another."""
-
-    mean: float | None = None  # accuracy in percent
-    std: float | None = None
-    differs: tuple[str, ...] = ()
-    saving: float | None = None
-
-    @property
-    def applies(self) -> bool:
-        """Whether there is a figure for exactly these settings."""
-        return self.mean is not None and not self.differs
-
-
-Lookup = Callable[[Mapping[str, Any]], Published]
-
-
-def nothing_published(settings: Mapping[str, Any]) -> Published:
-    return Published()
 
 
 @dataclass(frozen=True)
@@ -64,7 +44,6 @@ class RunData:
     rounds: list[RoundRecord]
     end: Mapping[str, Any] | None
     written: float = 0.0  # when the results file last changed, in seconds
-    lookup: Lookup = nothing_published
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -110,7 +89,11 @@ class RunData:
 
     @cached_property
     def published(self) -> Published:
-        return self.lookup(self.settings)
+        return lookup(self.settings)
+
+    @cached_property
+    def metric(self) -> Metric:
+        return Metric.of(self.header)
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -130,19 +113,20 @@ class RunData:
 
     def heat(self) -> tuple[list[int], Any]:
         """The rounds whose mask was stored, and the mismatch of every pair of them. Damaged masks are skipped."""
-        store, known = snapshots(self.folder, self.header["task"]["layers"]), dict[str, Any]()
-        stored = [record for record in self.counted if record.snapshot]
-        rounds: list[int] = []
-        masks: list[Any] = []
-        for record in stored[:: -(-len(stored) // MOST_MASKS) or 1]:
-            name = record.snapshot
-            try:
-                known[name] = known[name] if name in known else store[name].bits.numpy()
-            except (KeyError, FlashError):
-                continue
-            rounds.append(record.round + 1)
-            masks.append(known[name])
-        return rounds, pairwise(masks, store.layout.sizes)[0] if len(masks) > 1 else None
+        stored = [(record.round + 1, record.snapshot) for record in self.counted if record.snapshot]
+        layers = tuple((name, tuple(shape)) for name, shape in self.header["task"]["layers"])
+        return _heat(self.folder, layers, tuple(stored[:: -(-len(stored) // MOST_MASKS) or 1]))
+
+
+@lru_cache(maxsize=256)  # comparing masks is slow, and `watch` asks again after every round
+def _heat(
+    folder: Path, layers: tuple[tuple[str, tuple[int, ...]], ...], stored: tuple[tuple[int, str], ...]
+) -> tuple[list[int], Any]:
+    store, masks = snapshots(folder, layers), dict[int, Any]()
+    for at, name in stored:
+        with suppress(KeyError, FlashError):
+            masks[at] = store[name].bits.numpy()
+    return list(masks), pairwise(list(masks.values()), store.layout.sizes)[0] if len(masks) > 1 else None
 
 
 @dataclass
@@ -153,16 +137,15 @@ class Found:
     problems: list[Problem] = field(default_factory=list)
 
 
-def load(paths: Iterable[Path], lookup: Lookup = nothing_published) -> Found:
+def load(paths: Iterable[Path]) -> Found:
     """Every run in these folders. A folder may be a run or hold runs; if it is neither, that is a problem.
 
-    If several runs have the same settings and seed, one counts. The others are problems too. lookup: finds what a paper
-    reports for the settings of a run.
+    If several runs have the same settings and seed, one counts. The others are problems too.
     """
     found = Found()
     for folder in folders(paths):
         try:
-            found.runs.append(_read(folder, lookup))
+            found.runs.append(_read(folder))
         except FlashError as error:
             found.problems.append(Problem(str(folder), str(error)))
         except Exception as error:  # a damaged file must not hide the other runs
@@ -215,10 +198,10 @@ def _once(found: Found) -> None:
                 found.problems.append(Problem(str(run.folder), why))
 
 
-def _read(folder: Path, lookup: Lookup) -> RunData:
+def _read(folder: Path) -> RunData:
     """A run that can be shown, or the error that says what is missing."""
     found = Results.read(folder)
-    run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime, lookup)
+    run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
     _try(run)
@@ -230,7 +213,7 @@ def _try(run: RunData) -> None:
     from . import groups, page
 
     alone = Found([run])
-    page.script_json(page.page_data(alone, heat=lambda run: ([], None)))
+    page.script_json(page.records_data(alone))
     groups.rounds_table(alone).csv()
     # What averaging over seeds and comparing masks need.
     width, _ = len(run.layers), sum(math.prod(shape) for _, shape in run.header["task"]["layers"])
