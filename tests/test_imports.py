@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "src" / "flashfl"
 ORDER = (
     "core", "kernels", "sparsity", "aggregate", "methods", "wire", "models", "data", "measure", "engine", "run",
-    "flower", "report", "paper", "cli",
+    "flower", "paper", "report", "cli",
 )  # fmt: skip
 
 

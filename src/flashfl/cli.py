@@ -7,18 +7,16 @@ import io
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .core.errors import ConfigError, FlashError
-from .paper.command import add_reproduce
 from .report.command import add_commands
 from .run.datacli import add_data
 
 if TYPE_CHECKING:
-    from .report.load import Published
     from .run.config import RunConfig
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
@@ -119,13 +117,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--overwrite", action="store_true", help=said)
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
-    add_reproduce(add)
     export = add("export", _export, "write a run's final model as safetensors, with its masks in a second file")
     export.add_argument("run", type=Path, help="folder of a run")
     export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW].safetensors)")
     export.add_argument("--view", default="", help="export another model than the reported one, e.g. 'density 0.1'")
     add_data(add)
-    add_commands(add, _published)
+    add_commands(add)
     methods = add("methods", _methods, "list every method with its settings and defaults")
     add("settings", _settings, "list every setting of training and tasks with its default")
     for command in (run, comparison):
@@ -139,12 +136,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
         command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
     return parser, made
-
-
-def _published(settings: Mapping[str, Any]) -> Published:
-    from .paper.published import lookup
-
-    return lookup(settings)
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
@@ -191,9 +182,9 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .paper.verdict import verdict
     from .report.command import page_for
-    from .report.summary import numbers_of, summarise
-    from .report.table import summary_table
     from .run.compare import check_settings, compare, replace_seed, settings_for
+    from .run.summary import Metric, numbers_of, summarise
+    from .run.table import summary_table
 
     names = list(dict.fromkeys(name.strip() for name in args.methods.split(",") if name.strip()))
     if not names:
@@ -207,7 +198,10 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     first = [base(name, 0) for name in names]  # every name and setting is checked before anything runs
     runs = compare(base, names, range(args.seeds), args.out, args.quiet, args.overwrite)
-    found = {name: summarise([numbers_of(r.header, r.rounds) for r in group]) for name, group in runs.items()}
+    found = {
+        name: summarise([numbers_of(r.header, r.rounds) for r in group], Metric.of(group[0].header))
+        for name, group in runs.items()
+    }
     train, task = first[0].train, first[0].task
     density = {c.to_json()["method"].get("density", 1.0) for c in first} - {1.0}
     title = (
@@ -220,7 +214,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     if text := verdict(found):
         print(text)
     print(f"results in {args.out}")
-    if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder], _published):
+    if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
         print(f"page: {page}")
     return 0
 

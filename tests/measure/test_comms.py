@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flashfl.core.exchange import Local, Traffic
+from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout
-from flashfl.core.record import RoundRecord
-from flashfl.measure.comms import csr_bytes, dense_bytes, paper_bytes, per_client
+from flashfl.measure.comms import csr_bytes, dense_bytes, paper_bytes
 from flashfl.models import build_model
 from flashfl.sparsity import PruneRegrow, allocate
 
@@ -32,11 +31,3 @@ def test_resnet18_saves_what_the_paper_says(density: float, saving: float) -> No
     layout = Layout.of(build_model("resnet18", classes=10, channels=3, size=32))
     counts = allocate(layout, "uniform", density)
     assert dense_bytes(layout) / csr_bytes(layout, counts, frozen=True) == pytest.approx(saving, rel=0.003)
-
-
-def test_bytes_per_client_add_up() -> None:
-    traffic = Traffic(up=10, down=20, values=24, mask=4, overhead=2)
-    record = RoundRecord("training", True, 0, 0, (0, 1), {}, 0.5, traffic)
-    share = per_client([record, record])
-    assert (share.up, share.down) == (5, 10)
-    assert share.values + share.mask + share.overhead == share.up + share.down

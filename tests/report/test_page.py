@@ -178,6 +178,17 @@ def test_heading_sorts_the_table(page: str, open_page: Open) -> None:
     assert column(name) == sorted(column(name))
 
 
+def test_page_shows_another_metric(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    metric = {"name": "perplexity", "higher_is_better": False}
+    edited(compared / "nst-seed0", tmp_path / "a", lambda h: {**h, "task": {**h["task"], "metric": metric}})
+    browser = open_page(write(load([tmp_path]), tmp_path / "other.html").as_uri())
+    said = hover(browser, "#perplexity-by-round .catch")
+    assert "nst" in said
+    assert "%" not in said
+    assert count(browser, "#perplexity-by-bytes svg .line") == 1
+    assert errors(browser) == []
+
+
 def test_theme_can_be_switched(page: str, open_page: Open) -> None:
     browser = open_page(page)
     shade = "return getComputedStyle(document.body).backgroundColor"
@@ -222,12 +233,11 @@ def test_watch_follows_a_running_run(compared: Path, tmp_path: Path, open_page: 
     shutil.copytree(compared / "jmwst-seed0" / "snapshots", tmp_path / "runs" / "jmwst" / "snapshots")
     results = tmp_path / "runs" / "jmwst" / "results.jsonl"
     results.write_text("".join(lines[:4]))
-    addresses: list[str] = []
-    server = serve(tmp_path / "runs", port=0, ready=addresses.append)
+    server, address = serve(tmp_path / "runs", port=0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        browser = open_page(addresses[0])
+        browser = open_page(address)
         said = browser.execute_script("return document.querySelector('.sum').innerText")
         assert "unfinished, round 2 of 5" in said
         assert count(browser, "#accuracy-by-round .dot") == 2

@@ -12,7 +12,7 @@ from flashfl.data import registry
 from flashfl.paper import cells, published
 from flashfl.report import figures
 from flashfl.report.groups import groups_of, groups_table
-from flashfl.report.load import Published, load
+from flashfl.report.load import load
 from flashfl.run.config import load_toml, make_config
 from flashfl.run.track import flat
 from tests.report.runs import edited
@@ -68,7 +68,7 @@ def test_every_change_of_the_paper_configuration_is_named(option: str, said: str
 def test_device_and_speed_settings_are_no_change() -> None:
     change = {"device": "cpu", "workers": "3", "seed": "4", "eval_every": "7", "precision": "fp32", "track": "mlflow"}
     found = published.lookup(flat(make_config(load_toml(PAPER / "cifar10.toml"), change).to_json()))
-    assert found == Published(85.64, 0.58, (), 19.5)
+    assert found == published.Published(85.64, 0.58, (), 19.5)
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100", "tinyimagenet", "femnist", "sst2"])
@@ -100,7 +100,7 @@ def test_config_files_repeat_the_settings_of_cells(name: str) -> None:
 def test_paper_figure_is_not_shown_beside_another_model(compared: Path, tmp_path: Path) -> None:
     for model, known in (("resnet18", True), ("vgg16", False)):
         told = make_config(load_toml(PAPER / "cifar10.toml"), {"model": model}).to_json()
-        found = load([edited(compared / "spdst-seed0", tmp_path / model, partial(dict, config=told))], published.lookup)
+        found = load([edited(compared / "spdst-seed0", tmp_path / model, partial(dict, config=told))])
         assert ("85.64 ± 0.58" in groups_table(found).markdown()) is known
         assert (found.runs[0].published.saving is not None) is known
         axes = pytest.importorskip("matplotlib.figure").Figure().subplots()

@@ -13,18 +13,20 @@ import urllib.error
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError, FlashError
+from flashfl.core.record import Score
 from flashfl.report import curves, figures
 from flashfl.report.command import page_for
 from flashfl.report.groups import groups_of, groups_table, rounds_table, summary_of
-from flashfl.report.load import load, nothing_published
+from flashfl.report.load import Found, load
 from flashfl.report.page import page, page_data, script_json
-from flashfl.report.table import Entry, Table
 from flashfl.report.watch import Feed, serve
+from flashfl.run.table import Entry, Table
 from tests.report.runs import edited
 
 
@@ -39,7 +41,7 @@ def test_comparison_writes_a_page(compared: Path) -> None:
 def test_unwritable_page_is_a_warning(compared: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match="could not be written"):
-        assert page_for(tmp_path / "file" / "below", [compared / "nst-seed0"], nothing_published) is None
+        assert page_for(tmp_path / "file" / "below", [compared / "nst-seed0"]) is None
 
 
 def test_seeds_are_one_group_and_settings_separate_groups(compared: Path, tmp_path: Path) -> None:
@@ -112,7 +114,11 @@ def test_damaged_snapshot_skips_only_its_round(compared: Path, tmp_path: Path) -
     next((folder / "snapshots").iterdir()).write_bytes(b"g???")
     [run] = load([folder]).runs
     assert len(run.heat()[0]) == 4
-    shutil.rmtree(folder / "snapshots")
+
+
+def test_run_without_snapshots_has_no_masks_to_compare(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "nst-seed0", tmp_path / "run", ignore=shutil.ignore_patterns("snapshots"))
+    [run] = load([tmp_path]).runs
     assert run.heat() == ([], None)
 
 
@@ -242,6 +248,35 @@ def test_long_names_hide_no_curve(compared: Path, tmp_path: Path, name: str) -> 
     assert not any(a.overlaps(b) for a, b in itertools.combinations(titles, 2))
 
 
+def _perplexity(header: dict[str, Any]) -> dict[str, Any]:
+    return {**header, "task": {**header["task"], "metric": {"name": "perplexity", "higher_is_better": False}}}
+
+
+def test_other_metric_is_named_and_its_best_is_the_lowest(compared: Path, tmp_path: Path) -> None:
+    found = load([edited(compared / "nst-seed0", tmp_path / "a", _perplexity)])
+    [run] = found.runs
+    lowest = replace(run.rounds[0], metrics={"after": Score(1.0, 0.01234567, 0.1)})
+    found = Found([replace(run, rounds=[lowest, *run.rounds[1:]])])
+    [run] = found.runs
+    scores = [record.score.metric for record in run.counted if record.score]
+    assert run.numbers.best == min(scores) == 0.01234567
+    head, _, row = groups_table(found).markdown().splitlines()[:3]
+    assert head.startswith("| method | seeds | perplexity | best | paper % |")
+    assert row.startswith(f"| nst | 1 | {scores[-1]:.4g} | {min(scores):.4g} |")
+    assert rounds_table(found).csv().splitlines()[0].split(",")[6] == "perplexity"
+    assert page_data(found)["metric"] == {"name": "perplexity", "percent": False}
+
+
+def test_runs_with_other_metrics_share_a_table(compared: Path, tmp_path: Path) -> None:
+    edited(compared / "nst-seed0", tmp_path / "a", _perplexity)
+    shutil.copytree(compared / "dense-seed0", tmp_path / "b")
+    found = load([tmp_path])
+    assert groups_table(found).markdown().startswith("| method | seeds | metric | best |")
+    assert page_data(found)["metric"] == {"name": "metric", "percent": False}
+    pytest.importorskip("matplotlib")
+    assert figures.figure("accuracy-rounds", found.runs).axes[0].get_ylabel() == "metric"
+
+
 def test_unknown_figure_names_the_nearest(compared: Path) -> None:
     with pytest.raises(ConfigError, match="sm-heatmap"):
         figures.figure("heatmap", load([compared]).runs)
@@ -292,21 +327,20 @@ def test_feed_is_computed_again_only_after_a_change(compared: Path, tmp_path: Pa
 def test_watch_serves_only_this_machine(compared: Path) -> None:
     import threading
 
-    addresses: list[str] = []
-    server = serve(compared, 0, addresses.append)
+    server, address = serve(compared, 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
         assert server.server_address[0] == "127.0.0.1"
-        with urllib.request.urlopen(addresses[0] + "data.json") as answer:
+        with urllib.request.urlopen(address + "data.json") as answer:
             assert json.load(answer)["groups"]
-        for request in (urllib.request.Request(addresses[0], headers={"Host": "evil.example"}), addresses[0] + "x"):
+        for request in (urllib.request.Request(address, headers={"Host": "evil.example"}), address + "x"):
             with pytest.raises(urllib.error.HTTPError) as error:
                 urllib.request.urlopen(request)
             assert error.value.code in (403, 404)
             error.value.close()
         with pytest.raises(ConfigError, match="--port"):
-            serve(compared, server.server_address[1], addresses.append)
+            serve(compared, server.server_address[1])
     finally:
         server.shutdown()
         server.server_close()

@@ -15,8 +15,6 @@ import pytest
 from flashfl.core.errors import ConfigError
 from flashfl.methods import METHODS, Dense
 from flashfl.paper.verdict import verdict
-from flashfl.report.summary import Numbers, Summary, numbers_of, summarise
-from flashfl.report.table import summary_table
 from flashfl.run import code
 from flashfl.run import compare as comparing
 from flashfl.run.code import code_of, joined
@@ -24,6 +22,8 @@ from flashfl.run.compare import compare, replace_seed
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.export import export_run
 from flashfl.run.results import RESULTS, Results
+from flashfl.run.summary import Numbers, Summary, numbers_of, summarise
+from flashfl.run.table import summary_table
 
 TINY = {
     "rounds": "3", "per_round": "2", "clients": "4", "limit": "80", "max_steps": "1", "eval_every": "1",

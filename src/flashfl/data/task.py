@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError, warn
 from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
@@ -95,6 +95,7 @@ class Task:
         self.train, self.evaluation, self.evaluators = _hold_out(sources, holdout if test is None else 0)
         if self.test is not None:
             self.evaluation = [self.test]
+            _warn_about_nan(self.test)
 
     def __repr__(self) -> str:
         parameters = sum(layer.size for layer in self.layout.of_kind("prunable", "dense", "fixed"))
@@ -187,6 +188,14 @@ def _source(data: object, who: str, check: bool = True) -> Source:
     if len(made) == 0:
         raise DataError(f"{who} has no samples: leave it out or give it some")
     return made
+
+
+def _warn_about_nan(test: Source) -> None:
+    data, index = below(test, torch.arange(len(test)))
+    for x in (*data.inputs, data.target) if isinstance(data, Arrays) else ():
+        bad = torch.as_tensor(x)[index].flatten(1 if x.ndim > 1 else 0).isnan() if torch.is_floating_point(x) else None
+        if bad is not None and bad.any():
+            warn("the test set has NaN: the loss will be NaN unless the model removes them")
 
 
 def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[Source], list[int]]:

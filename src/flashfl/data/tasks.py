@@ -109,6 +109,7 @@ def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) ->
         "clients": len(parts),
         "partition": config.partition_file or config.partition,
         "alpha": config.alpha,
+        "classes_per_client": config.classes_per_client,
         "classes": data.classes,
         "shape": list(data.shape),
         "train": sum(map(len, parts)),

@@ -7,11 +7,9 @@ each row. If the mask is frozen it counts values only. It does not count BatchNo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..core.exchange import Local
 from ..core.layout import Layout
-from ..core.record import RoundRecord
 
 _VALUE = _INDEX = 4
 
@@ -40,22 +38,3 @@ def paper_bytes(layout: Layout, local: Local, down: Sequence[float], up: Sequenc
         csr_bytes(layout, counts, local.adapt is None or sum(counts) == layout.prunable_size) for counts in (down, up)
     )
     return sent, _VALUE * len(up) if local.report == "counts" else answer
-
-
-@dataclass(frozen=True)
-class Share:
-    """Mean bytes of a client in a round. Values, mask and overhead of both directions add up to up and down."""
-
-    up: float
-    down: float
-    values: float
-    mask: float
-    overhead: float
-
-
-def per_client(records: Sequence[RoundRecord]) -> Share:
-    """The mean over the clients and rounds of some records. A client that failed had its order sent too."""
-    clients = max(1, sum(len(record.cohort) for record in records))
-    return Share(
-        **{k: sum(getattr(record.bytes, k) for record in records) / clients for k in Share.__dataclass_fields__}
-    )

@@ -106,23 +106,20 @@ def load_table(name: str) -> PaperTable:
 
 def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:
     """The cells a user asked for: by dataset, alpha, density and method, each a comma-separated list or empty."""
-    facts = [_facts(cell) for cell in cells]
-    asked = {name: [word for word in words.split(",") if word] for name, words in filters.items()}
-    for name, words in asked.items():
-        known = {shown for fact in facts for shown in fact[name]}
+    found = list(cells)
+    for name, text in filters.items():
+        words = [word for word in text.split(",") if word]
+        known = {shown for cell in cells for shown in _facts(cell)[name]}
+        if words and not known:
+            raise ConfigError(f"--{name} {text}: the cells of this table have no {name}")
         for word in words:
-            if not known:
-                raise ConfigError(f"--{name} {word}: the cells of this table have no {name}")
             if _plain(word) not in map(_plain, known):
                 raise unknown(name, word, known)
-
-    def fits(fact: Mapping[str, Sequence[str]]) -> bool:
-        """Dense cells have no density and fit every one."""
-        wanted = {name: set(map(_plain, words)) for name, words in asked.items() if words and fact[name]}
-        return all(words & set(map(_plain, fact[name])) for name, words in wanted.items())
-
-    found = [cell for cell, fact in zip(cells, facts, strict=True) if fits(fact)]
-    if not found or (asked.get("density") and not any("density" in c.method for c in found)):
+        if words:
+            wanted = set(map(_plain, words))
+            # Dense cells have no density and fit every one.
+            found = [c for c in found if not (facts := _facts(c)[name]) or wanted & set(map(_plain, facts))]
+    if not found or (filters.get("density") and not any("density" in c.method for c in found)):
         raise ConfigError("no cell of the table matches all of these filters: remove one")
     return found
 

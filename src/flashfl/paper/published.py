@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from ..data import registry
 from ..methods import METHODS
-from ..report.load import Published
 from ..run.track import flat
 from .cells import Cell, load_table, table_names
 
@@ -28,38 +27,46 @@ _UNSTATED = ("train.lr", "train.lr_end")  # for SST-2
 _OF_BYTES = ("task.model", "task.prunable", "train.values")
 
 
+@dataclass(frozen=True)
+class Published:
+    """What the paper reports for the settings of a run. `differs` names the settings in which the run is another."""
+
+    mean: float | None = None  # accuracy in percent
+    std: float | None = None
+    differs: tuple[str, ...] = ()
+    saving: float | None = None
+
+    @property
+    def applies(self) -> bool:
+        """Whether there is a figure for exactly these settings."""
+        return self.mean is not None and not self.differs
+
+
 def lookup(settings: Mapping[str, Any]) -> Published:
     """The paper's accuracy for the same data, split, method and density, and its saving of bytes, if it has them."""
-    saving = _saving(settings)
-    for at, cell in enumerate(_cells()):
-        if cell.paper and _same_data(cell, settings) and _same_method(cell, settings):
-            differs = _differences(_settings(at), settings)
-            return Published(cell.paper["mean"], cell.paper.get("std"), tuple(differs.values()), saving)
+    alike = [
+        (cell, cell.paper, _differences(theirs, settings))
+        for cell, theirs in _cells()
+        if cell.paper and cell.dataset == settings.get("task.dataset") and _same_method(cell, settings)
+    ]
+    first = next(((paper["up"], differs) for _, paper, differs in alike if "up" in paper), None)
+    saving = first[0] if first and not any(name in first[1] for name in _OF_BYTES) else None
+    for cell, paper, differs in alike:
+        if cell.alpha == _alpha(settings) and not settings.get("task.synthetic"):
+            return Published(paper["mean"], paper.get("std"), tuple(differs.values()), saving)
     return Published(saving=saving)
 
 
-def _saving(settings: Mapping[str, Any]) -> float | None:
-    """How many times fewer bytes the paper says this method sends with this model, if it says so."""
-    for at, cell in enumerate(_cells()):
-        stated = cell.paper and cell.paper.get("up")
-        if stated and cell.dataset == settings.get("task.dataset") and _same_method(cell, settings):
-            changed = _differences(_settings(at), settings)
-            return None if any(k in changed for k in _OF_BYTES) else stated
-    return None
-
-
 @cache
-def _cells() -> tuple[Cell, ...]:
-    """The cells of all tables. Those that state a spread come first."""
+def _cells() -> tuple[tuple[Cell, dict[str, Any]], ...]:
+    """The cells of all tables with their settings. Those that state a spread come first."""
     first = ("main", "hetero", "savings")
     names = [*first, *(name for name in table_names() if name not in first)]
-    return tuple(cell for name in names for cell in load_table(name).cells)
+    return tuple((cell, _settings(cell)) for name in names for cell in load_table(name).cells)
 
 
-@cache
-def _settings(at: int) -> dict[str, Any]:
+def _settings(cell: Cell) -> dict[str, Any]:
     """The settings behind one of the paper's figures, without those that do not matter."""
-    cell = _cells()[at]
     derived = [f"method.{f.name}" for f in fields(METHODS[cell.method["name"]]) if f.metadata.get("derived")]
     model = registry.info(cell.dataset).model
     every = flat(cell.config(seed=0).to_json()) | {"task.model": model}
@@ -83,12 +90,6 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "none" if value == "" else str(value)
 
 
-def _same_data(cell: Cell, settings: Mapping[str, Any]) -> bool:
-    if cell.dataset != settings.get("task.dataset") or settings.get("task.synthetic"):
-        return False
-    return cell.alpha == _alpha(settings)
-
-
 def _alpha(settings: Mapping[str, Any]) -> float | None:
     """Alpha as the paper states it: 1000 for an even split, None for writers, -1 for splits it does not have."""
     partition = settings.get("task.partition")
@@ -100,7 +101,7 @@ def _alpha(settings: Mapping[str, Any]) -> float | None:
 
 
 def _same_method(cell: Cell, settings: Mapping[str, Any]) -> bool:
-    if "task.layout" in settings:
+    if "task.digests.layout" in settings:
         return False  # a run started from Python has not recorded the settings of its task
     method = {k.removeprefix("method."): v for k, v in settings.items() if k.startswith("method.")}
     if any(method.get(k, plain) != plain for k, plain in _PLAIN.items()):

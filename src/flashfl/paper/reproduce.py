@@ -15,8 +15,7 @@ from ..core.files import put
 from ..run.compare import OutOfTime, run_or_continue
 from ..run.lock import claim
 from .cells import Cell
-from .result import commit, recipe_of, record_of
-from .stored import Stored
+from .results import Stored, commit, recipe_of, record_of
 
 
 def reproduce(
@@ -31,7 +30,7 @@ def reproduce(
     _check_writable(results)
     commit()  # of the code that is loaded now, whatever is committed while cells run
     stored = Stored(results)
-    todo = list(stored.pending(cells, seeds))
+    todo = stored.pending(cells, seeds)
     unreadable: dict[str, int] = {}  # data sets, and how many cells were skipped because of each
     for at, (cell, seed) in enumerate(todo, 1):
         if time.monotonic() >= until:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..report.summary import summarise
-from ..report.table import COLUMNS, Entry, Table, with_spread
 from ..run.progress import amount
+from ..run.summary import summarise
+from ..run.table import COLUMNS, Entry, Table, percent
 from .cells import Cell, load_table
-from .result import numbers_of, stale
-from .stored import Stored
+from .results import Stored, numbers_of, stale
 
 _COLUMNS = (
     "method", "ours %", "best %", "before %", "paper %", "difference", "seeds", "up / client", "down / client",
@@ -45,7 +44,7 @@ def _row(cell: Cell, found: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
     theirs = cell.paper or {}
     row = {"ours %": Entry("not run"), "paper %": Entry("-")}
     if theirs:
-        row["paper %"] = Entry(with_spread(theirs["mean"], theirs.get("std")), theirs["mean"])
+        row["paper %"] = Entry(percent(theirs["mean"], theirs.get("std")), theirs["mean"])
     if not found:
         return row
     ours = summarise([numbers_of(record) for record in found])

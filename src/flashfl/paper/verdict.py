@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..report.summary import Summary
+from ..run.summary import ACCURACY, Summary
 
 _SAID = {  # how two methods stand: the beginning of the sentence, and the words between their names
     "above": ("As in the paper,", "is above"),
@@ -16,7 +16,7 @@ _SAID = {  # how two methods stand: the beginning of the sentence, and the words
 
 def verdict(found: Mapping[str, Summary]) -> str:
     """How spdst and jmwst stand against pdst and nst. Only methods that were run are named."""
-    accuracy = {name: 100 * s.accuracy for name, s in found.items() if s.accuracy is not None}
+    accuracy = {name: 100 * s.accuracy for name, s in found.items() if s.accuracy is not None and s.metric == ACCURACY}
     ours = [n for n in ("spdst", "jmwst") if n in accuracy]
     theirs = [n for n in ("pdst", "nst") if n in accuracy]
     pairs: dict[str, list[str]] = {}

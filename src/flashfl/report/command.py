@@ -1,4 +1,4 @@
-"""The commands `report`, `figure` and `watch`: their options and what they do."""
+"""The commands `report`, `figure`, `watch` and `reproduce`: their options and what they do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,39 +13,51 @@ from ..core import files
 from ..core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from .load import Found, Lookup
+    from .load import Found
 
 FORMATS = ("html", "png", "csv", "md")
 FIGURES = "sm-heatmap, sm-layers, accuracy-rounds, accuracy-bytes, layer-sensitivity, flops-bytes, mismatch-rounds"
 _RUNS = "folders of runs, or folders that contain runs"
+_TABLES = "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa or sst2"
+_FILTERS = ("dataset", "alpha", "density", "method")
+_PLOTS, _TEXTS = (".png", ".svg", ".pdf"), (".md", ".html")
 
-Add = Callable[..., argparse.ArgumentParser]
 
-
-def add_commands(add: Add, lookup: Lookup) -> None:
-    """Add the three commands to a command line. lookup: finds what the paper reports for the settings of a run."""
-    report = add("report", partial(_report, lookup), "write a report about runs: one page, an image or a table")
+def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands to a command line."""
+    report = add("report", _report, "write a report about runs: one page, an image or a table")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=_RUNS)
     report.add_argument("--out", type=Path, help="file to write (default: report.html; md and csv are printed)")
     report.add_argument("--format", choices=FORMATS, help="default: the file's ending, or html")
 
-    figure = add("figure", partial(_figure, lookup), "draw one of the paper's figures from your runs")
+    figure = add("figure", _figure, "draw one of the paper's figures from your runs")
     figure.add_argument("name", help=FIGURES)
     figure.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=_RUNS)
     figure.add_argument("--out", type=Path, help="png, svg or pdf file to write (default: NAME.png)")
 
-    watch = add(
-        "watch", partial(_watch, lookup), "show runs in a browser while they go on (served to this machine only)"
-    )
+    watch = add("watch", _watch, "show runs in a browser while they go on (served to this machine only)")
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     watch.add_argument("--port", type=int, default=8327, help="default: 8327; 0 takes a free one")
 
+    again = add("reproduce", _reproduce, "show our results beside a table of the paper, and run the missing cells")
+    again.add_argument("table", help=_TABLES)
+    for name in _FILTERS:
+        again.add_argument(f"--{name}", default="", help="only these cells (comma-separated)")
+    again.add_argument("--seeds", type=int, help="seeds of each cell (default: 1 when running, all when showing)")
+    again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default) only shows")
+    again.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
+    again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
+    again.add_argument("--data-root", dest="root", default="", help="folder of data sets (default: FLASHFL_DATA)")
+    again.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    said = "also write the table (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf)"
+    again.add_argument("--out", type=Path, help=said)
 
-def _report(lookup: Lookup, args: argparse.Namespace, overrides: dict[str, str]) -> int:
+
+def _report(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     form = args.format or (args.out.suffix.lstrip(".").lower() if args.out and args.out.suffix else "html")
     if form not in FORMATS:
         raise ConfigError(f"--out {args.out}: cannot write the format {form!r}; choose one of {', '.join(FORMATS)}")
-    found = _load(args.runs, lookup)
+    found = _load(args.runs)
     if not found.runs:
         raise ConfigError("there is no run to report on: give folders that contain runs")
     if form in ("csv", "md") and args.out is None:
@@ -76,29 +87,27 @@ def _text(form: str, found: Found) -> str:
     return groups_table(found).markdown() if form == "md" else rounds_table(found).csv()
 
 
-def _load(paths: Sequence[Path], lookup: Lookup) -> Found:
+def _load(paths: Sequence[Path]) -> Found:
     from .load import load
 
-    found = load(paths, lookup)
+    found = load(paths)
     for problem in found.problems:
         print(f"flashfl: skipped: {problem.why}", file=sys.stderr)
     return found
 
 
-def _figure(lookup: Lookup, args: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _figure(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from . import figures
 
-    print(figures.save(figures.figure(args.name, _load(args.runs, lookup).runs), args.out or Path(f"{args.name}.png")))
+    print(figures.save(figures.figure(args.name, _load(args.runs).runs), args.out or Path(f"{args.name}.png")))
     return 0
 
 
-def _watch(lookup: Lookup, args: argparse.Namespace, overrides: dict[str, str]) -> int:
+def _watch(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .watch import serve
 
-    def ready(address: str) -> None:
-        print(f"{args.folder} at {address} (stop with Ctrl-C)")
-
-    server = serve(args.folder, args.port, ready, lookup)
+    server, address = serve(args.folder, args.port)
+    print(f"{args.folder} at {address} (stop with Ctrl-C)")
     sys.stdout.flush()
     try:
         server.serve_forever()
@@ -109,12 +118,52 @@ def _watch(lookup: Lookup, args: argparse.Namespace, overrides: dict[str, str]) 
     return 0
 
 
-def page_for(folder: Path, runs: Sequence[Path], lookup: Lookup) -> Path | None:
+def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from ..paper.cells import chosen, load_table
+    from ..paper.reproduce import reproduce
+    from ..paper.results import Stored
+    from ..paper.tables import ABOUT, panels, table_of
+
+    _check_reproduce(args)
+    cells = chosen(load_table(args.table).cells, **{name: getattr(args, name) for name in _FILTERS})
+    if not args.budget_minutes and not args.results.is_dir():
+        raise ConfigError(f"there is no folder {args.results}: give the folder of results (a checkout has one)")
+    failed = 0
+    if args.budget_minutes > 0:
+        settings = {"device": args.device, "data_root": args.root}
+        _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
+    stored = Stored(args.results)
+    table = table_of(args.table, cells, args.seeds, stored)
+    print(table.markdown())
+    if args.out and args.out.suffix in _PLOTS:
+        from .figures import accuracy_bytes_of_cells, save
+
+        shown = panels(cells, args.seeds, stored)
+        if not shown:
+            raise ConfigError(f"--out {args.out}: there is nothing to draw, as none of these cells has been run")
+        print(save(accuracy_bytes_of_cells(shown), args.out), file=sys.stderr)
+    elif args.out:
+        from .page import table_page
+
+        files.put(args.out, (table_page(table, ABOUT) if args.out.suffix == ".html" else table.markdown()).encode())
+    return 1 if failed else 0
+
+
+def _check_reproduce(args: argparse.Namespace) -> None:
+    if args.seeds is not None and args.seeds < 1:
+        raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
+    if args.out and args.out.suffix not in _TEXTS + _PLOTS:
+        raise ConfigError(f"--out {args.out}: must end in one of {', '.join(_TEXTS + _PLOTS)}")
+    if not args.budget_minutes >= 0:  # NaN too
+        raise ConfigError(f"--budget-minutes {args.budget_minutes:g}: must be 0 (only show) or more")
+
+
+def page_for(folder: Path, runs: Sequence[Path]) -> Path | None:
     """Write the page about these runs into a folder. If that fails, warn: hours of runs must not end in a traceback."""
     try:
         from .load import load
 
-        return write(load(runs, lookup), folder / "report.html")
+        return write(load(runs), folder / "report.html")
     except Exception as error:
         warnings.warn(f"the report page could not be written: {error}", RuntimeWarning)
         return None

@@ -72,9 +72,9 @@ def layer_mismatch(runs: Sequence[RunData]) -> dict[str, Any]:
     return {"round": rounds, "layers": [[digits(v) for v in column] for column in table.T.tolist()]}
 
 
-def heat(runs: Sequence[RunData], of: Callable[[RunData], tuple[list[int], Any]] = RunData.heat) -> dict[str, Any]:
+def heat(runs: Sequence[RunData]) -> dict[str, Any]:
     """Mean mismatch over seeds between the rounds whose masks every seed has stored."""
-    found = [(rounds, table) for rounds, table in map(of, runs) if table is not None]
+    found = [(rounds, table) for rounds, table in map(RunData.heat, runs) if table is not None]
     common = sorted(set.intersection(*(set(rounds) for rounds, _ in found))) if found else []
     if len(common) < 2:
         return {"round": [], "sm": []}

@@ -11,6 +11,8 @@ from typing import Any
 
 from ..core.errors import ConfigError, FlashError, unknown
 from ..core.files import put
+from ..run.summary import ACCURACY, Metric
+from ..run.table import shared_metric
 from . import curves
 from .groups import Groups, groups_of, titled
 from .load import RunData
@@ -26,12 +28,12 @@ def accuracy_rounds(axes: Any, groups: Groups) -> None:
     """Test accuracy by round, mean and standard deviation over seeds, and the paper's figure if it has one."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
-        _line(axes, shown["round"], shown, label, _ink(i))
+        _line(axes, shown["round"], shown, label, _ink(i), runs[0].metric)
         there = runs[0].published
         if there.applies and shown["round"]:
             at = shown["round"][-1]
             axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
-    axes.set(xlabel="round", ylabel="accuracy (%)")
+    axes.set(xlabel="round", ylabel=_metric_label(groups))
 
 
 def accuracy_bytes(axes: Any, groups: Groups) -> None:
@@ -39,13 +41,20 @@ def accuracy_bytes(axes: Any, groups: Groups) -> None:
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
         sent = [curves.over_rounds(run, lambda record: record.total.up + record.total.down) for run in runs]
-        _line(axes, [b / 1e6 for b in curves.mean_at(sent, shown["round"])], shown, label, _ink(i))
-    axes.set(xlabel="communicated (MB, up and down)", ylabel="accuracy (%)", xscale="log")
+        _line(axes, [b / 1e6 for b in curves.mean_at(sent, shown["round"])], shown, label, _ink(i), runs[0].metric)
+    axes.set(xlabel="communicated (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
     _decades(axes.xaxis)
 
 
-def _line(axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], label: str, ink: str) -> None:
-    mean, std = [100 * v for v in shown["mean"]], [100 * v for v in shown["std"]]
+def _metric_label(groups: Groups) -> str:
+    metric = shared_metric(runs[0].metric for runs in groups.values())
+    return "accuracy (%)" if metric == ACCURACY else metric.name
+
+
+def _line(
+    axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], label: str, ink: str, metric: Metric = ACCURACY
+) -> None:
+    mean, std = ([metric.scale * v for v in shown[name]] for name in ("mean", "std"))
     axes.plot(x, mean, _dot(x), color=ink, label=label, linewidth=1.6)
     low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
     axes.fill_between(x, low, high, color=ink, alpha=0.15, linewidth=0)

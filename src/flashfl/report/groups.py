@@ -8,11 +8,11 @@ from typing import Any
 
 from ..core.record import RoundRecord
 from ..methods import METHODS
+from ..run.summary import PHASES, Summary, summarise
+from ..run.table import Entry, Table, Value, percent, shared_metric, summary_table
 from .load import ELSEWHERE, Found, RunData
-from .summary import PHASES, Summary, summarise
-from .table import Entry, Table, Value, summary_table, with_spread
 
-DIGESTS = ("task.layout", "task.holdings", "task.samples")  # they tell runs apart, but tell a reader nothing
+DIGESTS = "task.digests."  # these settings tell runs apart, but tell a reader nothing
 Groups = Mapping[str, Sequence[RunData]]
 
 
@@ -74,7 +74,7 @@ def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> li
     """The settings that tell a run from others: up to three that all have, the method's first, and more if needed."""
     differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
     differ.sort(key=lambda k: not k.startswith("method."))
-    named = [k for k in differ if k not in DIGESTS and all(k in o for o in others)][:3]
+    named = [k for k in differ if not k.startswith(DIGESTS) and all(k in o for o in others)][:3]
     while alike := [o for o in others if all(o.get(k) == mine[k] for k in named)]:
         told = {k: sum(o.get(k) != mine[k] for o in alike) for k in differ}
         best = max(told, key=lambda k: told[k], default="")
@@ -94,7 +94,7 @@ def _brief(value: Any) -> str:
 
 
 def summary_of(runs: Sequence[RunData]) -> Summary:
-    return summarise([run.numbers for run in runs])
+    return summarise([run.numbers for run in runs], runs[0].metric)
 
 
 _COLUMNS = (
@@ -114,7 +114,7 @@ def groups_table(found: Found, marked: bool = False) -> Table:
     for label, runs in groups.items():
         there = runs[0].published
         if there.mean is not None and (marked or there.applies):
-            text = with_spread(there.mean, there.std) + (" †" if there.differs else "")
+            text = percent(there.mean, there.std) + (" †" if there.differs else "")
             entries.append(Entry(text, there.mean))
         else:
             entries.append(Entry("–"))
@@ -130,22 +130,23 @@ def groups_table(found: Found, marked: bool = False) -> Table:
 def rounds_table(found: Found) -> Table:
     """Every round of every run, with what was recorded about it, for other tools."""
     rows: list[dict[str, Value]] = []
+    name = shared_metric(run.metric for run in found.runs).name
     for label, runs in groups_of(found.runs).items():
         for run in runs:
             about: dict[str, Value] = {
                 "run": str(run.folder), "method": run.method, "group": label, "seed": run.seed,
             }  # fmt: skip
-            rows += [{**about, **_round(record)} for record in run.rounds]
+            rows += [{**about, **_round(record, name)} for record in run.rounds]
     head = list(rows[0]) if rows else []
     return Table(head, [[Entry(str(v), v) for v in row.values()] for row in rows])
 
 
-def _round(record: RoundRecord) -> dict[str, Value]:
+def _round(record: RoundRecord, metric: str) -> dict[str, Value]:
     score, paper = record.score, record.paper_bytes
     return {
         "phase": record.phase,
         "round": record.round + 1,
-        "accuracy": score and score.metric,
+        metric: score and score.metric,
         "test_loss": score and score.loss,
         "train_loss": record.loss,
         "density": record.density,

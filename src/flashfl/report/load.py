@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import FlashError
 from ..core.record import RoundRecord
 from ..measure.mismatch import pairwise
-from ..methods import METHODS
+from ..paper.published import Published, lookup
 from ..run.observe import SNAPSHOTS, snapshots
 from ..run.results import RESULTS, Results
+from ..run.summary import Metric, Numbers, numbers_of
 from ..run.track import flat
-from .summary import Numbers, numbers_of
 
 # Settings that say where or how a run is carried out, not what it is. Runs that differ only in these are one group.
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
 _PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
 MOST_MASKS = 48  # a heatmap with more rows cannot be read on a screen
-
-
-@dataclass(frozen=True)
-class Published:
-    """What a paper reports for the settings of a run. `differs` names the settings in which the run is another."""
-
-    mean: float | None = None  # accuracy in percent
-    std: float | None = None
-    differs: tuple[str, ...] = ()
-    saving: float | None = None
-
-    @property
-    def applies(self) -> bool:
-        """Whether there is a figure for exactly these settings."""
-        return self.mean is not None and not self.differs
-
-
-Lookup = Callable[[Mapping[str, Any]], Published]
-
-
-def nothing_published(settings: Mapping[str, Any]) -> Published:
-    return Published()
 
 
 @dataclass(frozen=True)
@@ -66,28 +44,21 @@ class RunData:
     rounds: list[RoundRecord]
     end: Mapping[str, Any] | None
     written: float = 0.0  # when the results file last changed, in seconds
-    lookup: Lookup = nothing_published
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
-        beside = flat({"flower": self.header.get("flower", {})})
         if config := self.header.get("config"):
-            return {**flat(config), **beside}
-        identity = self.header.get("identity", {})
-        described = str(identity.get("method", "?"))
-        return {
-            **_method(described),
-            "task.dataset": self.header["task"]["name"],
-            **{f"task.{k}": v for k, v in _split(self.info).items()},
-            **{f"train.{k}": v for k, v in identity.get("settings", {}).items()},
-            # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made
-            # by name says which data it has, and may be split again for each seed.
-            "task.layout": identity.get("layout"),
-            "task.holdings": identity.get("clients"),
-            "task.samples": None if self.info else identity.get("samples"),
-            **beside,
-        }
+            return flat(config)
+        identity = self.header["identity"]
+        # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
+        # name says which data it has, and may be split again for each seed.
+        digests = {name: identity.get(name) for name in ("layout", "clients", "samples")}
+        if self.info:
+            del digests["samples"]
+        task = {"dataset": self.header["task"]["name"], **self.info, "digests": digests}
+        task.pop("histogram", None)
+        return flat({"method": identity["method"], "task": task, "train": identity["settings"]})
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -118,7 +89,11 @@ class RunData:
 
     @cached_property
     def published(self) -> Published:
-        return self.lookup(self.settings)
+        return lookup(self.settings)
+
+    @cached_property
+    def metric(self) -> Metric:
+        return Metric.of(self.header)
 
     @cached_property
     def numbers(self) -> Numbers:
@@ -138,19 +113,20 @@ class RunData:
 
     def heat(self) -> tuple[list[int], Any]:
         """The rounds whose mask was stored, and the mismatch of every pair of them. Damaged masks are skipped."""
-        store, known = snapshots(self.folder, self.header["task"]["layers"]), dict[str, Any]()
-        stored = [record for record in self.counted if record.snapshot]
-        rounds: list[int] = []
-        masks: list[Any] = []
-        for record in stored[:: -(-len(stored) // MOST_MASKS) or 1]:
-            name = record.snapshot
-            try:
-                known[name] = known[name] if name in known else store[name].bits.numpy()
-            except (KeyError, FlashError):
-                continue
-            rounds.append(record.round + 1)
-            masks.append(known[name])
-        return rounds, pairwise(masks, store.layout.sizes)[0] if len(masks) > 1 else None
+        stored = [(record.round + 1, record.snapshot) for record in self.counted if record.snapshot]
+        layers = tuple((name, tuple(shape)) for name, shape in self.header["task"]["layers"])
+        return _heat(self.folder, layers, tuple(stored[:: -(-len(stored) // MOST_MASKS) or 1]))
+
+
+@lru_cache(maxsize=256)  # comparing masks is slow, and `watch` asks again after every round
+def _heat(
+    folder: Path, layers: tuple[tuple[str, tuple[int, ...]], ...], stored: tuple[tuple[int, str], ...]
+) -> tuple[list[int], Any]:
+    store, masks = snapshots(folder, layers), dict[int, Any]()
+    for at, name in stored:
+        with suppress(KeyError, FlashError):
+            masks[at] = store[name].bits.numpy()
+    return list(masks), pairwise(list(masks.values()), store.layout.sizes)[0] if len(masks) > 1 else None
 
 
 @dataclass
@@ -161,16 +137,15 @@ class Found:
     problems: list[Problem] = field(default_factory=list)
 
 
-def load(paths: Iterable[Path], lookup: Lookup = nothing_published) -> Found:
+def load(paths: Iterable[Path]) -> Found:
     """Every run in these folders. A folder may be a run or hold runs; if it is neither, that is a problem.
 
-    If several runs have the same settings and seed, one counts. The others are problems too. lookup: finds what a paper
-    reports for the settings of a run.
+    If several runs have the same settings and seed, one counts. The others are problems too.
     """
     found = Found()
     for folder in folders(paths):
         try:
-            found.runs.append(_read(folder, lookup))
+            found.runs.append(_read(folder))
         except FlashError as error:
             found.problems.append(Problem(str(folder), str(error)))
         except Exception as error:  # a damaged file must not hide the other runs
@@ -223,10 +198,10 @@ def _once(found: Found) -> None:
                 found.problems.append(Problem(str(run.folder), why))
 
 
-def _read(folder: Path, lookup: Lookup) -> RunData:
+def _read(folder: Path) -> RunData:
     """A run that can be shown, or the error that says what is missing."""
     found = Results.read(folder)
-    run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime, lookup)
+    run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
     _try(run)
@@ -238,7 +213,7 @@ def _try(run: RunData) -> None:
     from . import groups, page
 
     alone = Found([run])
-    page.script_json(page.page_data(alone, heat=lambda run: ([], None)))
+    page.script_json(page.records_data(alone))
     groups.rounds_table(alone).csv()
     # What averaging over seeds and comparing masks need.
     width, _ = len(run.layers), sum(math.prod(shape) for _, shape in run.header["task"]["layers"])
@@ -246,40 +221,3 @@ def _try(run: RunData) -> None:
         rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
         if any(len(row) != width or not sum(row) >= 0 for row in rows):
             raise ValueError(f"the layers of round {record.round + 1}")
-
-
-def _method(described: str) -> dict[str, Any]:
-    """A method's name and settings from its repr, named as in a configuration."""
-    kind = described.partition("(")[0]
-    name = next((name for name, cls in METHODS.items() if cls.__name__ == kind), kind.lower())
-    try:
-        found = _fields(ast.parse(described, mode="eval").body)
-        del found["is"]
-        return flat({"method": {"name": name, **found}})
-    except (SyntaxError, ValueError, TypeError):  # a custom method may have any repr
-        return {"method.name": name, "method.settings": described}
-
-
-def _fields(node: ast.AST) -> Any:
-    """What a repr says: an object's class and fields, a value, or else the text itself."""
-    if isinstance(node, ast.Call) and not node.args:
-        return {"is": ast.unparse(node.func), **{str(field.arg): _fields(field.value) for field in node.keywords}}
-    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("np.") and len(node.args) == 1:
-        return _fields(node.args[0])  # a NumPy number
-    if isinstance(node, ast.Tuple | ast.List):
-        return [_fields(item) for item in node.elts]
-    try:
-        value = ast.literal_eval(node)  # type: ignore[arg-type]
-    except ValueError:
-        return ast.unparse(node)
-    return value if isinstance(value, str | int | float | None) else ast.unparse(node)
-
-
-def _split(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a task says about its data and how they are split, without what depends on the seed."""
-    said = {k: v for k, v in info.items() if k != "histogram"}
-    if said.get("partition") not in ("lda", "dirichlet"):
-        said.pop("alpha", None)
-    if said.get("partition") == "shards" and info.get("histogram"):
-        said["classes_per_client"] = max(sum(n > 0 for n in row) for row in info["histogram"])
-    return said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ..measure.comms import per_client
+from ..run.summary import ACCURACY, PHASES, Metric, phase_seconds
+from ..run.table import Table, shared_metric
 from . import curves
 from .groups import groups_of, groups_table, rounds_of, state_of
 from .load import Found, RunData
-from .summary import PHASES, phase_seconds
-from .table import Table
 
 MOST_CLIENTS, MOST_CLASSES = 100, 64
-Heat = Callable[[RunData], tuple[list[int], Any]]
 _ABOUT = (
     "Means over seeds at the end of training. Saving: dense fp32 bytes over the bytes really sent, stage 1 included. "
     "Mask mismatch: mean over the last sixth of the rounds. Select a heading to sort."
@@ -30,12 +28,21 @@ _ABOUT = (
 _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
 
 
-def page_data(found: Found, heat: Heat = RunData.heat) -> dict[str, Any]:
+def page_data(found: Found) -> dict[str, Any]:
     """Everything the page shows about runs, as JSON data."""
+    data = records_data(found)
+    for group, runs in zip(data["groups"], groups_of(found.runs).values(), strict=True):
+        group["heat"] = curves.heat(runs)
+    return data
+
+
+def records_data(found: Found) -> dict[str, Any]:
+    """What the page shows of the records of runs: all but the comparison of stored masks."""
     groups = groups_of(found.runs)
     return {
         **_page_of(groups_table(found, marked=True), _ABOUT),
-        "groups": [_group(label, runs, heat) for label, runs in groups.items()],
+        "metric": _metric(shared_metric(run.metric for run in found.runs)),
+        "groups": [_group(label, runs) for label, runs in groups.items()],
         "tasks": _tasks(groups),
         "runs": [_about(label, run) for label, runs in groups.items() for run in runs],
         "problems": [asdict(problem) for problem in found.problems],
@@ -45,7 +52,11 @@ def page_data(found: Found, heat: Heat = RunData.heat) -> dict[str, Any]:
 def _page_of(table: Table, about: str) -> dict[str, Any]:
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     empty: dict[str, Any] = {"groups": [], "tasks": [], "runs": [], "problems": []}
-    return {"made": made, "about": about, "table": table.to_json(), **empty}
+    return {"made": made, "about": about, "table": table.to_json(), "metric": _metric(ACCURACY), **empty}
+
+
+def _metric(metric: Metric) -> dict[str, Any]:
+    return {"name": metric.name, "percent": metric == ACCURACY}
 
 
 def table_page(table: Table, about: str) -> str:
@@ -84,7 +95,7 @@ def clean(value: Any) -> Any:
     return value
 
 
-def _group(label: str, runs: Sequence[RunData], heat: Heat) -> dict[str, Any]:
+def _group(label: str, runs: Sequence[RunData]) -> dict[str, Any]:
     shown = curves.band([curves.accuracy(run) for run in runs])
     rounds = shown["round"]
     shown |= {k: curves.mean_at([curves.total_bytes(run, k) for run in runs], rounds) for k in ("up", "down")}
@@ -99,7 +110,6 @@ def _group(label: str, runs: Sequence[RunData], heat: Heat) -> dict[str, Any]:
         "mismatch": curves.band([curves.mismatch(run) for run in runs]),
         "layers": last.layers,
         "layer_mismatch": curves.layer_mismatch(runs),
-        "heat": curves.heat(runs, heat),
         "densities": curves.final_densities(runs),
         "points": [_point(run) for run in runs if run.counted],
         "share": _share(runs),
@@ -116,11 +126,10 @@ def _phases(runs: Sequence[RunData]) -> dict[str, float]:
 def _share(runs: Sequence[RunData]) -> dict[str, float]:
     """Bytes of a client in a round by what they carry, beside the paper's formula."""
     records = [record for run in runs for record in run.counted]
-    if not records:
-        return {}
-    share, clients = per_client(records), sum(len(record.cohort) for record in records)
-    paper = sum(record.paper_bytes.up + record.paper_bytes.down for record in records) / clients
-    return {"values": share.values, "mask": share.mask, "overhead": share.overhead, "paper": paper}
+    clients = sum(len(record.cohort) for record in records)
+    carried = {name: [getattr(record.bytes, name) for record in records] for name in ("values", "mask", "overhead")}
+    carried["paper"] = [record.paper_bytes.up + record.paper_bytes.down for record in records]
+    return {name: sum(found) / clients for name, found in carried.items()} if records else {}
 
 
 def _point(run: RunData) -> dict[str, Any]:

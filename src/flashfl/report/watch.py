@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ..core.errors import ConfigError
 from ..run.results import RESULTS
-from .load import Lookup, RunData, folders, load, nothing_published
+from .load import folders, load
 from .page import clean, page, page_data
 
 REFRESH_MS = 2000
@@ -22,21 +21,16 @@ _HOSTS = ("127.0.0.1", "localhost")
 class Feed:
     """The page's data for a folder of runs, computed again only when a results file has changed."""
 
-    def __init__(self, folder: Path, lookup: Lookup = nothing_published) -> None:
-        self.folder, self.lookup = folder, lookup
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock = threading.Lock()
         self._stamp, self._data = "", {}  # type: str, dict[str, Any]
-        self._heats: dict[tuple[str, ...], tuple[list[int], Any]] = {}
 
     def data(self) -> dict[str, Any]:
         with self._lock:
             stamp = self._now()
             if stamp != self._stamp:
-                self._data = {
-                    **page_data(load([self.folder], self.lookup), self._heat),
-                    "live": REFRESH_MS,
-                    "stamp": stamp,
-                }
+                self._data = {**page_data(load([self.folder])), "live": REFRESH_MS, "stamp": stamp}
                 self._stamp = stamp
             return self._data
 
@@ -50,14 +44,6 @@ class Feed:
             except OSError:
                 marks.append(str(run))
         return f"{hash(tuple(marks)):x}"
-
-    def _heat(self, run: RunData) -> tuple[list[int], Any]:
-        """Comparing masks is slow, so it is done again only when a run has stored another mask."""
-        names = (str(run.folder), *(record.snapshot for record in run.counted if record.snapshot))
-        if names not in self._heats:
-            self._heats = {k: v for k, v in self._heats.items() if k[0] != names[0]}
-            self._heats[names] = run.heat()
-        return self._heats[names]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -92,13 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: a line for every refresh would hide what matters."""
 
 
-def serve(
-    folder: Path, port: int = 8327, ready: Callable[[str], None] = print, lookup: Lookup = nothing_published
-) -> ThreadingHTTPServer:
-    """A server for this folder that only this machine can reach. `ready` gets its address."""
+def serve(folder: Path, port: int = 8327) -> tuple[ThreadingHTTPServer, str]:
+    """A server for this folder that only this machine can reach, and its address."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: give the folder of your runs, for example runs")
-    handler = type("Handler", (_Handler,), {"feed": Feed(folder, lookup)})
+    handler = type("Handler", (_Handler,), {"feed": Feed(folder)})
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"--port {port}: must be between 0 and 65535")
     try:
@@ -106,5 +90,4 @@ def serve(
     except OSError as error:
         raise ConfigError(f"port {port} cannot be used ({error.strerror}): choose another with --port") from None
     server.daemon_threads = True
-    ready(f"http://127.0.0.1:{server.server_address[1]}/")
-    return server
+    return server, f"http://127.0.0.1:{server.server_address[1]}/"

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..core.engine import Population
 from ..core.method import Method
 from ..data.sources import Arrays, below
 from ..data.task import Task
+from ..methods import METHODS
 from .config import OUTSIDE, TrainConfig
 
 
@@ -26,13 +27,26 @@ def identity_of(
     fixed = clients.fixed  # clients that come and go are not part of what a run is
     known = json.dumps([[c.id, c.n, c.density] for c in fixed or ()])
     return {
-        "method": f"{method!r}",
+        "method": described(method),
         "settings": settings,
         "layout": task.layout.hash,
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
         "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
         "samples": _samples_of(task) if fixed is not None else "",
     }
+
+
+def described(method: Method) -> dict[str, Any]:
+    """A method's name and all its settings as JSON data. A part is described by its class and fields."""
+
+    def plain(value: object) -> object:
+        if not is_dataclass(value) or isinstance(value, type):
+            return repr(value)
+        return {"is": type(value).__name__, **{f.name: getattr(value, f.name) for f in fields(value)}}
+
+    found = json.loads(json.dumps(method, default=plain))
+    kind = found.pop("is").lower()
+    return {"name": method.name if METHODS.get(method.name) is type(method) else kind, **found}
 
 
 def _samples_of(task: Task) -> str:

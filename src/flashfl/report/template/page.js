@@ -39,14 +39,22 @@ function problems() {
   main.append(make("section", { class: "warn", id: "problems" }, make("h2", {}, "Not shown"), make("ul", {}, ...data.problems.map((p) => make("li", {}, p.why)))));
 }
 
+// How the task's metric is shown: accuracy in percent, any other as a plain number.
+function measured() {
+  const { name, percent } = data.metric, title = name[0].toUpperCase() + name.slice(1);
+  const axis = percent ? { yTick: text.share, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
+  return { name, title, axis: { yLabel: name, ...axis } };
+}
+
 function trends() {
-  const accuracy = section("Accuracy by round", "Test accuracy of the server's model after each round; seeds as mean and standard deviation." + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
-  chart(accuracy, (host) => lineChart(host, { xLabel: "round", yLabel: "accuracy", yTick: text.share, yText: text.percent, whole: true, yFloor: 0, yCeiling: 1, series: shown().map((g) => ({
+  const metric = measured();
+  const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round; seeds as mean and standard deviation.` + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
+  chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: shown().map((g) => ({
     label: g.label, colour: g.colour, x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
-  const bytes = section("Accuracy by bytes", "The same by bytes sent so far: those of encoded messages, stage 1 included (log scale).", { half: true });
+  const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, stage 1 included (log scale).", { half: true });
   choice(bytes, { both: "up + down", up: "up", down: "down" }, "bytes");
   const sum = (a) => a.up.map((v, i) => (chosen.bytes === "both" ? v + a.down[i] : a[chosen.bytes][i]));
-  chart(bytes, (host) => lineChart(host, { xLabel: "bytes", yLabel: "accuracy", xType: "log", xTick: text.bytes, yTick: text.share, yText: text.percent, nearest: true, yFloor: 0, yCeiling: 1,
+  chart(bytes, (host) => lineChart(host, { xLabel: "bytes", ...metric.axis, xType: "log", xTick: text.bytes, nearest: true,
     title: (v, s, i) => `${text.bytes(v)} after round ${s.rounds[i]}`,
     series: shown().map((g) => ({ label: g.label, colour: g.colour, x: sum(g.accuracy), y: g.accuracy.mean, spread: g.accuracy.std, rounds: g.accuracy.round, dots: g.accuracy.round.length < 25 })) }));
 }
@@ -108,12 +116,12 @@ function densities() {
 }
 
 function costs() {
-  const points = shown().filter((g) => g.points.some((p) => p.flops));
+  const points = shown().filter((g) => g.points.some((p) => p.flops)), metric = measured();
   if (points.length) {
     const node = section("FLOPs and bytes", "What each run cost in all: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: true });
     chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: "FLOPs", xType: "log", yType: "log", xTick: text.bytes, yTick: text.flops, nearest: true, xDomain: padded(points, "bytes"), yDomain: padded(points, "flops"), title: (v, s) => s.label,
       series: points.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 6, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
-        more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "accuracy", g.points[i].accuracy === null ? "–" : text.percent(g.points[i].accuracy)], ["", "seed", String(g.points[i].seed)]] })) }));
+        more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", metric.name, g.points[i].accuracy === null ? "–" : metric.axis.yText(g.points[i].accuracy)], ["", "seed", String(g.points[i].seed)]] })) }));
   }
   const counted = shown().filter((g) => g.share.values !== undefined);
   if (counted.length) {

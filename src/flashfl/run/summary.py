@@ -14,10 +14,37 @@ PHASES = ("train", "aggregate", "evaluate", "record")
 
 
 @dataclass(frozen=True)
+class Metric:
+    """What a task measures. Accuracy is shown in percent, another metric as a plain number."""
+
+    name: str = "accuracy"
+    higher_is_better: bool = True
+
+    @staticmethod
+    def of(header: Mapping[str, Any]) -> Metric:
+        """The metric of a run. A task that does not name one measures accuracy."""
+        return Metric(**header["task"].get("metric") or {})
+
+    @property
+    def scale(self) -> int:
+        """What a recorded value is multiplied by to be shown."""
+        return 100 if self == ACCURACY else 1
+
+    def text(self, value: float, spread: float | None = None) -> str:
+        """A value as tables show it, with its spread over seeds if there is one."""
+        form = ".2f" if self == ACCURACY else ".4g"
+        values = [value] if spread is None else [value, spread]
+        return " ± ".join(f"{self.scale * v:{form}}" for v in values)
+
+
+ACCURACY = Metric()
+
+
+@dataclass(frozen=True)
 class Numbers:
     """What one run, finished or not, says about itself. None: not recorded."""
 
-    accuracy: float | None  # after the last round that was evaluated
+    accuracy: float | None  # or another metric, after the last round that was evaluated
     best: float | None
     before: float | None  # of the model before the server cuts it to its density
     density: float | None
@@ -36,10 +63,11 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Summary(Numbers):
-    """The mean of every number over seeds, and the standard deviation of the accuracy if there are several."""
+    """The mean of every number over seeds, and the standard deviation of the metric if there are several."""
 
     seeds: int = 1
     std: float | None = None
+    metric: Metric = ACCURACY
 
     @property
     def saving(self) -> float | None:
@@ -52,13 +80,13 @@ class Summary(Numbers):
         return self.paper_dense / self.paper_bytes if self.paper_dense and self.paper_bytes else None
 
 
-def summarise(runs: Sequence[Numbers]) -> Summary:
+def summarise(runs: Sequence[Numbers], metric: Metric = ACCURACY) -> Summary:
     """The summary of runs that differ only in their seed."""
     values = {f.name: [getattr(run, f.name) for run in runs] for f in fields(Numbers)}
     known = {name: [v for v in column if v is not None] for name, column in values.items()}
     means = {name: statistics.fmean(column) if column else None for name, column in known.items()}
     std = statistics.stdev(known["accuracy"]) if len(known["accuracy"]) > 1 else None
-    return Summary(**means, seeds=len(runs), std=std)  # type: ignore[arg-type]
+    return Summary(**means, seeds=len(runs), std=std, metric=metric)  # type: ignore[arg-type]
 
 
 def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numbers:
@@ -73,7 +101,7 @@ def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numb
     dense, about = sum(r.paper_bytes.dense for r in counted), header["task"]
     return Numbers(
         accuracy=metrics[-1] if metrics else None,
-        best=max(metrics, default=None),
+        best=(max if Metric.of(header).higher_is_better else min)(metrics, default=None),
         before=scores[-1]["before"].metric if scores and "before" in scores[-1] else None,
         density=counted[-1].density if counted else None,
         up=rounds[-1].total.up,

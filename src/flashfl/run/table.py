@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..run.progress import amount
-from .summary import Summary
+from .progress import amount
+from .summary import ACCURACY, Metric, Summary
 
 Value = float | str | None
 
@@ -84,19 +84,16 @@ def number(value: float | None, text: Callable[[float], str]) -> Entry:
     return Entry("–") if value is None else Entry(text(value), value)
 
 
-def with_spread(mean: float, std: float | None) -> str:
+def percent(mean: float, std: float | None) -> str:
+    """A figure of the paper, which is in percent already."""
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
-
-
-def _accuracy(s: Summary) -> Entry:
-    return number(s.accuracy, lambda v: with_spread(100 * v, None if s.std is None else 100 * s.std))
 
 
 COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
     "seeds": lambda s: Entry(str(s.seeds), s.seeds),
-    "accuracy %": _accuracy,
-    "best %": lambda s: number(s.best, lambda v: f"{100 * v:.2f}"),
-    "before %": lambda s: number(s.before, lambda v: f"{100 * v:.2f}"),
+    "accuracy %": lambda s: number(s.accuracy, lambda v: s.metric.text(v, s.std)),
+    "best %": lambda s: number(s.best, s.metric.text),
+    "before %": lambda s: number(s.before, s.metric.text),
     "density": lambda s: number(s.density, lambda v: f"{v:.4f}"),
     "up": lambda s: number(s.up, amount),
     "down": lambda s: number(s.down, amount),
@@ -114,4 +111,13 @@ COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
 def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: str = "") -> Table:
     """A row for each group of runs, with these of the COLUMNS."""
     rows = [[Entry(label, label), *(COLUMNS[name](s) for name in columns)] for label, s in groups.items()]
+    metric = shared_metric(s.metric for s in groups.values())
+    if metric != ACCURACY:
+        columns = [name.replace("accuracy %", metric.name).removesuffix(" %") for name in columns]
     return Table(("method", *columns), rows, title)
+
+
+def shared_metric(metrics: Iterable[Metric]) -> Metric:
+    """The metric of all groups of runs. If they differ, one that fits all."""
+    found = set(metrics)
+    return Metric("metric") if len(found) > 1 else found.pop() if found else ACCURACY

@@ -1,22 +1,33 @@
-"""The result of one cell and seed: its figures, its curve, and everything that says where they came from."""
+"""Results of cells: JSON lines, one file for each data set, one line for each cell and seed.
+
+A line is written when a run has ended, and nothing in it is typed by hand. Lines are sorted by their place. If a place
+has several lines, the last one counts, so results of another machine can simply be appended to a file.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..core.files import put
 from ..methods import METHODS
-from ..report.summary import Numbers
 from ..run.code import PACKAGE, digest
 from ..run.config import RunConfig, make_config
+from ..run.lock import claim
 from ..run.results import Results, versions
+from ..run.summary import Numbers
 from .cells import Cell, short
 
 Record = dict[str, Any]  # a line of a results file
@@ -32,6 +43,85 @@ def recipe_of(method: str) -> int:
 
 def stale(record: Mapping[str, Any], cell: Cell) -> bool:
     return bool(record.get("recipe") != recipe_of(cell.method["name"]))
+
+
+class Stored:
+    """The results in a folder, as they are whenever one is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, cell: Cell, seed: int) -> Record | None:
+        """The result of a cell and a seed, if there is one that can be read."""
+        return self._records(cell).get(cell.place(seed))
+
+    def all(self, cell: Cell, seeds: int | None) -> list[Record]:
+        """The results of a cell's first seeds, or of all seeds. Stale ones count only if there are no others."""
+        mine = [r for place, r in self._records(cell).items() if place == cell.place(r["seed"])]
+        found = sorted((r for r in mine if seeds is None or r["seed"] < seeds), key=lambda r: int(r["seed"]))
+        return [record for record in found if not stale(record, cell)] or found
+
+    def missing(self, cell: Cell, seed: int) -> bool:
+        """Whether there is no result of this recipe."""
+        found = self.get(cell, seed)
+        return found is None or stale(found, cell)
+
+    def pending(self, cells: Sequence[Cell], seeds: int) -> list[tuple[Cell, int]]:
+        """What is still to be run, in the table's order, first seeds first. Cells that are alike come once."""
+        every = {cell.place(seed): (cell, seed) for seed in range(seeds) for cell in cells}
+        return [(cell, seed) for cell, seed in every.values() if self.missing(cell, seed)]
+
+    def add(self, cell: Cell, record: Record) -> Path:
+        """Write a result, beside what other processes have written meanwhile."""
+        path = self._path(cell)
+        with _alone(path.with_name(f".{path.name}.lock")):
+            lines = {_parse(text)["place"]: text for text in _lines(path)} | {record["place"]: json.dumps(record)}
+            put(path, "".join(f"{lines[place]}\n" for place in sorted(lines)).encode())
+        return path
+
+    def _path(self, cell: Cell) -> Path:
+        return self.folder / f"{cell.dataset}.jsonl"
+
+    def _records(self, cell: Cell) -> Mapping[str, Record]:
+        path = self._path(cell)
+        if not path.exists():
+            return {}
+        stat = path.stat()
+        return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, changed: int, size: int) -> Mapping[str, Record]:
+    """The results in a file by their place. It is read again when it has changed."""
+    found = [_parse(text) for text in _lines(path)]
+    if lost := [number for number, record in enumerate(found, 1) if len(record) == 1]:
+        warnings.warn(f"{path}: lines {lost} are not results and are skipped", RuntimeWarning)
+    return {record["place"]: record for record in found if len(record) > 1}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+def _parse(text: str) -> Record:
+    """A line's record. A line that is not a result becomes a record without numbers, at a place nobody asks for."""
+    try:
+        record = json.loads(text)
+        numbers_of(record)
+        return {**record, "place": str(record["place"]), "seed": int(record["seed"])}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {"place": text}
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until this process alone holds a lock file."""
+    while True:
+        with claim(path) as ours:
+            if ours:
+                yield
+                return
+        time.sleep(0.05)
 
 
 def numbers_of(record: Mapping[str, Any]) -> Numbers:
@@ -66,7 +156,7 @@ def record_of(cell: Cell, seed: int, results: Results) -> Record:
         "command": command_of(config),
         "commit": commit() + ("" if begun == source else f", begun by source {begun.partition('+')[0]}"),
         "seed": seed,
-        "machine": machine(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}",
         "versions": versions(),
         "accuracy": end["accuracy"],
         "best": end["best"],
@@ -124,9 +214,3 @@ def commit() -> str:
         return git("describe", "--always", "--dirty")
     except (OSError, subprocess.SubprocessError):
         return "source " + digest(PACKAGE)
-
-
-def machine() -> str:
-    if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
-    return f"CPU {platform.machine()}"
