@@ -27,7 +27,7 @@ from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
 from flashfl.core.rng import choose, fold
 from flashfl.sparsity import recipe_mask
-from flashfl.wire import Message, decode, encode, size
+from flashfl.wire import Message, Parts, decode, encode
 from flashfl.wire.masks import plan
 
 SHAPES = (
@@ -160,6 +160,10 @@ def message(mask: Mask, kind: str = "update", statistics: bool = True, local: Lo
                    metrics={"loss": 0.5})  # fmt: skip
 
 
+def size(sent: Message, bases: Sequence[Mask] = ()) -> Parts:
+    return encode(sent, bases).parts
+
+
 def sizes() -> None:
     print("\nSizes in kB, whole update; mask bytes against the entropy bound")
     print(f"  {'mask':<22}{'ours':>8}{'mask':>8}{'bound':>8}  " + "".join(f"{n:>15}" for n in
@@ -280,15 +284,15 @@ def jmwst(churn: float) -> float:
     """
     versions = [random_mask(budgets(0.05, True), 7)]
     apart: dict[int, int] = {0: 9}
-    full = plan(plain(versions[0])).piece.size
+    full = plan(plain(versions[0])).size
     while len(versions) < 2 or apart[len(versions) - 1] < full:
         versions.append(changed(plain(versions[-1]), churn, len(versions)))
-        apart[len(versions) - 1] = plan(versions[-1], (versions[0],)).piece.size
+        apart[len(versions) - 1] = plan(versions[-1], (versions[0],)).size
         if len(versions) > 40:
             break
-    moved = plan(changed(plain(versions[0]), 0.125, 99), (versions[0],)).piece.size
+    moved = plan(changed(plain(versions[0]), 0.125, 99), (versions[0],)).size
     frame = {kind: size(message(versions[0], kind), (versions[0],)).total - 9 for kind in ("order", "update")}
-    recipe = plan(versions[0]).piece.size
+    recipe = plan(versions[0]).size
     total = warm_up(random_mask(budgets(0.05, False), 8), True)
     held: dict[int, int] = {}
     for t, cohort in enumerate(cohorts()):

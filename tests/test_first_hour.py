@@ -152,7 +152,7 @@ def test_threads_without_a_main_guard_is_one_sentence(tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent("""
             import torch, flashfl as fl
-            net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+            net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
             data = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(4)]
             fl.simulate(fl.Dense(), fl.Task(net, data), rounds=1, per_round=2, workers=2, threads=2)
         """)

@@ -14,6 +14,7 @@ from flashfl.core.layout import Layout
 from flashfl.engine import counting
 from flashfl.sparsity.select import lowest_by_layer, magnitude
 from flashfl.wire import sizes
+from tests.wire.wire_lists import plain_gap_sums
 
 pytest.importorskip("triton", reason="needs Triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -83,13 +84,11 @@ def test_sizes_of_lists(density: float, moved: float) -> None:
     bits = flags(1, 2, density)
     base = bits ^ flags(2, 2, moved)
     for mine, bases in ((bits, []), (bits, [base[:1]]), (bits[:1], [base]), (bits, [base[:1], base])):
-        expected = sizes._all_lists(LAYOUT, mine, bases)
-        theirs, *others = on(DEVICE, mine, *bases)
-        found = [gap_sums(LAYOUT, theirs, other, i == 0) for i, other in enumerate(others)]
-        got = [each for gaps in found or [gap_sums(LAYOUT, theirs, None)] for each in sizes._of_lists(gaps)]
-        for plain, kernel in zip(expected, got, strict=True):
-            for one, other in zip(plain, kernel, strict=True):
-                assert torch.equal(one, other[: len(one)].cpu())
+        for i, other in enumerate(bases or [None]):
+            expected = sizes._streams(plain_gap_sums(LAYOUT, mine, other, i == 0))
+            found = sizes._streams(gap_sums(LAYOUT, *on(DEVICE, mine, other), i == 0))
+            for plain, kernel in zip(expected, found, strict=True):
+                assert torch.equal(plain, kernel.cpu())
 
 
 @pytest.mark.parametrize("first", [0, 3000])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire_lists import plain_gap_sums
 from wire_support import changed, layouts, mask_of, masks, small_layout
 
 from flashfl.core.layout import Layout
@@ -16,15 +17,17 @@ from flashfl.wire.errors import BadField, WireError
 from flashfl.wire.geometry import geometry
 from flashfl.wire.masks import FORMS, plan, read_mask
 from flashfl.wire.reader import Reader
-from flashfl.wire.sizes import mask_sizes
+from flashfl.wire.sizes import count_sizes, mask_sizes
 
 
 def sent(mask: Mask, bases: tuple[Mask, ...], form: str | None) -> tuple[Mask, str, int]:
     choice = plan(mask, bases, form)
-    data = b"".join(choice.piece.write())
-    assert len(data) == choice.piece.size
+    data = b"".join(choice.write())
+    assert len(data) == choice.size
     known = {base.hash: base for base in bases}
-    found, name, base = read_mask(Reader(memoryview(data), "mask"), mask.layout, known)
+    reader = Reader(memoryview(data), "mask")
+    found, name, base = read_mask(reader, mask.layout, known)
+    reader.end()
     assert (name, base) == (choice.form, choice.base)
     assert torch.equal(found.bits, mask.bits)
     assert found.counts == Mask(mask.layout, mask.bits).counts
@@ -46,21 +49,29 @@ def test_every_form_round_trips(data: st.DataObject) -> None:
 @given(st.data())
 def test_counted_size_is_the_encoded_size(data: st.DataObject) -> None:
     """Bytes counted by tensor reductions, with shared and with own bases, are those the encoder writes."""
-    layout = data.draw(layouts())
+    layout = data.draw(layouts(least=1))
     rows = [data.draw(masks(layout)) for _ in range(3)]
     own = [data.draw(masks(layout)), rows[1], data.draw(masks(layout))]
     shared = data.draw(masks(layout))
     bits, mine = torch.stack([x.bits for x in rows]), torch.stack([x.bits for x in own])
-    for bases, held in (
-        ([], [()] * 3),
-        ([shared.bits], [(shared,)] * 3),
-        ([shared.bits, mine], [(shared, x) for x in own]),
+    one = shared.bits[None]
+    for masks_, bases, pairs in (
+        (bits, [], [(m, ()) for m in rows]),
+        (bits, [one], [(m, (shared,)) for m in rows]),
+        (bits, [one, mine], [(m, (shared, x)) for m, x in zip(rows, own, strict=True)]),
+        (one, [bits], [(shared, (m,)) for m in rows]),  # one mask against what each of three clients holds
     ):
-        found = mask_sizes(layout, bits, bases)
-        assert found.bytes.tolist() == [plan(m, b).piece.size for m, b in zip(rows, held, strict=True)]
-        assert [tuple(row) for row in found.counts.tolist()] == [mask.counts for mask in rows]
-    turned = mask_sizes(layout, shared.bits, [bits])  # one mask against what each of three clients holds
-    assert turned.bytes.tolist() == [plan(shared, (mask,)).piece.size for mask in rows]
+        for found in (count_sizes(layout, masks_, bases, plain_gap_sums), mask_sizes(layout, masks_, bases)):
+            assert found.bytes.tolist() == [plan(mask, held).size for mask, held in pairs]
+            assert [tuple(row) for row in found.counts.tolist()] == [mask.counts for mask, _ in pairs]
+
+
+def test_masks_of_no_weights_and_no_masks_are_counted() -> None:
+    empty = small_layout(())
+    bits = torch.zeros(2, 0, dtype=torch.bool)
+    assert mask_sizes(empty, bits).bytes.tolist() == [1, 1]
+    assert mask_sizes(empty, bits, [bits]).bytes.tolist() == [9, 9]
+    assert mask_sizes(small_layout((4,)), torch.zeros(0, 4, dtype=torch.bool)).bytes.tolist() == []
 
 
 def test_recipe_round_trips() -> None:
@@ -124,7 +135,7 @@ def test_damaged_stored_mask_is_a_wire_error() -> None:
     layout = small_layout((4000, 30_000))
     mask = mask_of(layout, [0.1, 0.02], 1)
     stored = mask_to_bytes(mask)
-    leaning = b"".join(plan(changed(mask, 0.1, 2), (mask,), "difference").piece.write())
+    leaning = b"".join(plan(changed(mask, 0.1, 2), (mask,), "difference").write())
     for bad in (b"", stored[:-1], stored + b"\0", b"\x07" + stored[1:], leaning):
         with pytest.raises(WireError):
             mask_from_bytes(bad, layout)

@@ -17,11 +17,11 @@ from flashfl.wire.values import (
     Carries,
     Form,
     count_values,
-    read_head,
     read_values,
     round_values,
     segments,
-    values_piece,
+    values_chunks,
+    values_size,
 )
 
 LAYOUT = small_layout()
@@ -30,12 +30,13 @@ numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def there_and_back(values: torch.Tensor, carries: Carries, form: Form, key: int) -> torch.Tensor:
-    piece = values_piece(values, LAYOUT, MASK.counts, carries, form, key)
-    data = b"".join(piece.write())
-    assert len(data) == piece.size
+    data = b"".join(values_chunks(values, LAYOUT, MASK.counts, carries, form, key))
+    assert len(data) == values_size(LAYOUT, MASK.active, carries, form)
     reader = Reader(memoryview(data), "values")
-    assert read_head(reader) == (carries, form)
-    return read_values(reader, LAYOUT, MASK.counts, carries, form)
+    found, *head = read_values(reader, LAYOUT, MASK.counts)
+    assert head == [carries, form]
+    reader.end()
+    return found
 
 
 @settings(deadline=None)
@@ -87,12 +88,12 @@ def test_non_finite_values_are_not_sent(bad: float, form: Form) -> None:
     values = torch.zeros(count_values(LAYOUT, MASK.active, "all"))
     values[3] = bad
     with pytest.raises(NonFinite):
-        values_piece(values, LAYOUT, MASK.counts, "all", form, 1).write()
+        values_chunks(values, LAYOUT, MASK.counts, "all", form, 1)
 
 
 def test_wrong_number_of_values_is_refused() -> None:
     with pytest.raises(BadField, match="expected"):
-        values_piece(torch.zeros(3), LAYOUT, MASK.counts, "all", "fp32", 1)
+        values_chunks(torch.zeros(3), LAYOUT, MASK.counts, "all", "fp32", 1)
 
 
 @pytest.mark.gpu

@@ -125,8 +125,10 @@ def samples(layout: Layout) -> list[tuple[Message, tuple[Mask, ...]]]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    return small_layout(draw(st.lists(st.integers(0, 200), min_size=0, max_size=5)))
+def layouts(draw: st.DrawFn, least: int = 0) -> Layout:
+    """Up to five prunable layers, some empty; `least` weights in all."""
+    sizes = st.lists(st.integers(0, 200), min_size=0, max_size=5)
+    return small_layout(draw(sizes.filter(lambda found: sum(found) >= least)))
 
 
 @st.composite

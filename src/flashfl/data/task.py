@@ -17,7 +17,7 @@ from ..core.errors import ConfigError, DataError, warn
 from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
-from .sources import Items, Lazy, Source, Subset, source
+from .sources import Arrays, Items, Lazy, Source, Subset, below, source
 
 Loss = Callable[[Any, Tensor], Tensor]
 Metric = Callable[[Any, Tensor], Tensor | float]

@@ -137,7 +137,7 @@ class ClientSide:
     def _lack(self, client: int, order_bytes: bytes, error: UnknownMask) -> Reply:
         from ..wire.frame import read_frame
 
-        tag = read_frame(memoryview(order_bytes), self.layout, len(order_bytes)).tag
+        tag = read_frame(memoryview(order_bytes), self.layout, len(order_bytes))[0].tag
         lack = encode(Message("lack", self.layout, tag, client, lacks=error.hash))
         return Reply(lack.data, [], lacks=True)
 

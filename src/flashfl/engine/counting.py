@@ -21,7 +21,7 @@ from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
 from ..core.kernel import kernel
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
-from ..wire import Message, mask_sizes, size, size_with
+from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
 from ..wire.values import Form
@@ -208,7 +208,7 @@ class Counting(Account):
             whole = replace(message, counts=seat.counts)
         else:
             whole = replace(message, carries="statistics", values=torch.zeros(layout.size - layout.trained_size))
-        return size(whole, (), self.values).traffic("update")
+        return encode(whole, (), self.values).parts.traffic("update")
 
 
 @functools.lru_cache(maxsize=8)

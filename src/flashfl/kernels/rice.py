@@ -2,7 +2,7 @@
 
 For each row three sorted lists are looked at: the active weights; those dropped from a base, among the base's; those
 grown, among all others. Masks are packed to words of 32 places first: what a list holds, counts and skips within a word
-is bit arithmetic, and running totals go over words. The torch twin is `wire.sizes.rice_bits`.
+is bit arithmetic, and running totals go over words. The encoder's plain way is `wire.rice.code`.
 """
 
 from __future__ import annotations

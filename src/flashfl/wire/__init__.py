@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .codec import decode, encode, size, size_with
+from .codec import decode, encode, size_with
 from .errors import Distrusted, UnknownMask, WireError
 from .frame import seal
 from .masks import mask_from_bytes, mask_to_bytes
 from .message import Coding, Encoded, Message, Parts, value_key
 from .reader import Limits
-from .sizes import MaskSizes, mask_sizes, rice_bits
+from .sizes import MaskSizes, mask_sizes
 from .values import round_values, segments
 
 __all__ = [
@@ -26,11 +26,9 @@ __all__ = [
     "mask_from_bytes",
     "mask_sizes",
     "mask_to_bytes",
-    "rice_bits",
     "round_values",
     "seal",
     "segments",
-    "size",
     "size_with",
     "value_key",
 ]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-from ..core.exchange import Tag
 from ..core.layout import Layout
 from .errors import (
     BadChecksum,
@@ -21,7 +19,7 @@ from .errors import (
     WrongLayout,
 )
 from .message import KINDS, Kind, Message, Parts
-from .reader import Chunk, Reader
+from .reader import Chunk, Reader, pack
 
 MAGIC, VERSION = b"FLSH", 1
 HEADER = struct.Struct("<4sBB8sIIBIHQQQ")  # magic version kind layout checksum length tag(3) client n key
@@ -49,43 +47,23 @@ def split_parts(sections: Mapping[str, int]) -> Parts:
     return Parts(**sums)
 
 
-class Frame(NamedTuple):
-    """A received message with its sections still closed."""
-
-    kind: Kind
-    tag: Tag
-    client: int
-    n: int
-    key: int
-    sections: dict[str, Reader]
-
-
-def write_frame(message: Message, total: int, body: Iterable[Chunk]) -> bytes:
-    """Header, checksum, body."""
-    header = _header(message, total)
-    chunks = [header[: CHECKSUM.start], b"", header[CHECKSUM.stop :], *body]
-    check = 0
-    for chunk in chunks:
-        check = zlib.crc32(chunk, check)
-    chunks[1] = check.to_bytes(4, "little")
-    return b"".join(chunks)
-
-
-def _header(message: Message, total: int) -> bytes:
+def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tuple[bytes, Parts]:
+    """Header, checksum, sections; and what the bytes are for."""
+    lengths = {name: sum(map(len, chunks)) for name, chunks in sections.items()}
+    parts = split_parts(lengths)
+    if parts.total >= 1 << 32:
+        raise TooLarge(f"the message has {parts.total} bytes; less than 4 GiB can be sent")
     kind, layout = KINDS.index(message.kind), bytes.fromhex(message.layout.hash)
-    try:
-        return HEADER.pack(MAGIC, VERSION, kind, layout, 0, total, *message.tag, message.client, message.n, message.key)
-    except struct.error as error:
-        raise BadField(
-            f"tag {message.tag}, client {message.client}, n {message.n} or key {message.key} cannot be sent: {error}"
-        ) from None
-
-
-def tag_bytes(tag: Tag) -> bytes:
-    try:
-        return TAG.pack(*tag)
-    except struct.error as error:
-        raise BadField(f"the tag {tag} cannot be sent: {error}") from None
+    fields = (*message.tag, message.client, message.n, message.key)
+    header = pack(HEADER, MAGIC, VERSION, kind, layout, 0, parts.total, *fields)
+    out: list[Chunk] = [header[: CHECKSUM.start], b"", header[CHECKSUM.stop :]]
+    for name, chunks in sections.items():
+        out += [SECTION.pack(CODES[name], lengths[name]), *chunks]
+    check = 0
+    for chunk in out:
+        check = zlib.crc32(chunk, check)
+    out[1] = check.to_bytes(4, "little")
+    return b"".join(out), parts
 
 
 def checksum(data: memoryview) -> int:
@@ -115,8 +93,8 @@ def check_sections(kind: Kind, names: Sequence[str]) -> None:
         raise BadSection("the update is empty: it has no mask, values or counts")
 
 
-def read_frame(data: memoryview, layout: Layout, most: int) -> Frame:
-    """Checks everything that can be checked before a section is opened."""
+def read_frame(data: memoryview, layout: Layout, most: int) -> tuple[Message, dict[str, Reader]]:
+    """The header's fields, and the sections, still closed. Checks everything that can be checked before."""
     if len(data) > most:
         raise TooLarge(f"the message has {len(data)} bytes, at most {most} are accepted here")
     if bytes(data[:4]) != MAGIC[: len(data)] or not data:
@@ -142,7 +120,7 @@ def read_frame(data: memoryview, layout: Layout, most: int) -> Frame:
     check_sections(KINDS[kind], tuple(sections))
     if KINDS[kind] == "lack" and (n or key):
         raise BadField(f"a lack has n {n} and key {key}; both must be 0")
-    return Frame(KINDS[kind], (phase, round, attempt), client, n, key, sections)
+    return Message(KINDS[kind], layout, (phase, round, attempt), client, n, key), sections
 
 
 def _split(reader: Reader) -> dict[str, Reader]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..sparsity.pattern import Groups
 from . import rice
 from .errors import BadCount, BadField, BadMask, UnknownMask
 from .geometry import Geometry, geometry
-from .reader import Array, Chunk, Piece, Reader
+from .reader import Array, Chunk, Reader
 
 FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
 _TAIL = 4096  # how far from a layer's end its last position is looked for
@@ -28,17 +28,21 @@ class Choice(NamedTuple):
 
     form: str
     base: str | None
-    piece: Piece
+    size: int  # bytes that `write` will give
+    write: Callable[[], Sequence[Chunk]]
 
 
 def mask_to_bytes(mask: Mask) -> bytes:
     """The mask in the smallest form that needs no other mask: a recipe, Rice-coded gaps or a bitmap."""
-    return b"".join(plan(mask).piece.write())
+    return b"".join(plan(mask).write())
 
 
 def mask_from_bytes(data: bytes, layout: Layout) -> Mask:
     """The mask that `mask_to_bytes` wrote. Anything else raises a WireError."""
-    return read_mask(Reader(memoryview(data), "mask"), layout, {})[0]
+    reader = Reader(memoryview(data), "mask")
+    mask = read_mask(reader, layout, {})[0]
+    reader.end()
+    return mask
 
 
 def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Choice:
@@ -47,29 +51,26 @@ def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Cho
     Ties go to the form named first in FORMS, then to the base given first. A form that cannot be smaller than the best
     so far is not worked out.
     """
-    geo, found = geometry(mask.layout), None
+    geo = geometry(mask.layout)
     if only in (None, "known") and any(mask.equal(base) for base in bases):
-        return Choice("known", mask.hash, Piece(geo.known_size, lambda: (b"\0", bytes.fromhex(mask.hash))))
-    if only in (None, "recipe") and mask.recipe is not None:
-        found = _recipe(mask, mask.recipe, geo)
-    for base in bases if only in (None, "difference") else ():
-        if geo.difference_size(0, 0) < _size(found):
-            found = _smaller(found, _difference(mask, base, geo))
-    if only == "rice" or (only is None and _least_rice(mask, geo, _size(found)) < _size(found)):
-        found = _smaller(found, _rice(mask, geo))
-    if only in (None, "bitmap") and geo.bitmap_size < _size(found):
-        found = Choice("bitmap", None, Piece(geo.bitmap_size, lambda: (b"\4", mask.packed.tobytes())))
-    if found is None:
+        return Choice("known", mask.hash, geo.known_size, lambda: (b"\0", bytes.fromhex(mask.hash)))
+    found: list[Choice] = []
+
+    def may_win(form: str, least: int) -> bool:
+        return only == form or (only is None and all(least < choice.size for choice in found))
+
+    if mask.recipe is not None and may_win("recipe", geo.recipe_size):
+        found.append(_recipe(mask, mask.recipe, geo))
+    for base in bases:
+        if may_win("difference", geo.difference_size(0, 0)):
+            found.append(_difference(mask, base, geo))
+    if may_win("rice", _least_rice(mask, geo)):
+        found.append(_rice(mask, geo))
+    if may_win("bitmap", geo.bitmap_size):
+        found.append(Choice("bitmap", None, geo.bitmap_size, lambda: (b"\4", mask.packed.tobytes())))
+    if not found:
         raise BadField(f"the mask cannot be sent as {only!r}: no base equals it, or it has no recipe")
-    return found
-
-
-def _size(choice: Choice | None) -> float:
-    return choice.piece.size if choice is not None else math.inf
-
-
-def _smaller(found: Choice | None, other: Choice) -> Choice:
-    return other if found is None or other.piece.size < found.piece.size else found
+    return min(found, key=lambda choice: choice.size)
 
 
 def _host(mask: Mask) -> Array:
@@ -98,20 +99,19 @@ def check_recipe(recipe: Recipe, layout: Layout) -> None:
 def _recipe(mask: Mask, recipe: Recipe, geo: Geometry) -> Choice:
     check_recipe(recipe, mask.layout)
     head = b"\1" + bytes.fromhex(mask.hash) + recipe.key.to_bytes(8, "little") + recipe.nm.to_bytes(2, "little")
-    return Choice("recipe", None, Piece.of(head + geo.write_counts(recipe.budgets)))
+    data = head + geo.write_counts(recipe.budgets)
+    return Choice("recipe", None, len(data), lambda: (data,))
 
 
-def _least_rice(mask: Mask, geo: Geometry, enough: float) -> int:
-    """A size the Rice form cannot be below, from layer counts and last positions alone; no closer than `enough`.
+def _least_rice(mask: Mask, geo: Geometry) -> int:
+    """A size the Rice form cannot be below, from layer counts and last positions alone.
 
     n gaps that skip s places in all take at least n(1 + k) + (s - n(2**k - 1)) / 2**k bits, whatever the gaps.
     """
-    if geo.rice_size(0, 0) >= enough:
-        return geo.rice_size(0, 0)
     bits, total = _host(mask), 0
-    for start, size, count in zip(geo.starts.tolist(), geo.sizes.tolist(), mask.counts, strict=True):
+    for stop, size, count in zip(accumulate(geo.sizes), geo.sizes, mask.counts, strict=True):
         coded = min(count, size - count)
-        tail = bits[max(start, start + size - _TAIL) : start + size]
+        tail = bits[stop - min(size, _TAIL) : stop]
         at = np.flatnonzero(tail if coded == count else ~tail)
         skipped = size - len(tail) + int(at[-1]) + 1 - coded if coded and at.size else 0
         total += min(
@@ -120,57 +120,49 @@ def _least_rice(mask: Mask, geo: Geometry, enough: float) -> int:
     return geo.rice_size(0, 0) + total // 8
 
 
-def _block(head: bytes, lists: rice.Lists, size: int) -> Piece:
-    """A head, the lists' parameters, the unary stream's length, and the two streams."""
-
-    def write() -> tuple[Chunk, ...]:
-        low, unary = lists.streams()
-        return head, lists.k.astype(np.uint8).tobytes(), len(unary).to_bytes(4, "little"), low, unary
-
-    return Piece(size, write)
-
-
 def _rice(mask: Mask, geo: Geometry) -> Choice:
-    bits, counts = _host(mask), mask.counts
-    coded = rice.coded_counts(np.array(counts, np.int64), geo.sizes)
-    ranks = [np.zeros(0, np.int64)]  # layer by layer: a full layer codes nothing, so nothing should be made
-    for start, size, count, n in zip(geo.starts.tolist(), geo.sizes.tolist(), counts, coded.tolist(), strict=True):
-        layer = bits[start : start + size]
-        ranks.append(np.flatnonzero(layer if count == n else ~layer))
-    lists = rice.Lists.coding(np.concatenate(ranks), coded)
-    size = geo.rice_size(lists.low_bits, lists.unary_bits)
-    return Choice("rice", None, _block(b"\3" + geo.write_counts(counts), lists, size))
+    bits, lists = _host(mask), []
+    for stop, size, count in zip(accumulate(geo.sizes), geo.sizes, mask.counts, strict=True):
+        part = bits[stop - size : stop]
+        lists.append(rice.Coded.of(count, np.flatnonzero(~part if 2 * count > size else part)))
+    head, bytes_ = b"\3" + _counts(lists, geo), geo.rice_size(*rice.stream_bits(lists))
+    return Choice("rice", None, bytes_, lambda: (head, *rice.write(lists)))
 
 
 def _difference(mask: Mask, base: Mask, geo: Geometry) -> Choice:
-    bits, before = _host(mask), _host(base)
-    active = np.flatnonzero(before)
-    has = geo.split(active)
-    first = np.cumsum(has) - has
-    changed = np.flatnonzero(bits ^ before)
-    grows = bits[changed]
-    dropped, grown = changed[~grows], changed[grows]
-    drops, adds = geo.split(dropped), geo.split(grown)
-    ranks = np.concatenate(
-        [
-            np.searchsorted(active, dropped) - np.repeat(first, drops),
-            grown - np.searchsorted(active, grown) - np.repeat(geo.starts - first, adds),
-        ]
-    )
-    lists = rice.Lists.of(ranks, np.concatenate([drops, adds]), np.concatenate([has, geo.sizes - has]))
-    head = b"\2" + bytes.fromhex(base.hash) + geo.write_counts(drops.tolist()) + geo.write_counts(adds.tolist())
-    size = geo.difference_size(lists.low_bits, lists.unary_bits)
-    return Choice("difference", base.hash, _block(head, lists, size))
+    """Places count the base's active weights first, then its inactive ones."""
+    before = _host(base)
+    active, changed = np.flatnonzero(before), np.flatnonzero(_host(mask) ^ before)
+    rank, drops = np.searchsorted(active, changed), before[changed]  # active weights before each
+    places = np.concatenate([rank[drops], len(active) + (changed - rank)[~drops]])
+    universe, lists = _universe(base), []
+    edges = [0, *accumulate(universe)]
+    for size, first, (start, stop) in zip(universe, edges, pairwise(np.searchsorted(places, edges)), strict=False):
+        ranks = places[start:stop] - first
+        lists.append(rice.Coded.of(len(ranks), rice.complement(ranks, size) if 2 * len(ranks) > size else ranks))
+    layers = len(geo.sizes)
+    head = b"\2" + bytes.fromhex(base.hash) + _counts(lists[:layers], geo) + _counts(lists[layers:], geo)
+    bytes_ = geo.difference_size(*rice.stream_bits(lists))
+    return Choice("difference", base.hash, bytes_, lambda: (head, *rice.write(lists)))
+
+
+def _counts(lists: Sequence[rice.Coded], geo: Geometry) -> bytes:
+    return geo.write_counts([each.count for each in lists])
+
+
+def _universe(base: Mask) -> tuple[int, ...]:
+    """The active weights of each layer, then the inactive ones."""
+    return (*base.counts, *(size - count for size, count in zip(base.layout.sizes, base.counts, strict=True)))
 
 
 def read_mask(
     reader: Reader, layout: Layout, known: Mapping[str, Mask], recipes: bool = True
 ) -> tuple[Mask, str, str | None]:
     """The mask, its form, and the hash of the base it leaned on. `recipes`: whether it may be a recipe."""
-    code, base = reader.u8(), None
+    code, geo, base = reader.number(1), geometry(layout), None
     if code >= len(FORMS):
         raise BadField(f"mask form {code} does not exist; the forms are 0 to {len(FORMS) - 1}")
-    form, geo = FORMS[code], geometry(layout)
+    form = FORMS[code]
     if form in ("known", "difference"):
         name = reader.hash()
         base = known.get(name)
@@ -185,16 +177,14 @@ def read_mask(
     elif form == "rice":
         mask = _read_rice(reader, layout, geo)
     else:
-        mask = Mask(layout, torch.from_numpy(reader.bits(geo.total).view(bool)))
+        mask = Mask(layout, torch.from_numpy(reader.bits(layout.prunable_size)))
         mask = Mask(layout, mask.bits, mask.counts)
-    reader.end()
     return mask, form, base.hash if base is not None else None
 
 
 def _read_recipe(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
-    name = reader.hash()
-    key, nm = int.from_bytes(reader.take(8), "little"), int.from_bytes(reader.take(2), "little")
-    recipe = Recipe(key, tuple(geo.read_counts(reader).tolist()), nm)
+    name, key, nm = reader.hash(), reader.number(8), reader.number(2)
+    recipe = Recipe(key, geo.read_counts(reader), nm)
     check_recipe(recipe, layout)
     mask = recipe_mask(layout, recipe)
     if mask.hash != name:
@@ -202,43 +192,27 @@ def _read_recipe(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
     return mask
 
 
-def _read_block(reader: Reader, counts: Array, universe: Array) -> Array:
-    """The coded ranks of a block's lists: those of the complement where that is smaller."""
-    k = np.frombuffer(reader.take(len(counts)), np.uint8).astype(np.int64)
-    unary = reader.u32()
-    low = reader.bits(int((rice.coded_counts(counts, universe) * np.minimum(k, rice.MAX_K + 1)).sum()))
-    return rice.read(counts, universe, k, low, reader.take(unary))
-
-
 def _read_rice(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
-    counts = geo.read_counts(reader)
-    ranks = _read_block(reader, counts, geo.sizes)
-    coded = rice.coded_counts(counts, geo.sizes)
-    bits = np.zeros(geo.total, bool)
-    bits[ranks + np.repeat(geo.starts, coded)] = True
-    for layer in np.flatnonzero(coded != counts).tolist():
-        part = bits[geo.starts[layer] : geo.starts[layer] + geo.sizes[layer]]
-        np.logical_not(part, out=part)
-    return Mask(layout, torch.from_numpy(bits), tuple(counts.tolist()))
+    counts, bits = geo.read_counts(reader), np.zeros(layout.prunable_size, bool)
+    for layer, count, ranks in zip(layout.prunable, counts, rice.read(reader, counts, geo.sizes), strict=True):
+        bits[layer.start : layer.stop] = len(ranks) != count
+        bits[layer.start + ranks] = len(ranks) == count
+    return Mask(layout, torch.from_numpy(bits), counts)
 
 
 def _read_difference(reader: Reader, base: Mask, geo: Geometry) -> Mask:
+    drops, adds, universe = geo.read_counts(reader), geo.read_counts(reader), _universe(base)
+    if any(count > most for count, most in zip(drops + adds, universe, strict=True)):
+        raise BadCount("mask: more weights dropped than the base has active, or more grown than it has inactive")
+    places = [np.zeros(0, np.int64)]  # the base's active weights first, then its inactive ones
+    lists = zip(rice.read(reader, drops + adds, universe), drops + adds, universe, accumulate(universe), strict=True)
+    for ranks, count, size, stop in lists:
+        places.append(stop - size + (ranks if len(ranks) == count else rice.complement(ranks, size)))
     bits = _host(base).copy()
     active = np.flatnonzero(bits)
-    has = geo.split(active)
-    drops, adds = geo.read_counts(reader), geo.read_counts(reader)
-    counts, universe = np.concatenate([drops, adds]), np.concatenate([has, geo.sizes - has])
-    if bool((counts > universe).any()):
-        raise BadCount("mask: more weights dropped than the base has active, or more grown than it has inactive")
-    ranks = _read_block(reader, counts, universe)
-    coded = rice.coded_counts(counts, universe)
-    if not np.array_equal(coded, counts):
-        ranks = rice.complement(ranks, coded, universe, coded != counts)
-    first = np.cumsum(has) - has
-    total = int(drops.sum())
-    dropped = active[ranks[:total] + np.repeat(first, drops)]
-    free = ranks[total:] + np.repeat(geo.starts - first, adds)  # rank among all inactive of the base
-    grown = free + np.searchsorted(active - np.arange(len(active)), free, side="right")
-    bits[dropped] = False
-    bits[grown] = True
-    return Mask(base.layout, torch.from_numpy(bits), tuple((has - drops + adds).tolist()))
+    dropped, grown = np.split(np.concatenate(places), [sum(drops)])
+    bits[active[dropped]] = False
+    grown -= len(active)
+    bits[grown + np.searchsorted(active - np.arange(len(active)), grown, side="right")] = True
+    counts = tuple(had - drop + add for had, drop, add in zip(base.counts, drops, adds, strict=True))
+    return Mask(base.layout, torch.from_numpy(bits), counts)

@@ -61,14 +61,13 @@ class Message:
         """The key by which a lossy form rounds this message's values."""
         return value_key(self.key, self.kind, self.tag, self.client)
 
-    def weights(self, statistics: Tensor | None = None) -> Weights:
-        """The model in this message, as a dense vector. Statistics that were not sent are those given, else zero."""
+    def weights(self) -> Weights:
+        """The model in this message, as a dense vector. Statistics that were not sent are zero."""
         if self.mask is None or self.values is None or self.carries == "statistics":
             raise ValueError(f"this {self.kind} carries no weights")
         values = self.values
         if self.carries == "weights":
-            size = self.layout.size - self.layout.trained_size
-            values = torch.cat([values, values.new_zeros(size) if statistics is None else statistics.to(values)])
+            values = torch.cat([values, values.new_zeros(self.layout.size - self.layout.trained_size)])
         return Weights.unpack(self.mask, values)
 
 

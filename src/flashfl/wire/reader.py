@@ -1,11 +1,11 @@
-"""A strict cursor over received bytes with the receiver's limits, and pieces of a message that know their size."""
+"""A strict cursor over received bytes, the receiver's limits, and what the cursor's fields look like when written."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -30,17 +30,6 @@ class Limits:
     recipes: bool = True  # whether a mask may be a recipe: a few bytes that cost a model's size to follow
 
 
-class Piece(NamedTuple):
-    """Bytes to come: `size` is exact before `write` is called."""
-
-    size: int
-    write: Callable[[], Sequence[Chunk]]
-
-    @staticmethod
-    def of(data: bytes) -> Piece:
-        return Piece(len(data), lambda: (data,))
-
-
 class Reader:
     """Reads forward only. Asking for more bytes than are left is an error, and so are bytes left at the end."""
 
@@ -62,19 +51,17 @@ class Reader:
     def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
         return form.unpack(self.take(form.size))
 
-    def u8(self) -> int:
-        return self.take(1)[0]
-
-    def u32(self) -> int:
-        return int.from_bytes(self.take(4), "little")
+    def number(self, size: int) -> int:
+        """An unsigned number of `size` bytes."""
+        return int.from_bytes(self.take(size), "little")
 
     def hash(self) -> str:
         """Eight bytes as 16 hex digits."""
         return self.take(8).hex()
 
     def bits(self, count: int) -> Array:
-        """`count` packed bits as 0 and 1 (uint8). The padding of the last byte must be zero."""
-        found = np.unpackbits(np.frombuffer(self.take(byte_length(count)), np.uint8), bitorder="little")
+        """`count` packed bits as flags. The padding of the last byte must be zero."""
+        found = np.unpackbits(np.frombuffer(self.take(byte_length(count)), np.uint8), bitorder="little").view(bool)
         if found[count:].any():
             raise BadField(f"{self.what}: padding bits are set; they must be zero")
         return found[:count]
@@ -86,7 +73,7 @@ class Reader:
 
     def count(self, most: int, items: str) -> int:
         """A number of items, from 1 to `most`."""
-        found = self.u8()
+        found = self.number(1)
         if found == 0:
             raise BadCount(f"the section {self.what!r} has no {items}; it must be left out then")
         if found > most:
@@ -95,7 +82,7 @@ class Reader:
 
     def name(self, seen: Collection[str]) -> str:
         """A length byte and that many printable ASCII characters; above all names before it."""
-        raw = bytes(self.take(self.u8()))
+        raw = bytes(self.take(self.number(1)))
         if not raw or not all(32 <= byte < 127 for byte in raw):
             raise BadField(f"{self.what}: the name {raw[:40]!r} must be 1 to 255 printable ASCII characters")
         name = raw.decode("ascii")
@@ -106,6 +93,14 @@ class Reader:
     def end(self) -> None:
         if self.left:
             raise TrailingBytes(f"{self.what}: {self.left} bytes too many")
+
+
+def pack(form: struct.Struct, *fields: bytes | int) -> bytes:
+    """What `Reader.unpack` reads."""
+    try:
+        return form.pack(*fields)
+    except struct.error as error:
+        raise BadField(f"the fields {fields} cannot be sent: {error}") from None
 
 
 def name_bytes(name: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..core.exchange import Extra
 from .errors import BadCount, BadField, NonFinite, TooLarge
-from .reader import Limits, Piece, Reader, byte_length, name_bytes
+from .reader import Chunk, Limits, Reader, name_bytes
 
 DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
     torch.float32: "<f4",
@@ -21,7 +22,8 @@ DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
     torch.int64: "<i8",
     torch.uint8: "|u1",
 }
-FORMS = ("masked", "dense", "bits", "scalar")  # the place in this list is the form's code
+Form = Literal["masked", "dense", "bits", "scalar"]
+FORMS: tuple[Form, ...] = ("masked", "dense", "bits", "scalar")  # the place in this list is the form's code
 _F64 = struct.Struct("<d")
 _MOST = 255  # items in one section
 
@@ -45,7 +47,6 @@ def read_metrics(reader: Reader, limits: Limits) -> dict[str, float]:
         name = reader.name(out)
         (value,) = reader.unpack(_F64)
         out[name] = _finite(name, value)
-    reader.end()
     return out
 
 
@@ -55,43 +56,33 @@ def _finite(name: str, value: float) -> float:
     return value
 
 
-def extras_pieces(extras: Mapping[str, Extra], active: int | None) -> list[Piece]:
-    """The number of tensors, then a piece of head and a piece of data for each. `active`: weights in the mask."""
-    out = [Piece.of(_number_of(extras, "extras"))]
+def extras_chunks(extras: Mapping[str, Extra], active: int | None) -> list[Chunk]:
+    """The number of tensors, then each. `active`: weights in the mask."""
+    out: list[Chunk] = [_number_of(extras, "extras")]
     for name in sorted(extras):
-        form = extras[name].form
-        pieces = _bits_pieces(extras[name].value) if form == "bits" else _number_pieces(name, extras[name], active)
-        out += [Piece.of(name_bytes(name) + bytes([FORMS.index(form)])), *pieces]
+        extra = extras[name]
+        body = _bits_bytes(extra.value) if extra.form == "bits" else _number_bytes(name, extra, active)
+        out += [name_bytes(name), bytes([FORMS.index(extra.form)]), body]
     return out
 
 
-def _bits_pieces(value: Tensor) -> list[Piece]:
-    def write() -> tuple[bytes]:
-        return (np.packbits(value.to("cpu", torch.bool).flatten().numpy(), bitorder="little").tobytes(),)
-
-    return [Piece.of(value.numel().to_bytes(4, "little")), Piece(byte_length(value.numel()), write)]
+def _bits_bytes(value: Tensor) -> bytes:
+    bits = value.to("cpu", torch.bool).flatten().numpy()
+    return len(bits).to_bytes(4, "little") + np.packbits(bits, bitorder="little").tobytes()
 
 
-def _number_pieces(name: str, extra: Extra, active: int | None) -> list[Piece]:
-    form, value = extra.form, extra.value
+def _number_bytes(name: str, extra: Extra, active: int | None) -> bytes:
+    value = extra.value.detach().cpu()
     if value.dtype not in DTYPES:
         raise BadField(f"the extra {name!r} is {value.dtype}; allowed are {', '.join(map(str, DTYPES))}")
     head = bytes([list(DTYPES).index(value.dtype)])
-    if form == "masked":
-        if active is None or tuple(value.shape) != (active,):
-            raise BadCount(f"the extra {name!r} has shape {tuple(value.shape)}, the mask has {active} active weights")
-    elif form == "scalar":
-        if value.dim() != 0:
-            raise BadField(f"the extra {name!r} is a scalar of shape {tuple(value.shape)}; it must have none")
-    else:
+    shape = (active,) if extra.form == "masked" else ()
+    if extra.form == "dense":
         head += bytes([value.dim()]) + b"".join(size.to_bytes(4, "little") for size in value.shape)
-
-    def write() -> tuple[bytes]:
-        plain = value.detach().cpu()
-        _check_finite(name, plain)
-        return (plain.contiguous().numpy().astype(DTYPES[value.dtype], copy=False).tobytes(),)
-
-    return [Piece.of(head), Piece(value.numel() * value.element_size(), write)]
+    elif tuple(value.shape) != shape:
+        raise BadCount(f"the extra {name!r} is {extra.form} and has shape {tuple(value.shape)}; it must have {shape}")
+    _check_finite(name, value)
+    return head + value.contiguous().numpy().astype(DTYPES[value.dtype], copy=False).tobytes()
 
 
 def _check_finite(name: str, value: Tensor) -> None:
@@ -102,40 +93,35 @@ def _check_finite(name: str, value: Tensor) -> None:
 def read_extras(reader: Reader, limits: Limits, active: int | None) -> dict[str, Extra]:
     out: dict[str, Extra] = {}
     for _ in range(reader.count(limits.extras, "extras")):
-        name, code = reader.name(out), reader.u8()
+        name, code = reader.name(out), reader.number(1)
         if code >= len(FORMS):
             raise BadField(f"the extra {name!r} has form {code}; the forms are 0 to {len(FORMS) - 1}")
-        if FORMS[code] == "bits":
-            out[name] = Extra("bits", _read_bits(reader, limits, name))
-        elif FORMS[code] == "masked":
-            if active is None:
-                raise BadField(f"the extra {name!r} is masked, but the message has no mask")
-            out[name] = Extra("masked", _read_tensor(reader, limits, name, (active,)))
-        elif FORMS[code] == "scalar":
-            out[name] = Extra("scalar", _read_tensor(reader, limits, name, ()))
-        else:
-            out[name] = Extra("dense", _read_tensor(reader, limits, name, None))
-    reader.end()
+        form = FORMS[code]
+        if form == "masked" and active is None:
+            raise BadField(f"the extra {name!r} is masked, but the message has no mask")
+        shape = {"masked": (active or 0,), "scalar": ()}.get(form)
+        value = _read_bits(reader, limits, name) if form == "bits" else _read_tensor(reader, limits, name, shape)
+        out[name] = Extra(form, value)
     return out
 
 
 def _read_bits(reader: Reader, limits: Limits, name: str) -> Tensor:
-    count = reader.u32()
+    count = reader.number(4)
     if count > limits.elements:
         raise TooLarge(f"the extra {name!r} has {count} bits, at most {limits.elements} are accepted here")
-    return torch.from_numpy(reader.bits(count).view(bool))
+    return torch.from_numpy(reader.bits(count))
 
 
 def _read_tensor(reader: Reader, limits: Limits, name: str, shape: tuple[int, ...] | None) -> Tensor:
     """A type code, a shape unless it is known, the numbers."""
-    code = reader.u8()
+    code = reader.number(1)
     if code >= len(DTYPES):
         raise BadField(f"the extra {name!r} has type {code}; the types are 0 to {len(DTYPES) - 1}")
     if shape is None:
-        rank = reader.u8()
+        rank = reader.number(1)
         if rank > 8:
             raise BadField(f"the extra {name!r} has {rank} dimensions, at most 8 are allowed")
-        shape = tuple(reader.u32() for _ in range(rank))
+        shape = tuple(reader.number(4) for _ in range(rank))
     if math.prod(max(1, size) for size in shape) > limits.elements:
         raise TooLarge(f"the extra {name!r} has shape {shape}, at most {limits.elements} elements are accepted here")
     value = torch.from_numpy(reader.array(list(DTYPES.values())[code], math.prod(shape))).reshape(shape)

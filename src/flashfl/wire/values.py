@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ..core.layout import Layout
 from ..core.rng import hashes, uniform
-from .errors import BadField, NonFinite
-from .reader import Array, Chunk, Piece, Reader
+from .errors import BadField, BadSection, NonFinite
+from .reader import Chunk, Reader
 
 Form = Literal["fp32", "fp16", "bf16", "int8"]
 FORMS: tuple[Form, ...] = ("fp32", "fp16", "bf16", "int8")
 Carries = Literal["all", "weights", "statistics"]
 CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics")
-ITEM = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}  # coarse values
 TINY = 2.0**-107  # under int8 a layer whose scale would be smaller is sent as zeros
 _HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
 
@@ -65,26 +65,26 @@ def values_size(layout: Layout, active: int, carries: Carries, form: Form) -> in
     counts = (active, *(0 for _ in layout.sizes[1:])) if layout.sizes else ()
     coarse = [part for part in segments(layout, counts, carries, form) if part.coarse]
     rounded = sum(part.stop - part.start for part in coarse)
-    return 2 + 4 * (total - rounded) + ITEM[form] * rounded + (4 * len(coarse) if form == "int8" else 0)
+    return 2 + 4 * (total - rounded) + DTYPES[form].itemsize * rounded + (4 * len(coarse) if form == "int8" else 0)
 
 
 def round_values(values: Tensor, parts: Sequence[Segment], form: Form, key: int) -> Tensor:
     """`values` exactly as the other side will decode them."""
-    if form == "fp32" or not any(part.coarse for part in parts):
+    if not any(part.coarse for part in parts):
         return values
-    coarse = _pick(values, parts, True)
-    if form == "bf16":
-        coarse = _round_bf16(coarse, key)
-    elif form == "fp16":
-        coarse = _round_fp16(coarse, key)
-    else:
-        levels, scales = _levels(coarse, parts, key)
-        coarse = levels * _spread(scales, parts)
+    sizes = _coarse_sizes(parts)
+    coarse = _unpack(_pack(_pick(values, parts, True), sizes, form, key), sizes)
     return _merge(coarse, _pick(values, parts, False), parts)
+
+
+def _coarse_sizes(parts: Sequence[Segment]) -> list[int]:
+    return [part.stop - part.start for part in parts if part.coarse]
 
 
 def _pick(values: Tensor, parts: Sequence[Segment], coarse: bool) -> Tensor:
     chosen = [values[part.start : part.stop] for part in parts if part.coarse == coarse]
+    if len(chosen) == len(parts):
+        return values
     return torch.cat(chosen) if chosen else values[:0]
 
 
@@ -95,7 +95,20 @@ def _merge(coarse: Tensor, fine: Tensor, parts: Sequence[Segment]) -> Tensor:
         source, size = (coarse if part.coarse else fine), part.stop - part.start
         out.append(source[at[part.coarse] : at[part.coarse] + size])
         at[part.coarse] += size
-    return torch.cat(out) if out else fine
+    return torch.cat(out)
+
+
+def _pack(coarse: Tensor, sizes: Sequence[int], form: Form, key: int) -> tuple[Tensor, ...]:
+    """Coarse values as they travel: for int8 the scales and the levels, else the rounded values."""
+    if form == "int8":
+        return _levels(coarse, sizes, key)
+    rounded = _round_bf16(coarse, key) if form == "bf16" else _round_fp16(coarse, key)
+    return (rounded.to(DTYPES[form]),)
+
+
+def _unpack(packed: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    *scales, numbers = packed
+    return numbers.float() * _spread(scales[0], sizes) if scales else numbers.float()
 
 
 def _round_bf16(values: Tensor, key: int) -> Tensor:
@@ -120,111 +133,96 @@ def _round_fp16(values: Tensor, key: int) -> Tensor:
     return torch.where(values.isfinite(), rounded, values)
 
 
-def _levels(coarse: Tensor, parts: Sequence[Segment], key: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers -127..127 and a scale per coarse segment.
+def _levels(coarse: Tensor, sizes: Sequence[int], key: int) -> tuple[Tensor, Tensor]:
+    """A scale per coarse segment, and whole numbers -127..127.
 
     A scale keeps 17 significant bits, so level times scale is exact in fp32; the largest magnitude is always level 127,
     so the scale can be found again from the rounded values.
     """
-    sizes = [part.stop - part.start for part in parts if part.coarse]
     zero = coarse.new_zeros(1)
-    tops = torch.stack([torch.cat([piece.abs(), zero]).amax() for piece in torch.split(coarse, sizes)])
+    tops = torch.stack([torch.cat([piece.abs(), zero]).amax() for piece in torch.split(coarse, list(sizes))])
     scales = ((tops / torch.full_like(tops, 127.0)).view(torch.int32) & -0x80).view(torch.float32)
     scales = torch.where(scales < TINY, torch.zeros_like(scales), scales)
-    scale, top = _spread(scales, parts), _spread(tops, parts)
+    scale, top = _spread(scales, sizes), _spread(tops, sizes)
     steps = coarse.abs() / torch.where(scale > 0, scale, torch.ones_like(scale))
     whole = steps.floor()
     levels = whole + (uniform(key, coarse.numel(), coarse.device) < steps - whole)
     levels = torch.where(coarse.abs() >= top, torch.full_like(levels, 127.0), levels).clamp(max=127.0)
     levels = torch.copysign(torch.where(scale > 0, levels, torch.zeros_like(levels)), coarse)
-    return levels + 0.0, scales  # adding zero turns -0.0, which bytes cannot tell, into 0.0
+    return scales, levels.to(torch.int8)
 
 
-def _spread(each: Tensor, parts: Sequence[Segment]) -> Tensor:
+def _spread(each: Tensor, sizes: Sequence[int]) -> Tensor:
     """One number per coarse segment, repeated for each of its values; no device is waited for."""
-    sizes = [part.stop - part.start for part in parts if part.coarse]
     return torch.cat([number.expand(size) for number, size in zip(each.unbind(), sizes, strict=True)])
 
 
-def values_piece(
+def values_chunks(
     values: Tensor, layout: Layout, counts: Sequence[int], carries: Carries, form: Form, key: int
-) -> Piece:
+) -> list[Chunk]:
     """The values section. Refuses what is not finite or not as many as the mask and the layout say."""
     expected = count_values(layout, sum(counts), carries)
     if values.dim() != 1 or values.numel() != expected:
         raise BadField(f"values of shape {tuple(values.shape)} given, ({expected},) expected for this mask and layout")
-
-    def write() -> tuple[Chunk, ...]:
-        parts = segments(layout, counts, carries, form)
-        plain = values.detach().to("cpu", torch.float32)
-        _finite(plain.numpy())
-        head = bytes([CARRIES.index(carries), FORMS.index(form)])
-        if form == "fp32" or not any(part.coarse for part in parts):
-            return head, _raw(plain, "<f4")
-        coarse, fine = _pick(plain, parts, True), _pick(plain, parts, False)
-        if form == "int8":
-            levels, scales = _levels(coarse, parts, key)
-            return head, _raw(scales, "<f4"), levels.to(torch.int8).numpy().tobytes(), _raw(fine, "<f4")
-        if form == "fp16":
-            return head, _raw(_round_fp16(coarse, key).to(torch.float16), "<f2"), _raw(fine, "<f4")
-        upper = (_round_bf16(coarse, key).view(torch.int32) >> 16).to(torch.int16)
-        return head, _raw(upper, "<i2"), _raw(fine, "<f4")
-
-    return Piece(values_size(layout, sum(counts), carries, form), write)
+    parts = segments(layout, counts, carries, form)
+    plain = values.detach().to("cpu", torch.float32)
+    _check_finite(plain)
+    sizes, coarse, fine = _coarse_sizes(parts), _pick(plain, parts, True), _pick(plain, parts, False)
+    packed = _pack(coarse, sizes, form, key) if sizes else ()
+    return [bytes([CARRIES.index(carries), FORMS.index(form)]), *map(_raw, packed), _raw(fine)]
 
 
-def _raw(tensor: Tensor, dtype: str) -> Chunk:
-    """A tensor's bytes, where they lie."""
-    return tensor.contiguous().numpy().astype(dtype, copy=False).view(np.uint8).data
+def _raw(tensor: Tensor) -> Chunk:
+    """A tensor's bytes, where they lie: little-endian."""
+    plain = tensor.contiguous()
+    plain = plain.view(torch.int16) if plain.itemsize == 2 else plain  # numpy has no bf16
+    array = plain.numpy()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
 
 
-def _finite(array: Array) -> None:
+def _check_finite(values: Tensor) -> None:
     # A not-a-number is both extremes, and looking for those takes no memory.
+    array = values.numpy()
     if array.size and not (np.isfinite(array.max()) and np.isfinite(array.min())):
         raise NonFinite("the values hold an infinity or a not-a-number; training has diverged, or the sender is broken")
 
 
-def read_head(reader: Reader) -> tuple[Carries, Form]:
-    carries, form = reader.u8(), reader.u8()
-    if carries >= len(CARRIES) or form >= len(FORMS):
-        raise BadField(f"values: kind {carries} or form {form} does not exist; kinds are 0 to 2, forms 0 to 3")
-    return CARRIES[carries], FORMS[form]
-
-
-def read_values(reader: Reader, layout: Layout, counts: Sequence[int], carries: Carries, form: Form) -> Tensor:
-    """The packed fp32 values, after the two bytes that `read_head` takes."""
+def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) -> tuple[Tensor, Carries, Form]:
+    """The packed fp32 values, what they are, and their form. `counts`: the mask's; None if the message has none."""
+    codes = reader.number(1), reader.number(1)
+    if codes[0] >= len(CARRIES) or codes[1] >= len(FORMS):
+        raise BadField(f"values: kind {codes[0]} or form {codes[1]} does not exist; kinds are 0 to 2, forms 0 to 3")
+    carries, form = CARRIES[codes[0]], FORMS[codes[1]]
+    if counts is None and carries != "statistics":
+        raise BadSection("the message has values but no mask; values need the mask they belong to")
+    counts = counts or ()
     parts = segments(layout, counts, carries, form)
-    coarse_count = sum(part.stop - part.start for part in parts if part.coarse)
-    fine_count = count_values(layout, sum(counts), carries) - coarse_count
-    if form == "int8":
-        scales = reader.array("<f4", sum(part.coarse for part in parts))
-        coarse = _read_levels(scales, reader.array("i1", coarse_count), parts)
-    elif form == "bf16":
-        coarse = (reader.array("<u2", coarse_count).astype(np.uint32) << 16).view(np.float32)
-    else:
-        coarse = reader.array("<f2", coarse_count).astype(np.float32)
-    fine = reader.array("<f4", fine_count)
-    reader.end()
-    _finite(coarse)
-    _finite(fine)
-    if not coarse_count:
-        return torch.from_numpy(fine)
-    return _merge(torch.from_numpy(coarse), torch.from_numpy(fine), parts)
+    sizes = _coarse_sizes(parts)
+    scales = [_numbers(reader, torch.float32, len(sizes))] if form == "int8" else []
+    numbers = _numbers(reader, DTYPES[form], sum(sizes))
+    fine = _numbers(reader, torch.float32, count_values(layout, sum(counts), carries) - sum(sizes))
+    _check_finite(fine)
+    if not sizes:
+        return fine, carries, form
+    for each in scales:
+        _check_levels(each, numbers, sizes)
+    coarse = _unpack((*scales, numbers), sizes)
+    _check_finite(coarse)
+    return _merge(coarse, fine, parts), carries, form
 
 
-def _read_levels(scales: Array, levels: Array, parts: Sequence[Segment]) -> Array:
-    """Level times scale; refuses scales and levels that no sender would choose."""
-    _finite(scales)
-    sizes = [part.stop - part.start for part in parts if part.coarse]
-    words = scales.view(np.uint32)
-    if bool((words & 0x8000007F).any()) or bool((levels == -128).any()):
+def _numbers(reader: Reader, dtype: torch.dtype, count: int) -> Tensor:
+    """What `_raw` wrote."""
+    plain = {2: "<i2", 1: "<i1", 4: "<f4"}[dtype.itemsize]
+    return torch.from_numpy(reader.array(plain, count)).view(dtype)
+
+
+def _check_levels(scales: Tensor, levels: Tensor, sizes: Sequence[int]) -> None:
+    """Refuses scales and levels that no sender would choose."""
+    _check_finite(scales)
+    if bool((scales.view(torch.int32) & -0x7FFFFF81).any()) or bool((levels == -128).any()):
         raise BadField("values: an int8 scale is negative or has more than 17 significant bits, or a level is -128")
-    at = 0
-    for scale, size in zip(scales.tolist(), sizes, strict=True):
-        part = levels[at : at + size]
-        top = int(np.abs(part).max()) if size else 0
+    for scale, part in zip(scales.tolist(), torch.split(levels, list(sizes)), strict=True):
+        top = int(part.abs().max()) if len(part) else 0
         if (scale == 0) != (top == 0) or (scale > 0 and (top != 127 or not scale >= TINY or 127 * scale >= 2.0**128)):
             raise BadField(f"values: the int8 scale {scale:g} does not fit levels of at most {top}")
-        at += size
-    out: Array = levels.astype(np.float32) * np.repeat(scales, sizes)
-    return out
