@@ -176,7 +176,7 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
-    return 0
+    return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
     made.begin({"config": {"a": 1}})
     for i in range(4):
         made.append(record(i))
-    made.finish({"accuracy": 0.5, "best": 0.5})
+    made.finish({"metric": 0.5, "best": 0.5})
     return tmp_path / RESULTS
 
 
@@ -39,7 +39,7 @@ def test_results_read_back(path: Path) -> None:
     assert set(run.header["versions"]) == {"flashfl", "torch", "numpy", "python", "machine"}
     assert run.rounds == [record(i) for i in range(4)]
     assert run.end is not None
-    assert run.end["accuracy"] == 0.5
+    assert run.end["metric"] == 0.5
     assert kinds(path) == ["run", *["round"] * 4, "end"]
 
 
@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_become_null_and_are_read_as_nan(odd: float,
     made.begin({"config": {"a": None}})
     bad = RoundRecord("training", True, 0, 0, (0,), {}, odd, Traffic(), metrics={"before": Score(odd, 0.5, 1.0)})
     made.append(bad)
-    made.finish({"accuracy": float("nan"), "best": float("nan"), "stopped": None})
+    made.finish({"metric": float("nan"), "best": float("nan"), "stopped": None})
     for ended in (True, False):
         for text in (tmp_path / RESULTS).read_text().splitlines():
             json.loads(text, parse_constant=pytest.fail)
@@ -60,7 +60,7 @@ def test_numbers_that_are_not_finite_become_null_and_are_read_as_nan(odd: float,
         assert run.header["config"] == {"a": None}
         if ended:
             assert run.end is not None
-            assert math.isnan(run.end["accuracy"])
+            assert math.isnan(run.end["metric"])
             assert run.end["stopped"] is None
         Results(tmp_path / RESULTS).resume(1)
 

@@ -369,7 +369,7 @@ def test_a_run_tells_its_story_as_it_goes(tmp_path: Path) -> None:
     found = Results.read(tmp_path)
     assert found.end is not None
     assert found.end["checksum"] == run.checksum
-    assert found.end["accuracy"] == run.accuracy <= run.best == found.end["best"]
+    assert found.end["metric"] == run.accuracy <= run.best == found.end["best"]
     assert found.end["bytes"]["up"] == run.bytes_up == sum(line.bytes.up for line in found.rounds)
     for line in found.rounds:
         parts = line.bytes

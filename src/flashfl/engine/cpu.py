@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import tempfile
 import warnings
@@ -76,6 +77,8 @@ class CPUEngine:
         self._file.flush()
         self._model = _shared_model(task, self._file.name)
         count = workers or max(1, (os.cpu_count() or 1) // threads)
+        if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
+            count = 1
         make = functools.partial(_worker, task, self.memory.store, values, self._file.name)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)

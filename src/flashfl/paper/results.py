@@ -158,7 +158,7 @@ def record_of(cell: Cell, seed: int, results: Results) -> Record:
         "seed": seed,
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {platform.machine()}",
         "versions": versions(),
-        "accuracy": end["accuracy"],
+        "accuracy": end["metric"],
         "best": end["best"],
         "views": {name: view.metric for name, view in last.metrics.items()},
         "density": score.density,

@@ -12,6 +12,7 @@ from ..core.errors import warn
 from ..core.exchange import DROPPED
 from ..core.record import RoundRecord
 from ..core.state import State
+from .summary import ACCURACY, Metric
 
 Watch = Callable[[State, RoundRecord], None]
 
@@ -38,9 +39,16 @@ class Display:
     """
 
     def __init__(
-        self, label: str, rounds: int, out: TextIO | None = None, quiet: bool = False, then: Watch | None = None
+        self,
+        label: str,
+        rounds: int,
+        out: TextIO | None = None,
+        quiet: bool = False,
+        then: Watch | None = None,
+        shown: Metric = ACCURACY,
     ) -> None:
-        """then: called after each round, once it is shown."""
+        """then: called after each round, once it is shown. shown: the task's metric."""
+        self.shown = shown
         self.out, self.then = out or sys.stderr, then
         self.label, self.rounds, self.quiet = label, rounds, quiet
         self.live = not quiet and is_live(self.out)
@@ -81,12 +89,12 @@ class Display:
     def _text(self, state: State, record: RoundRecord) -> str:
         if not record.counts:
             return f"{self.label}: {record.phase} done"
-        accuracy = f"accuracy {100 * self.metric:5.2f} %" if self.metric is not None else "accuracy   -    "
+        metric = f"{self.shown.name} {'-' if self.metric is None else self.shown.label(self.metric):>7}"
         rate = (time.monotonic() - self.began) / max(1, self.done)
         left = duration(rate * max(0, self.rounds - state.counted))
         traffic = f"up {amount(record.total.up)} down {amount(record.total.down)}"
         return (
-            f"{self.label}: round {state.counted:>{len(str(self.rounds))}}/{self.rounds}  {accuracy}  "
+            f"{self.label}: round {state.counted:>{len(str(self.rounds))}}/{self.rounds}  {metric}  "
             f"density {record.density:.4f}  {traffic}  left {left}"
         )
 

@@ -152,7 +152,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
             except DataError as error:
                 raise FlashError(f"{path}, line {number}: {error}. Repair or remove the line.") from None
         elif kind == "end":
-            end = {**line, **{name: math.nan for name in ("accuracy", "best") if line.get(name) is None}}
+            end = {**line, **{name: math.nan for name in ("metric", "best") if line.get(name) is None}}
     if header is None:
         raise FlashError(f"{path.parent} is not a run: {path.name} does not begin with a run's settings")
     return header, rounds, end

@@ -17,6 +17,7 @@ from ..data.task import Task
 from .config import TrainConfig
 from .progress import amount, duration
 from .results import RESULTS, Results
+from .summary import Metric
 
 
 class Run:
@@ -25,6 +26,7 @@ class Run:
     def __init__(self, method: Method, task: Task, train: TrainConfig, folder: Path | None = None) -> None:
         self.method, self.task, self.train, self.folder = method, task, train, folder
         self.results = Results(folder / RESULTS if folder else None)
+        self.shown = Metric(task.metric_name, task.higher_is_better)
         self.state: State | None = None
         self.traffic = Traffic()
         self.rounds = 0  # finished rounds of all phases
@@ -45,7 +47,7 @@ class Run:
         found = {"method": self.method.name or type(self.method).__name__, "task": self.task.name}
         if state is not None:
             found |= {"rounds": f"{state.counted}/{state.plan.rounds}", "density": f"{self.weights.mask.density:.4f}"}
-            found |= {"accuracy": f"{100 * self.accuracy:.2f} %", "best": f"{100 * self.best:.2f} %"}
+            found |= {self.shown.name: self.shown.label(self.metric), "best": self.shown.label(self.best)}
         found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
         return found | ({"stopped": self.stopped} if self.stopped else {})
 
@@ -55,16 +57,24 @@ class Run:
         return self.method.view(self.state)
 
     @property
+    def metric(self) -> float:
+        """The task's metric after the last evaluated round."""
+        return self._scores()[-1] if self._scores() else float("nan")
+
+    @property
     def accuracy(self) -> float:
-        """The last test metric (accuracy unless the task says otherwise)."""
-        return self._metric()[-1] if self._metric() else float("nan")
+        """`metric`, if the task's metric is accuracy."""
+        if self.shown.name != "accuracy":
+            raise AttributeError(f"this task's metric is {self.shown.name}: use run.metric")
+        return self.metric
 
     @property
     def best(self) -> float:
-        """Best test metric of the run. Assumes that higher is better."""
-        return max(self._metric(), default=float("nan"))
+        """The best metric of any evaluated round: the highest, or the lowest if the task says so."""
+        best = max if self.shown.higher_is_better else min
+        return best(self._scores(), default=float("nan"))
 
-    def _metric(self) -> list[float]:
+    def _scores(self) -> list[float]:
         return [record.score.metric for record in self.history if record.score is not None]
 
     @property

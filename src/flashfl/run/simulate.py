@@ -33,6 +33,7 @@ from .lock import alone
 from .observe import Observer
 from .progress import Display, WarnOfDropped, Watch, is_live
 from .run import Run
+from .summary import Metric
 from .track import Tracking
 
 
@@ -71,7 +72,13 @@ def simulate(
     warn_of_buffers(task)
     place = Path(folder) if folder else None
     quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
-    display = Display(method.name or type(method).__name__, config.rounds, quiet=quiet, then=watch or WarnOfDropped())
+    display = Display(
+        method.name or type(method).__name__,
+        config.rounds,
+        quiet=quiet,
+        then=watch or WarnOfDropped(),
+        shown=Metric(task.metric_name, task.higher_is_better),
+    )
     with closing(display), closing(make_engine(task, config, place / "masks" if place else None)) as engine:
         clients = FixedPopulation(task.clients)
         run = drive(method, task, config, engine, clients, place, resume, display, header, display.tick, overwrite)
@@ -117,7 +124,9 @@ def drive(
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
             run.results.begin({**about, "code": code_of(method)})
         run.state = start
-        tracking = Tracking(config.track, folder, folder.name if folder else "", header or identity, start.counted)
+        tracking = Tracking(
+            config.track, folder, folder.name if folder else "", header or identity, start.counted, task.metric_name
+        )
         with closing(tracking), keeper.on_the_way_out():
             try:
                 _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, tick)
@@ -192,7 +201,7 @@ def _loop(
     run.results.finish(
         {
             "checksum": run.checksum,
-            "accuracy": run.accuracy,
+            "metric": run.metric,
             "best": run.best,
             "bytes": asdict(run.traffic),
             "evaluation_bytes": run.bytes_evaluation,
@@ -219,6 +228,7 @@ def _about(task: Task, clients: Population) -> dict[str, Any]:
     layout, present = task.layout, clients.present()
     return {
         "name": task.name,
+        "metric": {"name": task.metric_name, "higher_is_better": task.higher_is_better},
         "clients": len(present),
         "samples": sum(c.n for c in present),
         "layers": [[x.name, list(x.shape)] for x in layout.prunable],

@@ -36,6 +36,10 @@ class Metric:
         values = [value] if spread is None else [value, spread]
         return " ± ".join(f"{self.scale * v:{form}}" for v in values)
 
+    def label(self, value: float) -> str:
+        """A value with its unit."""
+        return f"{self.text(value)} %" if self == ACCURACY else self.text(value)
+
 
 ACCURACY = Metric()
 

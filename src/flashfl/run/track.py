@@ -126,7 +126,16 @@ def _package(name: str) -> Any:
 class Tracking:
     """All trackers of a run."""
 
-    def __init__(self, names: str, folder: Path | None, name: str, settings: Mapping[str, Any], step: int) -> None:
+    def __init__(
+        self,
+        names: str,
+        folder: Path | None,
+        name: str,
+        settings: Mapping[str, Any],
+        step: int,
+        metric: str = "accuracy",
+    ) -> None:
+        self._metric = metric
         wanted = check_names(names)
         if wanted and folder is None:
             raise ConfigError(f"track = {names!r}: tracking needs a folder for the run")
@@ -138,7 +147,7 @@ class Tracking:
     def log(self, step: int, record: RoundRecord) -> None:
         """Show one round."""
         if self._trackers:
-            values = values_of(record)
+            values = values_of(record, self._metric)
             self._each(lambda tracker: tracker.log(step, values))
 
     def close(self) -> None:
@@ -153,13 +162,13 @@ class Tracking:
                 del self._trackers[name]
 
 
-def values_of(record: RoundRecord) -> dict[str, float]:
+def values_of(record: RoundRecord, metric: str = "accuracy") -> dict[str, float]:
     """The numbers of a round, by the names that trackers show."""
     if not record.counts:
         return {f"{record.phase}/{k}": float(v) for k, v in (("up", record.bytes.up), ("down", record.bytes.down))}
     values = {"loss/train": record.loss, "density": record.density, "failures": len(record.failures)}
     for view, score in record.metrics.items():
-        values |= {f"accuracy/{view}": score.metric, f"loss/{view}": score.loss}
+        values |= {f"{metric}/{view}": score.metric, f"loss/{view}": score.loss}
     values |= {f"bytes/{k}": v for k, v in asdict(record.bytes).items()}
     values |= {"total bytes/up": record.total.up, "total bytes/down": record.total.down}
     values |= {f"seconds/{k}": v for k, v in record.seconds.items()}
