@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -204,7 +206,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="lanes run code made by torch.compile")
     parser.add_argument("--plain", action="store_true", help="BatchNorm and ReLU as torch does them")
     parser.add_argument("--deterministic", action="store_true", help="the same bits every time")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also write the figures here, with machine, commit and command")
     args = parser.parse_args()
     norm.fused = not args.plain
     options = {"compiled": args.compile, "deterministic": args.deterministic}
@@ -221,7 +223,14 @@ def main() -> None:
         )
         torch.cuda.empty_cache()
     if args.json:
-        args.json.write_text(json.dumps(rows))
+        about = {
+            "machine": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "commit": os.environ.get("FLASHFL_COMMIT", ""),
+            "command": " ".join(["python", "bench/gpu_round.py", *sys.argv[1:]]),
+            "cases": rows,
+        }
+        args.json.write_text(json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":
