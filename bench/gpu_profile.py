@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     norm.fused = not args.plain
     task, config, method = task_of(args.case)
-    engine = GPUEngine(task, "cuda", compiled=args.compile)
+    engine = GPUEngine(task, replace(config, compile=args.compile))
     one = round_of(engine, task, config, method)
     for _ in range(2):
         one()

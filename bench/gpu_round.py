@@ -180,7 +180,7 @@ def round_of(engine: GPUEngine, task: fl.Task, config: TrainConfig, method: fl.M
 
 def measure(case: str, rounds: int, naive_rounds: int, **options: Any) -> dict[str, Any]:
     task, config, method = task_of(case)
-    engine = GPUEngine(task, "cuda", **options)
+    engine = GPUEngine(task, replace(config, **options))
     ours = round_of(engine, task, config, method)
     for _ in range(2):
         ours()
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here, with machine, commit and command")
     args = parser.parse_args()
     norm.fused = not args.plain
-    options = {"compiled": args.compile, "deterministic": args.deterministic}
+    options = {"compile": args.compile, "deterministic": args.deterministic}
     rows = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("case  naive s/round  ours s/round  ratio  floor s/round  share of floor")

@@ -34,8 +34,8 @@ def measure(case: str, times: int, rounds: int) -> dict[str, Any]:
     # Images are shared round robin: memory for them is not what is measured.
     shares = [Subset(data, (torch.arange(each) + i * each) % 1000) for i in range(clients)]
     task = fl.Task(like.build, shares, Subset(data, torch.arange(100)), name=f"{case}x{times}")
-    engine = GPUEngine(task, "cuda", lanes=LANES[case])
-    settings = TrainConfig(rounds=1000, per_round=clients, batch=config.batch)
+    settings = TrainConfig(rounds=1000, per_round=clients, batch=config.batch, lanes=LANES[case])
+    engine = GPUEngine(task, settings)
     one = round_of(engine, task, settings, method)
     one()
     torch.cuda.reset_peak_memory_stats()

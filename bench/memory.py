@@ -56,7 +56,7 @@ def child(method: str, per_round: int, rounds: int, workers: int, folder: Path) 
     train = TrainConfig(
         rounds=rounds, per_round=per_round, batch=2, lr=0.01, workers=workers, device="cpu", eval_every=100
     )
-    engine = CPUEngine(task, workers, folder=folder / "masks")
+    engine = CPUEngine(task, train, folder / "masks")
     print(f"ready {task.layout.prunable_size}", flush=True)
     sys.stdin.readline()
     run = drive(fl.METHODS[method](**METHODS[method]), task, train, engine, FixedPopulation(task.clients), folder)

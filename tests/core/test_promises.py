@@ -192,7 +192,7 @@ class Grows(PruneRegrow):
 def test_a_rule_keeps_the_number_of_active_weights(lies: bool, said: str, engine: str) -> None:
     task, method = make_task("norm"), fl.JMWST(0.3, warmup_clients=0, adapt=Grows(lies=lies))
     config = TrainConfig(device="cpu", rounds=1, **QUICK)
-    made: Any = GPUEngine(task, "cpu", "fp32") if engine == "lanes" else CPUEngine(task, workers=1)
+    made: Any = GPUEngine(task, config, "cpu") if engine == "lanes" else CPUEngine(task, config)
     with closing(made), pytest.raises(FlashError, match=said):
         drive(method, task, config, made, FixedPopulation(task.clients))
 

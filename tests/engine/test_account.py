@@ -368,7 +368,7 @@ def test_client_may_report_a_missing_mask_once() -> None:
 
 def test_simulation_stops_if_masks_are_deleted_under_it(tmp_path: Path) -> None:
     task, method = make_task("dropout"), METHODS[0]
-    engine = CPUEngine(task, 1, folder=tmp_path)
+    engine = CPUEngine(task, TrainConfig(workers=1), tmp_path)
     state = method.init(plan_of(task, 3, 8))
     engine.train(state, method.orders(state, task.clients))
     for path in tmp_path.glob("*.mask"):
@@ -418,10 +418,11 @@ def test_errors_are_of_one_family() -> None:
 # -- rounds that do not count -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda task: CPUEngine(task, 1), lambda task: GPUEngine(task, "cpu", "fp32", 3)])
-def test_rolled_back_round_leaves_no_trace(make: Any) -> None:
-    task = make_task("norm")
-    engine, method = make(task), fl.NST(density=0.3)
+@pytest.mark.parametrize("kind", [CPUEngine, GPUEngine])
+def test_rolled_back_round_leaves_no_trace(kind: Any) -> None:
+    task, config = make_task("norm"), TrainConfig(workers=1, lanes=3)
+    engine = CPUEngine(task, config) if kind is CPUEngine else GPUEngine(task, config, "cpu")
+    method = fl.NST(density=0.3)
     state = method.init(plan_of(task, 3, 8))
 
     def work(s: State) -> None:

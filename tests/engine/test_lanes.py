@@ -33,7 +33,7 @@ CONFIG = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, eval_every=1,
 
 
 def run_lanes(method: Any, task: Any, device: str, config: TrainConfig = CONFIG, lanes: int = 3, **more: Any) -> fl.Run:
-    engine = GPUEngine(task, device, "fp32", lanes, **more)
+    engine = GPUEngine(task, replace(config, precision="fp32", lanes=lanes, **more), device)
     try:
         return drive(method, task, config, engine, FixedPopulation(task.clients))
     finally:
@@ -164,7 +164,7 @@ def test_batched_matrix_products_step_like_batched_convolutions(device: str) -> 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch's own, from its compiler
 def test_compiled_lanes_agree_with_plain_lanes(device: str) -> None:
     task = make_task("norm")
-    plain, compiled = (run_lanes(small("jmwst"), task, device, compiled=each) for each in (False, True))
+    plain, compiled = (run_lanes(small("jmwst"), task, device, compile=each) for each in (False, True))
     assert int((plain.weights.mask.bits != compiled.weights.mask.bits).sum()) == 0
     x, y = plain.weights.vector, compiled.weights.vector
     assert float((x - y).norm() / y.norm()) < 1e-4
@@ -364,7 +364,7 @@ def test_simulated_client_far_from_the_others_counts(lanes: int, device: str) ->
 
 def test_kept_mask_does_not_keep_memory_of_other_rows() -> None:
     task = make_task("norm")
-    engine = GPUEngine(task, "cpu", "fp32", 4)
+    engine = GPUEngine(task, replace(CONFIG, lanes=4), "cpu")
     drive(small("nst"), task, CONFIG, engine, FixedPopulation(task.clients))
     kept = [engine.memory.remembered(client.id) for client in task.clients]
     assert any(kept)
@@ -568,7 +568,7 @@ def test_close_restores_global_settings_of_torch() -> None:
     for deterministic in (False, True):
         for precision in ("fp32", "tf32", "bf16"):
             before = settings()
-            GPUEngine(make_task("norm"), "cuda", precision, deterministic=deterministic).close()
+            GPUEngine(make_task("norm"), TrainConfig(precision=precision, deterministic=deterministic)).close()
             assert settings() == before
 
 

@@ -214,7 +214,8 @@ def test_statistics_that_nobody_can_report_end_the_run_and_single_failures_are_r
     def run(broken: set[int]) -> Any:
         task = raw(1.0)
         method = fl.PDST(density=0.5)
-        engine = CPUEngine(task, workers=1)
+        config = TrainConfig(rounds=1, per_round=3, static_bn=True, workers=1)
+        engine = CPUEngine(task, config)
         train = engine.train
 
         def sometimes(s: Any, orders: Any) -> Any:
@@ -222,7 +223,6 @@ def test_statistics_that_nobody_can_report_end_the_run_and_single_failures_are_r
             return replace(outcome, failures={**outcome.failures, **dict.fromkeys(broken, "gone")})
 
         engine.train = sometimes  # type: ignore[method-assign]
-        config = TrainConfig(rounds=1, per_round=3, static_bn=True)
         try:
             return drive(method, task, config, engine, FixedPopulation(task.clients))
         finally:

@@ -27,7 +27,7 @@ def task() -> Task:
 def failures(trust: Trust | None, boost: dict[int, float]) -> dict[int, str]:
     """Failures of a round in which some clients use other learning rates."""
     made = task()
-    engine, method = CPUEngine(made, workers=1, trust=trust), fl.Dense()
+    engine, method = CPUEngine(made, TrainConfig(workers=1), trust=trust), fl.Dense()
     try:
         s = method.init(plan_of(TrainConfig(per_round=7, batch=8), made, len(made.clients)))
 

@@ -140,7 +140,7 @@ def test_worker_killed_while_idle_is_replaced(pool: Pool) -> None:
 
 def test_run_goes_on_if_workers_are_killed_while_idle() -> None:
     task = task_with(Arrays)
-    engine = CPUEngine(task, workers=2)
+    engine = CPUEngine(task, fl.TrainConfig(workers=2))
     weights = Weights.dense(task.layout, task.draw(0))
     try:
         before = engine.evaluate(weights)
@@ -359,7 +359,7 @@ def test_error_in_user_code_is_reported(workers: int) -> None:
 def test_worker_killed_while_evaluating_is_an_error() -> None:
     x, y = blobs(9, (6,), 5)
     task = Task(DropoutNet, [blobs(9, (6,), i) for i in range(2)], Deadly((x,), y))
-    engine = CPUEngine(task, workers=2)
+    engine = CPUEngine(task, fl.TrainConfig(workers=2))
     try:
         with pytest.raises(FlashError, match="evaluation failed: its process ended with code -9"):
             engine.evaluate(fl.Weights(fl.Mask.full(task.layout), task.draw(1)))
@@ -379,7 +379,7 @@ def test_evaluation_needs_no_shared_memory(workers: int, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
     task = task_with(Arrays)
-    engine = CPUEngine(task, workers)
+    engine = CPUEngine(task, fl.TrainConfig(workers=workers))
     try:
         found = [engine.evaluate(Weights.dense(task.layout, task.draw(key))) for key in (0, 1, 0)]
     finally:

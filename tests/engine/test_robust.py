@@ -181,7 +181,7 @@ def test_robust_settings_work_in_a_simulation_on_every_engine(settings: dict[str
     start = fl.PDST(0.5).init(plan_of(config, task, 8)).weights.vector
     moved = [float((run.weights.vector - start).norm()) for run in (plain, robust)]
     assert moved[1] < moved[0] / 1.5
-    engine = GPUEngine(task, "cpu", "fp32", 3, trust=Trust(factor=0, **settings))
+    engine = GPUEngine(task, replace(config, lanes=3), "cpu")
     lanes = drive(fl.PDST(0.5), task, config, engine, FixedPopulation(task.clients))
     torch.testing.assert_close(lanes.weights.vector, robust.weights.vector, rtol=1e-4, atol=1e-5)
     assert lanes.traffic == robust.traffic

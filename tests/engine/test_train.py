@@ -411,8 +411,8 @@ def test_norms_that_do_not_train_keep_their_statistics(lanes: bool) -> None:
 
     def trained(static: bool) -> fl.Run:
         task = Task(module, [data, data], data)
-        engine: Any = GPUEngine(task, "cpu") if lanes else CPUEngine(task, workers=1)
         config = TrainConfig(rounds=3, per_round=2, workers=1, static_bn=static, eval_every=1)
+        engine: Any = GPUEngine(task, config, "cpu") if lanes else CPUEngine(task, config)
         try:
             return drive(fl.Dense(), task, config, engine, FixedPopulation(task.clients))
         finally:

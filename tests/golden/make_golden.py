@@ -21,7 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def simulate_lanes(method: fl.Method, task: fl.Task, train: fl.TrainConfig, batc
     from flashfl.run.simulate import drive
 
     crew = "batched" if batched else "lanes"
-    engine = GPUEngine(task, "cpu", "fp32", LANES, train.values, train.dropout, crew=crew)
+    engine = GPUEngine(task, replace(train, lanes=LANES, crew=crew), "cpu")
     try:
         drive(method, task, train, engine, FixedPopulation(task.clients), watch=watch)
     finally:

@@ -418,7 +418,7 @@ def test_the_lane_engine_forgets_an_unfinished_round_too(tmp_path: Path, monkeyp
     task, train = make_task("dropout"), TrainConfig(rounds=4, **{**SETTINGS, "checkpoint_every": 0}, device="cpu")
 
     def lanes(folder: Path | None, resume: bool = False) -> fl.Run:
-        engine = GPUEngine(task, "cpu", folder=folder / "masks" if folder else None)
+        engine = GPUEngine(task, train, "cpu", folder / "masks" if folder else None)
         return drive(NST, task, train, engine, FixedPopulation(task.clients), folder, resume)
 
     def interrupted(*given: Any, **named: Any) -> Any:

@@ -18,15 +18,13 @@ if TYPE_CHECKING:
 
 def make_engine(task: Task, config: TrainConfig, folder: Path | None = None) -> Engine:
     """The engine a training configuration asks for; `auto` takes a GPU where there is one."""
-    from .trust import Trust
-
-    device, trust = config.device, Trust(factor=0, clip=config.clip, trim=config.trim)  # simulated clients are honest
+    device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         from .cpu import CPUEngine
 
-        return CPUEngine(task, config.workers, config.threads, config.values, config.dropout, trust, folder)
+        return CPUEngine(task, config, folder)
     if not re.fullmatch(r"cuda(:\d+)?", device):
         raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
@@ -35,16 +33,4 @@ def make_engine(task: Task, config: TrainConfig, folder: Path | None = None) -> 
         )
     from .gpu import GPUEngine
 
-    return GPUEngine(
-        task,
-        device,
-        config.precision,
-        config.lanes,
-        config.values,
-        config.dropout,
-        config.deterministic,
-        folder,
-        config.crew,
-        config.compile,
-        trust,
-    )
+    return GPUEngine(task, config, device, folder)

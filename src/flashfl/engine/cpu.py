@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from .pool import Died, InProcess, Pool
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
 from .trust import Trust
+
+if TYPE_CHECKING:
+    from ..run.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -56,27 +60,18 @@ class CPUEngine:
 
     device = torch.device("cpu")
 
-    def __init__(
-        self,
-        task: Task,
-        workers: int = 0,
-        threads: int = 1,
-        values: Form = "fp32",
-        dropout: float = 0.0,
-        trust: Trust | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        """trust: by default every finite update is accepted, as simulated clients are honest."""
-        self.task, self.dropout = task, dropout
+    def __init__(self, task: Task, config: TrainConfig, folder: Path | None = None, trust: Trust | None = None) -> None:
+        """folder: where masks are stored. trust: by default every finite update is accepted."""
+        self.task, self.dropout, values, threads = task, config.dropout, config.values, config.threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, values, trust or Trust(factor=0))
+        self.server = Server(self.memory, values, trust or trust_in_simulated(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
         torch.zeros(task.layout.size).numpy().tofile(self._file)
         self._file.flush()
         self._model = _shared_model(task, self._file.name)
-        count = workers or max(1, (os.cpu_count() or 1) // threads)
+        count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
             count = 1
         make = functools.partial(_worker, task, self.memory.store, values, self._file.name)
@@ -179,6 +174,11 @@ def _worker(task: Task, store: MaskStore, values: Form, path: str) -> Callable[[
             return ClientFailed(said(error))  # the samples of one client: others may still work
 
     return work
+
+
+def trust_in_simulated(config: TrainConfig) -> Trust:
+    """Simulated clients are honest: every finite update is accepted."""
+    return Trust(factor=0, clip=config.clip, trim=config.trim)
 
 
 def drops(s: State, client: int, share: float) -> bool:

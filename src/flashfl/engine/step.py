@@ -26,11 +26,6 @@ class StepSettings:
         rule = local.adapt if local.adapt is not None and local.adapt.dense_gradient else None
         return StepSettings(local.momentum, local.weight_decay, local.prox, rule)
 
-    @property
-    def plain(self) -> bool:
-        """Whether a step is the learning rate times the gradient and nothing else."""
-        return not (self.momentum or self.weight_decay or self.prox)
-
 
 class MaskedStep:
     """SGD with momentum, weight decay and a proximal term, in place, on the weights [rows, trained] of some models.
@@ -84,10 +79,11 @@ class MaskedStep:
 
         busy [rows, 1]: rows in which it is False stay as they are.
         """
-        rule, scores = self.settings.rule, self.scores
+        s, rule, scores = self.settings, self.settings.rule, self.scores
         if rule is not None and scores is not None:
             _change(scores, busy, lambda rows: rule.collect(rows, head.float()))
-        if self._fused is not None and self.masks is not None and self.settings.plain:
+        plain = not (s.momentum or s.weight_decay or s.prox)  # the learning rate times the gradient, nothing else
+        if self._fused is not None and self.masks is not None and plain:
             half = None if self.half is None else self.half[0]
             self._fused(self.weights[0, : self.prunable], half, head[0], self.masks[0], self.lr)
         else:

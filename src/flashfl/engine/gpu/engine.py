@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,13 +20,11 @@ from ...core.state import State
 from ...data.sources import on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
-from ...wire.values import Form
 from ..counting import Counting, chunks, stacked
-from ..cpu import drops
+from ..cpu import drops, trust_in_simulated
 from ..memory import ClientMemory
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
-from ..trust import Trust
 from ..work import Work
 from .batchable import no_mixing_layers, why_not_batched
 from .batched import Batched, convolutions
@@ -34,6 +33,9 @@ from .evaluate import Evaluator
 from .lanes import Lanes
 from .stack import Stack
 
+if TYPE_CHECKING:
+    from ...run.config import TrainConfig
+
 _SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
 
 
@@ -41,30 +43,16 @@ class GPUEngine:
     """Trains any task with any method on one device. On a CPU it does the same without CUDA graphs."""
 
     def __init__(
-        self,
-        task: Task,
-        device: torch.device | str = "cuda",
-        precision: str = "auto",
-        lanes: int = 0,
-        values: Form = "fp32",
-        dropout: float = 0.0,
-        deterministic: bool = False,
-        folder: Path | None = None,
-        crew: str = "auto",
-        compiled: bool = False,
-        trust: Trust | None = None,
+        self, task: Task, config: TrainConfig, device: torch.device | str = "cuda", folder: Path | None = None
     ) -> None:
-        self.task, self.layout, self.device, self.dropout = task, task.layout, torch.device(device), dropout
+        """folder: where masks are stored."""
+        self.task, self.layout, self.config, self.device = task, task.layout, config, torch.device(device)
         self.cuda = self.device.type == "cuda"
         if self.cuda and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.precision = ("bf16" if self.cuda else "fp32") if precision == "auto" else precision
-        self.half = self.precision == "bf16"
-        self.deterministic = deterministic
-        self.lanes_wanted, self.crew_wanted, self.compiled = lanes, crew, compiled
+        self.half = config.precision == "bf16" or (config.precision == "auto" and self.cuda)
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
-        self.values, self.trust = values, trust
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
@@ -74,13 +62,13 @@ class GPUEngine:
         if self.cuda:
             if kernel("step", "masked_step") is None:
                 warnings.warn("Triton is not installed: training steps are not fused, which is slower", RuntimeWarning)
-            self._set_up_torch(deterministic)
+            self._set_up_torch(config.deterministic)
 
     def _set_up_torch(self, deterministic: bool) -> None:
         """Change torch's global settings until `close`."""
         self._before.callback(torch.cuda.set_device, torch.cuda.current_device())
         torch.cuda.set_device(self.device)  # kernels are launched on the current one
-        cudnn, tf32 = torch.backends.cudnn, self.precision != "fp32"
+        cudnn, tf32 = torch.backends.cudnn, self.config.precision != "fp32"
         for owner, name, value in (
             (torch.backends.cuda.matmul, "allow_tf32", tf32),
             (cudnn, "allow_tf32", tf32),
@@ -91,7 +79,7 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.values, self.trust)
+        account = Counting(self.memory, self.config.values, trust_in_simulated(self.config))
         for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
             if local.report == "statistics":
                 self._gather(works, account)
@@ -105,7 +93,7 @@ class GPUEngine:
         for client, order in orders:
             account.sent(client, order)
             data = self.train_data[client.id]
-            if self.dropout and drops(s, client.id, self.dropout):
+            if self.config.dropout and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
                 continue
             try:
@@ -123,8 +111,8 @@ class GPUEngine:
         if self.stack is not None:
             return len(self.stack)
         small = self.layout.size < _SMALL and no_mixing_layers(self.trainer.module)
-        wanted = self.lanes_wanted or min(64 if small and self.crew_wanted != "lanes" else 16, s.plan.per_round)
-        if self.cuda and not self.lanes_wanted and not self.deterministic:
+        wanted = self.config.lanes or min(64 if small and self.config.crew != "lanes" else 16, s.plan.per_round)
+        if self.cuda and not self.config.lanes and not self.config.deterministic:
             free = torch.cuda.mem_get_info(self.device)[0]
             sample = sum(x[0].nbytes for x in self.train_data[0].fetch(torch.zeros(1, dtype=torch.int64))[0])
             each = 40 * self.layout.size + self.capacity * sample + (1 << 28)
@@ -136,9 +124,9 @@ class GPUEngine:
         """Lanes or batched: as the setting says, else whichever is faster for these clients."""
         if self.crew is not None:
             return self.crew
-        asked, module = self.crew_wanted, self.trainer.module
+        asked, module = self.config.crew, self.trainer.module
         # Small models may be faster batched. The clock decides, which is not deterministic.
-        small = self.cuda and self.layout.size < _SMALL and not self.deterministic
+        small = self.cuda and self.layout.size < _SMALL and not self.config.deterministic
         why_not = "lanes are at least as fast"
         if asked == "batched" or (asked == "auto" and small):
             why_not = why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
@@ -151,7 +139,7 @@ class GPUEngine:
             if self.cuda and convolutions(module):
                 crews.append(Batched(*shared, products=True))
         if asked != "batched":
-            crews.append(Lanes(*shared, self.compiled))
+            crews.append(Lanes(*shared, self.config.compile))
         self.crew = crews[0] if len(crews) == 1 else faster(crews, works)
         return self.crew
 
@@ -173,7 +161,7 @@ class GPUEngine:
             for row, work in enumerate(works):
                 mine = bits[row].clone() if "mask" in local.keep else bits[row]  # a view would keep them all alive
                 work.mask = Mask(self.layout, mine, work.counts)
-        if self.values != "fp32" and local.report == "weights":
+        if self.config.values != "fp32" and local.report == "weights":
             for row, work in enumerate(works):
                 key = value_key(work.key, "update", work.order.tag, work.client.id)
                 values[row] = self._rounded(Weights(work.mask, values[row]), key, local.statistics).vector
@@ -181,7 +169,7 @@ class GPUEngine:
 
     def _received(self, client: Client, order: Order) -> Order:
         """The order as it arrives: with its values rounded if they travel in fewer bits."""
-        if self.values == "fp32":
+        if self.config.values == "fp32":
             return order
         key = value_key(order.key, "order", order.tag, client.id)
         return replace(order, weights=self._rounded(order.weights, key, order.local.statistics))
@@ -191,8 +179,8 @@ class GPUEngine:
         packed, counts = weights.packed(), weights.mask.counts
         tail = 0 if statistics else self.layout.size - self.layout.trained_size
         travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
-        parts = segments(self.layout, counts, "all" if statistics else "weights", self.values)
-        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.values, key), stays]))
+        parts = segments(self.layout, counts, "all" if statistics else "weights", self.config.values)
+        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.config.values, key), stays]))
 
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
