@@ -145,7 +145,7 @@ def test_lost_own_mask_is_noticed() -> None:
 def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for bounds in ({"masks": 3}, {}):
         held = memory(**bounds)
-        monkeypatch.setattr("flashfl.engine.memory.HISTORY_BYTES", 3 * LAYOUT.prunable_size // 8)
+        monkeypatch.setattr("flashfl.engine.memory.HISTORY_BYTES", 3 * ((LAYOUT.prunable_size + 7) // 8))
         for client in range(5):
             accept(held, client, (2, client, 0), mask(client))
         assert [held.base(client) is not None for client in range(5)] == [False, False, True, True, True]

@@ -47,6 +47,7 @@ def test_wrong_content_is_rejected() -> None:
         (dataclasses.replace(UPDATE, n=101), ORDER),
         (dataclasses.replace(UPDATE, values=None), ORDER),
         (UPDATE, order(MASK, Local(report="counts"), n=100)),
+        (dataclasses.replace(UPDATE, values=None), order(MASK, Local(report="counts"), n=100)),
         (dataclasses.replace(UPDATE, mask=None), ORDER),
         (dataclasses.replace(UPDATE, carries="weights"), ORDER),
         (dataclasses.replace(UPDATE, carries="weights"), order(MASK, Local(report="statistics"), n=100)),

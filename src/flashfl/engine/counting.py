@@ -46,8 +46,6 @@ class _Heard:
     seats: Sequence[Work]
     bytes: list[int | Tensor]  # of each mask
     found: Tensor  # [3, clients]: whether the update is good, whether it is finite, its loss
-    values: Tensor | None = None  # [clients, size], where the cohort must be known before they can be added
-    bits: Tensor | None = None  # [clients, prunable], or one row that all share
 
 
 class Counting(Account):
@@ -59,6 +57,7 @@ class Counting(Account):
         self.values = values
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
+        self._held: dict[int, Row] = {}  # by client, where the cohort must be known before updates can be added
         self._sizes: dict[tuple[str | bool | int, ...], tuple[Local | None, Parts]] = {}
 
     def sent(self, client: Client, order: Order) -> None:
@@ -72,14 +71,17 @@ class Counting(Account):
         local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
         finite = kernel("collect", "finite") if values.is_cuda else None
         good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
-        holds = local.report != "counts" and (self.trust.clip > 0 or self.trust.trim > 0)
         if local.report != "counts":  # else neither weights nor statistics travel
             good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
-            if not holds:
+            if self.trust.clip or self.trust.trim:
+                for seat, row, mine in zip(seats, _copied(values), bits.expand(len(seats), -1), strict=True):
+                    self._held[seat.client.id] = self._row(seat, row, mine)
+            else:
                 self._add(seats, values, bits, good)
         found = torch.stack([good.double(), fine.double(), losses.double()])
-        masks = self._mask_bytes([(seat.mask, self._known(seat)) for seat in seats])
-        self.heard.append(_Heard(seats, masks, found, *((_copied(values), bits) if holds else ())))
+        known = [(seat.order.weights.mask, self.memory.own(seat.client.id)) for seat in seats]
+        masks = self._mask_bytes([seat.mask for seat in seats], known)
+        self.heard.append(_Heard(seats, masks, found))
         if "mask" not in local.keep:
             for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
                 seat.mask = seat.order.weights.mask
@@ -90,27 +92,28 @@ class Counting(Account):
         share = torch.tensor([seat.n for seat in seats]).to(values.device, non_blocking=True) * good
         add = kernel("collect", "add") if values.is_cuda else None
         (add or _add)(values, bits, share, *self.sums.flat(values.device), first)
-        if layout.size > layout.trained_size:
-            self._add_statistics(seats, values[:, layout.trained_size :], share)
-
-    def _add_statistics(self, seats: Sequence[Work], values: Tensor, share: Tensor) -> None:
-        """Models with the same number of active weights together."""
         sizes = [sum(seat.counts) for seat in seats]
-        for active in sorted(set(sizes)):
+        for active in sorted(set(sizes)) if layout.size > layout.trained_size else ():
             mine = share * torch.tensor([size == active for size in sizes]).to(share.device, non_blocking=True)
-            good = torch.where((mine > 0)[:, None], values, 0.0)  # a NaN times 0 would stay one
-            add_statistics(self.sums, active, mine.double() @ good.double(), mine.sum())
+            # A NaN times 0 would stay one.
+            statistics = torch.where((mine > 0)[:, None], values[:, layout.trained_size :], 0.0)
+            add_statistics(self.sums, active, mine.double() @ statistics.double(), mine.sum())
 
-    def _known(self, seat: Work) -> tuple[Mask, ...]:
-        """The masks that an update may lean on: its order's and the client's own."""
-        own = self.memory.own(seat.client.id)
-        return (seat.order.weights.mask, *(() if own is None else (own,)))
+    def _row(self, seat: Work, values: Tensor, bits: Tensor) -> Row:
+        """An update, for clipping and trimming."""
+        sent, start = seat.order.weights, None
+        if seat.order.local.report == "weights":
+            start = functools.partial(Weights, sent.mask, sent.vector)
+        else:
+            values[: self.layout.trained_size] = 0
+        return Row(seat.n, sum(seat.counts), marked(values, bits), start)
 
-    def _mask_bytes(self, masks: Sequence[tuple[Mask, tuple[Mask, ...]]]) -> list[int | Tensor]:
-        """What each mask takes, given masks that both sides know. Those that recur are counted once."""
+    def _mask_bytes(self, masks: Sequence[Mask], bases: Sequence[tuple[Mask | None, ...]]) -> list[int | Tensor]:
+        """What each mask takes, given masks that both sides may know. Those that recur are counted once."""
         sizes: dict[tuple[int, ...], int | Tensor] = {}  # as double: numbers of a round are read together
-        keys = [(id(mask), *map(id, known)) for mask, known in masks]
-        different = dict(zip(keys, masks, strict=True))
+        leans = [tuple(base for base in some if base is not None) for some in bases]
+        keys = [(id(mask), *map(id, known)) for mask, known in zip(masks, leans, strict=True)]
+        different = dict(zip(keys, zip(masks, leans, strict=True), strict=True))
         for key, (mask, known) in different.items():
             if mask in known:
                 sizes[key] = _KNOWN
@@ -118,8 +121,8 @@ class Counting(Account):
             rest = [key for key, (_, known) in different.items() if len(known) == count and key not in sizes]
             for some in chunks(rest, _ROWS):
                 rows, known = zip(*(different[key] for key in some), strict=True)
-                bases = [stacked([base.bits for base in column]) for column in zip(*known, strict=True)]
-                found = mask_sizes(self.layout, stacked([mask.bits for mask in rows]), bases).bytes.double()
+                columns = [stacked([base.bits for base in column]) for column in zip(*known, strict=True)]
+                found = mask_sizes(self.layout, stacked([mask.bits for mask in rows]), columns).bytes.double()
                 for key, mask, taken in zip(some, rows, found.expand(len(some)), strict=True):
                     most = geometry(self.layout).recipe_size if mask.recipe is not None else None
                     sizes[key] = taken if most is None else taken.clamp(max=most)
@@ -127,8 +130,8 @@ class Counting(Account):
 
     def close(self) -> Outcome:
         """The round's last wait: read every number that is still on the device, then settle the account."""
-        bases = [(order.weights.mask, self.memory.base(client.id)) for client, order in self.orders]
-        numbers = self._mask_bytes([(mask, () if base is None else (base,)) for mask, base in bases])
+        bases = [(self.memory.base(client.id),) for client, _ in self.orders]
+        numbers = self._mask_bytes([order.weights.mask for _, order in self.orders], bases)
         for heard in self.heard:
             numbers += [*heard.bytes, *heard.found.flatten()]
         on_device = [number for number in numbers if isinstance(number, Tensor)]
@@ -146,25 +149,9 @@ class Counting(Account):
                     self._settle(seat, int(taken), loss)
                 else:
                     self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
-        if rows := list(self._rows()):
+        if rows := [row for client, row in self._held.items() if client not in self.failures]:
             add_rows(self.sums, rows, self.trust)
         return super().close()
-
-    def _rows(self) -> Iterator[Row]:
-        """The good updates that are held until the cohort is known."""
-        for heard in self.heard:
-            if heard.values is None or heard.bits is None:
-                continue
-            masks = heard.bits.expand(len(heard.seats), -1)
-            for seat, values, bits in zip(heard.seats, heard.values, masks, strict=True):
-                if seat.client.id in self.failures:
-                    continue
-                sent, start = seat.order.weights, None
-                if seat.order.local.report == "weights":
-                    start = functools.partial(Weights, sent.mask, sent.vector)
-                else:
-                    values[: self.layout.trained_size] = 0
-                yield Row(seat.n, sum(seat.counts), marked(values, bits), start)
 
     def _down(self, client: Client, order: Order) -> Traffic:
         """What an order takes without its mask."""

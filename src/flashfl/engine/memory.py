@@ -71,9 +71,9 @@ class _Table:
 class ClientMemory:
     """The last accepted round of every client, and a bounded history of masks that both sides know.
 
-    The history holds at most `masks` masks and HISTORY_BYTES bytes. Masks that no client holds leave it
-    at once. Beyond the bounds the mask acknowledged longest ago goes first, and clients that held it are sent a full
-    mask next time. `simulated`: the clients live here, so their own masks are kept for them beyond these bounds.
+    The history holds at most `masks` masks and HISTORY_BYTES bytes. Masks that no client holds leave it at once. Beyond
+    the bounds the mask acknowledged longest ago goes first, and clients that held it are sent a full mask next time.
+    `simulated`: the clients live here, so their own masks are kept for them beyond these bounds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ClientMemory:
         masks: int = HISTORY_MASKS,
     ) -> None:
         self.store, self.layout, self.device, self.simulated = store, store.layout, torch.device(device), simulated
-        self.most = max(1, min(masks, 8 * HISTORY_BYTES // max(1, self.layout.prunable_size)))
+        self.most = max(1, min(masks, HISTORY_BYTES // max(1, (self.layout.prunable_size + 7) // 8)))
         self._now, self._saved = _Table(), _Table()
         self._pinned: set[str] = set()
 

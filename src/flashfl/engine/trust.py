@@ -73,15 +73,15 @@ def check_update(update: Message, order: Message, bounded: bool = True, frozen: 
     local = order.local or Local()
     carries = {"weights": order.carries, "statistics": "statistics", "counts": None}[local.report]
     counts = update.mask.counts if update.mask is not None else update.counts
-    lacks = update.mask is None if local.report == "weights" else counts is None and local.report == "counts"
-    if lacks or carries != (update.carries if update.values is not None else None):
+    fits = (update.mask is not None) == (local.report == "weights")
+    fits = fits and (counts is not None or local.report == "statistics")
+    if not fits or carries != (update.carries if update.values is not None else None):
         raise WrongContent(f"client {update.client} was asked for {local.report} and sent something else")
-    if counts is not None and local.report != "statistics":
-        made, given = local.start, order.mask.active if order.mask is not None else 0
-        expected = sum(made.budgets) if made is not None else given
+    if counts is not None and order.mask is not None and local.report != "statistics":
+        expected = sum(local.start.budgets if local.start is not None else order.mask.counts)
         if sum(counts) != expected:
             raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {expected}")
-    if local.report == "weights" and frozen is not None and update.mask is not None and not update.mask.equal(frozen):
+    if frozen is not None and update.mask is not None and not update.mask.equal(frozen):
         raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
     _check_values(update, bounded)
 
