@@ -30,7 +30,7 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     classes = {name: i for i, name in enumerate(names)}
     found = {"train": _train(train, classes), "val": _validation(annotations, classes)}
     pairs = [_decoded(f"{split}-", files, wnids.parent) for split, files in found.items()]
-    return images(pairs[0], pairs[1], len(classes), _NORM, augment)
+    return images(pairs, len(classes), _NORM, augment)
 
 
 def _train(folder: Path, classes: dict[str, int]) -> Listed:
