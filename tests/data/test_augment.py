@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from flashfl.core.rng import fold, hashes
-from flashfl.data.augment import Chain, CropFlip, Normalise, Rotate
+from flashfl.data.augment import CropFlip, Normalise, Rotate
+from flashfl.data.loaders.tinyimagenet import augment
 
-ALL = {"crop-flip": CropFlip(), "rotate": Rotate(20.0), "chain": Chain((Rotate(), CropFlip()))}
+ALL = {"crop-flip": CropFlip(), "rotate": Rotate(20.0), "both": augment}
 
 
 def pictures(count: int = 40, side: int = 12) -> torch.Tensor:

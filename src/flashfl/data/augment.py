@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.rng import fold, hashes
-from .sources import Augment, Inputs
+from .sources import Inputs
 
 _ANGLES = 256  # rotations are drawn from this many angles
 _POINT = 16  # binary places of the fixed-point sines
@@ -88,18 +88,6 @@ def _turns(degrees: float, device: str) -> Tensor:
     angles = [math.radians(degrees * (2 * (i + 0.5) / _ANGLES - 1)) for i in range(_ANGLES)]
     rows = [[round(f(a) * (1 << _POINT)) for a in angles] for f in (math.cos, math.sin)]
     return torch.tensor(rows, dtype=torch.int64, device=device)
-
-
-@dataclass(frozen=True)
-class Chain:
-    """One augmentation after another."""
-
-    steps: tuple[Augment, ...]
-
-    def __call__(self, inputs: Inputs, key: int, at: int) -> Inputs:
-        for step in self.steps:
-            inputs = step(inputs, key, at)
-        return inputs
 
 
 @dataclass(frozen=True)

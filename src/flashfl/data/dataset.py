@@ -56,34 +56,28 @@ Texts = tuple[Sequence[str], Sequence[int]]  # texts and labels
 
 
 def images(
-    train: Pair,
-    test: Pair | None,
+    pairs: Sequence[Pair],
     classes: int,
     norm: Normalise,
     augment: Augment | None = None,
     writers: NDArray[Any] | None = None,
 ) -> DataSet:
-    """A data set of uint8 images (N, C, H, W); only training images are augmented."""
-
-    def arrays(pair: Pair, change: Augment | None) -> Arrays:
-        return Arrays((torch.from_numpy(pair[0]),), torch.from_numpy(pair[1].astype(np.int64)), norm, change)
-
-    shape = tuple(int(n) for n in train[0].shape[1:])
-    return DataSet(arrays(train, augment), arrays(test, None) if test else None, classes, shape, writers)
+    """A data set of uint8 images (N, C, H, W): those to train on, and perhaps those to test on, never augmented."""
+    train, *test = (Arrays((torch.from_numpy(x),), torch.from_numpy(y.astype(np.int64)), norm) for x, y in pairs)
+    shape = tuple(train.inputs[0].shape[1:])
+    return DataSet(replace(train, augment=augment), test[0] if test else None, classes, shape, writers)
 
 
-def texts(train: Texts, test: Texts | None, classes: int, options: Options) -> DataSet:
-    """A data set of texts, as token ids."""
+def texts(pairs: Sequence[Texts], classes: int, options: Options) -> DataSet:
+    """A data set of texts as token ids: those to train on, and perhaps those to test on."""
     if options.vocab:
         tokenizer = Tokenizer.wordpiece(Path(options.vocab))
     else:
-        tokenizer = Tokenizer.of_words(train[0], options.vocab_size)
-
-    def arrays(held: Texts) -> Arrays:
-        ids = torch.from_numpy(tokenizer.encode(held[0], options.length))
-        return Arrays((ids,), torch.tensor(held[1], dtype=torch.int64), tokens)
-
-    return DataSet(arrays(train), arrays(test) if test else None, classes, (options.length,), vocab=len(tokenizer))
+        tokenizer = Tokenizer.of_words(pairs[0][0], options.vocab_size)
+    ids = [torch.from_numpy(tokenizer.encode(held, options.length)) for held, _ in pairs]
+    labels = [torch.tensor(y, dtype=torch.int64) for _, y in pairs]
+    train, *test = (Arrays((x,), y, tokens) for x, y in zip(ids, labels, strict=True))
+    return DataSet(train, test[0] if test else None, classes, (options.length,), vocab=len(tokenizer))
 
 
 def check_labels(path: Path, labels: NDArray[Any], classes: int) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError, DataError
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-
 
 class Bert(nn.Module):
     """An encoder with a classifier on top, from token ids and an attention mask to logits.
@@ -45,11 +43,6 @@ class Bert(nn.Module):
         return logits
 
 
-def has_weights(folder: str | Path) -> bool:
-    """Whether a folder holds a model's weights."""
-    return any((Path(folder) / name).is_file() for name in _WEIGHTS)
-
-
 def _transformers() -> ModuleType:
     try:
         with warnings.catch_warnings():
@@ -67,11 +60,6 @@ def pretrained(
 
     It must know at least `vocab` tokens, and texts of at least `length`.
     """
-    if Path(path).is_dir() and not has_weights(path):
-        raise DataError(
-            f"{path} holds no weights: looked for {', '.join(_WEIGHTS)}. Put one of them there, for instance with "
-            "`hf download google-bert/bert-base-uncased`, or train from random weights with model = 'bert-scratch'"
-        )
     net, drawn = _load(path, classes)
     if lost := sorted(n for n in drawn if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n):
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -101,7 +89,9 @@ def _load(path: str, classes: int) -> tuple[Any, list[str]]:
     except Exception as error:  # damaged files raise many kinds
         raise DataError(
             f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} "
-            "Give model_path a folder with config.json and model.safetensors, or the name of a model on the hub"
+            "Give model_path a folder with config.json and model.safetensors, for instance from "
+            "`hf download google-bert/bert-base-uncased`, or the name of a model on the hub; or train from random "
+            "weights with model = 'bert-scratch'"
         ) from None
     finally:
         logging.set_verbosity(level)

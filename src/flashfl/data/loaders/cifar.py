@@ -47,7 +47,7 @@ def _load(classes: int, paths: list[Path], options: Options) -> DataSet:
         x, y = _binary(path, classes) if ".bin" in path.suffixes else _python(path, classes)
         check_labels(path, y, classes)
         pairs.append((x.reshape(-1, 3, 32, 32), y))
-    return images(_join(pairs[:-1]), _join(pairs[-1:]), classes, _NORMS[classes], CropFlip())
+    return images([_join(pairs[:-1]), _join(pairs[-1:])], classes, _NORMS[classes], CropFlip())
 
 
 def _join(pairs: list[Pair]) -> Pair:

@@ -21,7 +21,7 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     order = permutation(fold(0, "digits"), len(y)).numpy()
     x, y = x.astype(np.uint8).reshape(-1, 1, 8, 8)[order], y[order]
     norm = Normalise((0.3053,), (0.3760,), white=16)
-    return images((x[:_TRAIN], y[:_TRAIN]), (x[_TRAIN:], y[_TRAIN:]), 10, norm)
+    return images([(x[:_TRAIN], y[:_TRAIN]), (x[_TRAIN:], y[_TRAIN:])], 10, norm)
 
 
 DIGITS = Files(_load)

@@ -22,7 +22,7 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     train, test = (_split(folder) for folder in paths)
     pairs = [(held["images"], held["labels"]) for held in (train, test)]
     norm = Normalise((0.0,), (1.0,))  # LEAF trains on pixels between 0 (ink) and 1 (paper) as they are
-    return images(pairs[0], pairs[1], _CLASSES, norm, writers=np.asarray(train["writers"]))
+    return images(pairs, _CLASSES, norm, writers=np.asarray(train["writers"]))
 
 
 def _split(folder: Path) -> Arrays:

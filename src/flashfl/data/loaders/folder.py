@@ -33,7 +33,7 @@ def load(path: Path, options: Options) -> DataSet:
         size = pairs[0][0].shape[2:] if pairs else None
         pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, size)
         pairs.append((pixels, np.array([label for _, label in files])))
-    return images(pairs[0], pairs[1] if tests else None, len(names), IMAGENET, CropFlip())
+    return images(pairs, len(names), IMAGENET, CropFlip())
 
 
 def _classes(folder: Path) -> list[str]:

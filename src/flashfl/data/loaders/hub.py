@@ -10,7 +10,7 @@ import numpy as np
 from ...core.errors import ConfigError, DataError
 from ..augment import IMAGENET, CropFlip
 from ..columns import LABELS, is_id
-from ..dataset import DataSet, Options, images, texts
+from ..dataset import DataSet, Options, Pair, Texts, images, texts
 from ..pictures import rgb, stack
 
 _TESTS = ("test", "validation", "val", "valid", "dev")
@@ -44,19 +44,20 @@ def load(name: str, options: Options) -> DataSet:
     tests = [s for s in labelled if any(x not in _NO_LABEL for x in splits[s][label])][:1]
     pictures = [column for column, feature in train.features.items() if _kind(feature) == "Image"]
     column = pictures[0] if pictures else _text(train, label, name)
-    held: list[tuple[Any, list[int]]] = []
+    pairs: list[Pair] = []
+    held: list[Texts] = []
     for split in ("train", *tests):
         where, rows = f"hub:{name}: split {split!r}", splits[split]
         targets, values = _targets(rows, label, classes, where), _column(rows, column, where)
         if pictures:
-            size = held[0][0].shape[2:] if held else None
-            held.append((stack(((where, rgb(x)) for x in values), options.size, size, "BICUBIC"), targets))
+            size = pairs[0][0].shape[2:] if pairs else None
+            found = ((where, rgb(x)) for x in values)
+            pairs.append((stack(found, options.size, size, "BICUBIC"), np.array(targets)))
         else:
             held.append((list(values), targets))
     if not pictures:
-        return texts(held[0], held[1] if tests else None, len(classes), options)
-    pairs = [(x, np.array(y)) for x, y in held]
-    return images(pairs[0], pairs[1] if tests else None, len(classes), IMAGENET, CropFlip())
+        return texts(held, len(classes), options)
+    return images(pairs, len(classes), IMAGENET, CropFlip())
 
 
 def _fetch(name: str) -> Mapping[str, Rows]:

@@ -55,7 +55,7 @@ def _pair(pixels: Path, labels: Path) -> Pair:
 
 
 def _load(norm: Normalise, paths: list[Path], options: Options) -> DataSet:
-    return images(_pair(*paths[:2]), _pair(*paths[2:4]), 10, norm)
+    return images([_pair(*paths[:2]), _pair(*paths[2:4])], 10, norm)
 
 
 def _with_writers(paths: list[Path], options: Options) -> DataSet:

@@ -10,8 +10,7 @@ from ..files import damaged, read_text
 
 def _load(paths: list[Path], options: Options) -> DataSet:
     """The test samples are GLUE's development sentences: the labels of its test sentences are not public."""
-    train, test = (read_tsv(path) for path in paths)
-    return texts(train, test, 2, options)
+    return texts([read_tsv(path) for path in paths], 2, options)
 
 
 def read_tsv(path: Path) -> Texts:

@@ -31,7 +31,7 @@ def make(info: Info, samples: int, writers: int, options: Options) -> DataSet:
     pairs = [((prototypes[y] + n).astype(np.uint8), y) for y, n in zip(labels, noise, strict=True)]
     channels = info.shape[0]
     augment = CropFlip() if options.augment and channels == 3 else None
-    return images(pairs[0], pairs[1], info.classes, Normalise((0.5,) * channels, (0.25,) * channels), augment, ids)
+    return images(pairs, info.classes, Normalise((0.5,) * channels, (0.25,) * channels), augment, ids)
 
 
 def _texts(labels: NDArray[np.int64], length: int, rng: np.random.Generator) -> Arrays:

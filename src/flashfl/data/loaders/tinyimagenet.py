@@ -6,13 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from ..augment import Chain, CropFlip, Normalise, Rotate
+from ..augment import CropFlip, Normalise, Rotate
 from ..dataset import DataSet, Files, Options, Pair, images
 from ..files import Arrays, cached, damaged, read_text
 from ..pictures import read_picture, stack
+from ..sources import Inputs
 
 _NORM = Normalise((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
 Listed = list[tuple[Path, int]]  # images and their classes
+
+
+def augment(inputs: Inputs, key: int, at: int) -> Inputs:
+    """Turn the images, then shift and mirror them."""
+    return CropFlip()(Rotate()(inputs, key, at), key, at)
 
 
 def _load(paths: list[Path], options: Options) -> DataSet:
@@ -24,7 +30,7 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     classes = {name: i for i, name in enumerate(names)}
     found = {"train": _train(train, classes), "val": _validation(annotations, classes)}
     pairs = [_decoded(f"{split}-", files, wnids.parent) for split, files in found.items()]
-    return images(pairs[0], pairs[1], len(classes), _NORM, Chain((Rotate(), CropFlip())))
+    return images(pairs, len(classes), _NORM, augment)
 
 
 def _train(folder: Path, classes: dict[str, int]) -> Listed:
