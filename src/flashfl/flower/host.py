@@ -141,9 +141,7 @@ def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
 # for each task. It is kept here and not in the app, because Flower may make a new app for every message, as Ray does.
 # Both are bounded, because a task may hold a whole data set. Another run reads its data again: they may have changed.
 _MOST = 8
-_run: list[int] = []
-
-
+_run: list[int] = []  # the id of that run
 Settings = tuple[tuple[str, UserConfigValue], ...]
 
 

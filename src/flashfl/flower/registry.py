@@ -3,7 +3,7 @@
 A node tells its client id, its number of samples, its density budget if it has one, and what it runs. A node that does
 not fit is refused with a reason, and the others go on. If two nodes claim one client id, the second waits until the
 first leaves. A node may be restarted under its old id, so refused nodes are asked again now and then, and so are
-clients whose replies do not fit what they registered.
+clients that were dropped from a round.
 """
 
 from __future__ import annotations
