@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
 from ..core.mask import Weights
@@ -21,7 +20,7 @@ from ..engine.memory import ClientMemory
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..engine.trust import Trust
-from ..wire.values import Form
+from ..run.config import TrainConfig
 from .registry import Registry
 from .round import ClientEvaluation, Exchange, Post, Round
 
@@ -35,19 +34,12 @@ class FlowerEngine:
 
     device = torch.device("cpu")
 
-    def __init__(
-        self,
-        task: Task,
-        grid: Grid,
-        registry: Registry,
-        values: Form = "fp32",
-        folder: Path | None = None,
-        clip: float = 0.0,
-        trim: float = 0.0,
-    ) -> None:
-        self.task, self.grid, self.registry, self.options = task, grid, registry, registry.options
+    def __init__(self, task: Task, registry: Registry, train: TrainConfig, folder: Path | None = None) -> None:
+        """`train` says how values travel and how updates are clipped and trimmed; `folder` is for masks."""
+        self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
-        self.server = Server(self.memory, values, Trust(factor=self.options.trust, clip=clip, trim=trim))
+        trust = Trust(factor=self.options.trust, clip=train.clip, trim=train.trim)
+        self.server = Server(self.memory, train.values, trust)
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
         self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for
@@ -55,7 +47,7 @@ class FlowerEngine:
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Send every order to its client and wait for replies, as long as the options and past rounds allow."""
         began, self._tag = time.perf_counter(), s.tag
-        this = Round(self.server, self._nodes(), self.options.timeout)
+        this = Round(self.server, self.registry)
         self._push(this.post(client, order) for client, order in orders)
         sent = time.perf_counter()
         silent = self._wait(this)
@@ -79,15 +71,11 @@ class FlowerEngine:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
         share = self.task.metric is accuracy and self.task.metric_known
         present = self.registry.present()  # before anything else: it may find other clients than the last look
-        held = {client: entry.held for client, entry in self.registry.entries.items()}
-        this = ClientEvaluation(self.server, self._nodes(), self.options.timeout, held, share)
-        self._push(this.post(client, order) for client in present if held[client.id])
+        this = ClientEvaluation(self.server, self.registry, share)
+        self._push(this.post(client, order) for client in present if this.entries[client.id].held)
         self.registry.attendance.missed(self._wait(this))
         self.registry.doubt(this.failures)
         return this.close()
-
-    def _nodes(self) -> dict[int, int]:
-        return {client: entry.node for client, entry in self.registry.entries.items()}
 
     def _push(self, messages: Iterable[Message]) -> None:
         """Send messages a few at a time: faster than one by one, and never all of them in memory."""

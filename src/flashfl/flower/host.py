@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict, UserConfigValue
@@ -44,14 +43,17 @@ class Host:
     def serve(self, message: Message, context: Context) -> RecordDict:
         """The content of the reply to a message. The server is told about errors that a user can fix."""
         kind = message.metadata.message_type
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)  # the last bits of results depend on it; a simulation trains with one
         try:
-            with _threads(self.threads):
-                if kind == "query":
-                    return self.about(context)
-                order = records.read_blob(message.content, "order")[1]
-                return self.train(context, order) if kind == "train" else self.evaluate(context, order)
+            if kind == "query":
+                return self.about(context)
+            order = records.read_blob(message.content, "order")[1]
+            return self.train(context, order) if kind == "train" else self.evaluate(context, order)
         except FlashError as error:
             return records.fields("failed", {"why": f"{type(error).__name__}: {error}"})
+        finally:
+            torch.set_num_threads(before)
 
     def about(self, context: Context) -> RecordDict:
         """Who this client is and what it runs."""
@@ -110,17 +112,6 @@ class Host:
         return self.task.evaluation[evaluators.index(at)] if at in evaluators else None
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Results depend on the number of threads in their last bits; a simulation trains with one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def client_id(context: Context) -> int:
     """The node's setting `client-id`, else `partition-id`."""
     config = context.node_config
@@ -150,9 +141,7 @@ def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
 # for each task. It is kept here and not in the app, because Flower may make a new app for every message, as Ray does.
 # Both are bounded, because a task may hold a whole data set. Another run reads its data again: they may have changed.
 _MOST = 8
-_run: list[int] = []
-
-
+_run: list[int] = []  # the id of that run
 Settings = tuple[tuple[str, UserConfigValue], ...]
 
 

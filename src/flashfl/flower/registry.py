@@ -3,7 +3,7 @@
 A node tells its client id, its number of samples, its density budget if it has one, and what it runs. A node that does
 not fit is refused with a reason, and the others go on. If two nodes claim one client id, the second waits until the
 first leaves. A node may be restarted under its old id, so refused nodes are asked again now and then, and so are
-clients whose replies do not fit what they registered.
+clients that were dropped from a round.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class Registry:
         Once `count` clients are there, nodes that do not answer get the grace period and no more.
         """
         count = max(count, self.need)
-        self._until(lambda: len(self._known) >= count, self.options.wait)
-        if len(self._known) < self.need:
-            raise RunStopped(self._too_few())
+        self._find(count)
         if len(self._known) < count:
             log.warning("only %d of %d clients registered within %g s", len(self._known), count, self.options.wait)
         else:
@@ -106,13 +104,19 @@ class Registry:
         Clients that missed their last rounds are passed over for a while, unless too few are left without them.
         """
         if self.stale:
-            self.refresh()
-            if len(self._known) < self.need:
-                self._until(lambda: len(self._known) >= self.need, self.options.wait)
-            if len(self._known) < self.need:
-                raise RunStopped(self._too_few())
+            self._find(self.need)
         ready = tuple(c for c in self._known if c.id not in self.attendance.passed_over)
         return ready if len(ready) >= self.need else self._known
+
+    def _find(self, count: int) -> None:
+        """Look until `count` clients are there or time is up; RunStopped if there are too few then."""
+        self._until(lambda: len(self._known) >= count, self.options.wait)
+        if len(self._known) < self.need:
+            why = "; ".join(f"node {n} was refused: {w}" for n, w in list(self.refused.items())[:3])
+            raise RunStopped(
+                f"{len(self._known)} clients are present after {self.options.wait:g} s and at least {self.need} are "
+                f"needed{why and f' ({why})'}. Start more SuperNodes and resume the run."
+            )
 
     def _until(self, enough: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -205,14 +209,6 @@ class Registry:
             return self._admitted()
         self.densities |= {c.id: c.density for c in admitted if c.density is not None and c.id not in own}
         return admitted
-
-    def _too_few(self) -> str:
-        why = "; ".join(f"node {n} was refused: {w}" for n, w in list(self.refused.items())[:3])
-        return (
-            f"{len(self._known)} clients are present after {self.options.wait:g} s and at least {self.need} are needed"
-            + (f" ({why})" if why else "")
-            + ". Start more SuperNodes and resume the run."
-        )
 
     # What a checkpoint keeps.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -17,6 +16,7 @@ from ..engine.encoding import Server
 from ..engine.trust import LARGEST_METRIC
 from ..wire import encode
 from . import records
+from .registry import Registry
 
 log = logging.getLogger("flwr.flashfl")
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
@@ -44,8 +44,9 @@ class Exchange(ABC):
     kind: ClassVar[str]  # of its messages
     name: ClassVar[str]  # in the log
 
-    def __init__(self, server: Server, nodes: Mapping[int, int], timeout: float) -> None:
-        self.server, self.nodes, self.timeout = server, nodes, timeout
+    def __init__(self, server: Server, registry: Registry) -> None:
+        self.server, self.timeout = server, registry.options.timeout
+        self.entries = registry.entries  # as of now: the registry replaces them when it looks again
         self.posts: list[Post] = []
         self.failures: dict[int, str] = {}  # client -> why it was dropped
 
@@ -76,7 +77,7 @@ class Exchange(ABC):
 
     def _message(self, client: Client, order: Order, data: bytes) -> Message:
         content, group = records.blob("order", data), ".".join(map(str, order.tag))
-        return Message(content, self.nodes[client.id], self.kind, ttl=self.timeout, group_id=group)
+        return Message(content, self.entries[client.id].node, self.kind, ttl=self.timeout, group_id=group)
 
     @property
     def waiting(self) -> dict[str, Post]:
@@ -133,8 +134,8 @@ class Round(Exchange):
 
     kind, name = "train", "round"
 
-    def __init__(self, server: Server, nodes: Mapping[int, int], timeout: float) -> None:
-        super().__init__(server, nodes, timeout)
+    def __init__(self, server: Server, registry: Registry) -> None:
+        super().__init__(server, registry)
         self.account = server.open()
         self.failures = self.account.failures
 
@@ -163,13 +164,10 @@ class ClientEvaluation(Exchange):
 
     kind, name = "evaluate", "evaluation"
 
-    def __init__(
-        self, server: Server, nodes: Mapping[int, int], timeout: float, held: Mapping[int, int], share: bool = False
-    ) -> None:
-        """`held`: each client's number of samples. `share`: the metric is a share of samples, so it is at most 1."""
-        super().__init__(server, nodes, timeout)
-        self.held, self.share = held, share
-        self.traffic = Traffic()
+    def __init__(self, server: Server, registry: Registry, share: bool) -> None:
+        """`share`: the metric is a share of samples, so it is at most 1."""
+        super().__init__(server, registry)
+        self.share, self.traffic = share, Traffic()
         self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
 
     def encode(self, client: Client, order: Order, full: bool = False) -> bytes:
@@ -182,7 +180,7 @@ class ClientEvaluation(Exchange):
     def read(self, post: Post, content: RecordDict) -> bytes | None:
         if "lack" in content and not post.reminded:
             return self.encode(post.client, post.order, full=True)
-        found, held = records.read_fields(content, "evaluated"), self.held[post.client.id]
+        found, held = records.read_fields(content, "evaluated"), self.entries[post.client.id].held
         try:
             n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
         except (KeyError, ValueError, OverflowError) as error:

@@ -160,8 +160,7 @@ class FlashStrategy(Strategy):
                 "or lower per_round"
             )
         log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in registry.present()))
-        masks = self.folder / "masks" if self.folder else None
-        return FlowerEngine(self.task, grid, registry, self.train.values, masks, self.train.clip, self.train.trim)
+        return FlowerEngine(self.task, registry, self.train, self.folder / "masks" if self.folder else None)
 
     def _no_step(self, *unused: Any, **also_unused: Any) -> NoReturn:
         raise NotImplementedError("FlashStrategy runs all rounds itself. Call strategy.start(grid).")

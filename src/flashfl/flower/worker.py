@@ -43,9 +43,8 @@ def ask(reference: str, message: Message, context: Context) -> RecordDict | None
     parent, folder = os.getppid(), _folder()
     if folder is None or parent <= 1:
         return None
-    name = hashlib.blake2b(
-        json.dumps([parent, reference, sys.path, sys.executable]).encode(), digest_size=8
-    ).hexdigest()
+    mine = json.dumps([parent, reference, sys.path, sys.executable])
+    name = hashlib.blake2b(mine.encode(), digest_size=8).hexdigest()
     with _connect(folder / f"{name}.sock", parent, reference) as connection:
         connection.send((message, context))
         reply, context.state = connection.recv()
@@ -67,24 +66,19 @@ def _folder() -> Path | None:
 
 def _connect(socket: Path, parent: int, reference: str) -> Connection:
     """A connection to the worker behind this socket; starts the worker if there is none."""
-    try:
-        return _client(socket)
-    except OSError:
-        socket.unlink(missing_ok=True)
     command = [sys.executable, "-m", "flashfl.flower.worker", str(socket), str(parent), reference, json.dumps(sys.path)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    _started.append(process)
-    end = time.monotonic() + _STARTS
-    while time.monotonic() < end and process.poll() is None:
+    process, end = None, time.monotonic() + _STARTS
+    while True:
         try:
-            return _client(socket)
+            return Client(str(socket), family="AF_UNIX")  # type: ignore[return-value]
         except OSError:
+            if process is None:
+                socket.unlink(missing_ok=True)
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+                _started.append(process)
+            elif process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the worker did not start (exit code {process.poll()})") from None
             time.sleep(0.02)
-    raise RuntimeError(f"the worker did not start (exit code {process.poll()})")
-
-
-def _client(socket: Path) -> Connection:
-    return Client(str(socket), family="AF_UNIX")  # type: ignore[return-value]
 
 
 def serve(socket: Path, parent: int, reference: str) -> None:
