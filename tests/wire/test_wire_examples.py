@@ -7,6 +7,7 @@ from wire_examples import BASE, LAYOUT, written
 
 from flashfl.wire import Coding, decode, encode
 
+WRITTEN = written()
 BYTES = {
     "order recipe fp32": (
         "464c53480100b2a891d8ae8e3e26fc3ef25e3702000002701101000100050000000000000041010000000000004d00000000"
@@ -100,7 +101,7 @@ BYTES = {
 
 @pytest.mark.parametrize("name", BYTES)
 def test_example_is_written_to_the_same_bytes(name: str) -> None:
-    assert written()[name].hex() == BYTES[name]
+    assert WRITTEN[name].hex() == BYTES[name]
 
 
 @pytest.mark.parametrize("name", BYTES)
@@ -112,4 +113,4 @@ def test_example_is_read_and_written_again(name: str) -> None:
 
 
 def test_every_example_has_its_bytes() -> None:
-    assert set(written()) == set(BYTES)
+    assert set(WRITTEN) == set(BYTES)

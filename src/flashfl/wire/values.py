@@ -70,9 +70,9 @@ def values_size(layout: Layout, active: int, carries: Carries, form: Form) -> in
 
 def round_values(values: Tensor, parts: Sequence[Segment], form: Form, key: int) -> Tensor:
     """`values` exactly as the other side will decode them."""
-    if not any(part.coarse for part in parts):
-        return values
     sizes = _coarse_sizes(parts)
+    if not sizes:
+        return values
     coarse = _unpack(_pack(_pick(values, parts, True), sizes, form, key), sizes)
     return _merge(coarse, _pick(values, parts, False), parts)
 
