@@ -144,14 +144,13 @@ class RunConfig:
 
 def make_method(values: Mapping[str, Any]) -> Method:
     """A method from its name and fields."""
-    values = dict(values)
-    name = values.pop("name", "spdst")
-    return build(_known_method(name), values, name)
+    name = values.get("name", "spdst")
+    return build(_known_method(name), {k: v for k, v in values.items() if k != "name"}, name)
 
 
 def _known_method(name: Any) -> type[Method]:
     if not isinstance(name, str) or name not in METHODS:
-        raise ConfigError(f"{unknown('method', str(name), METHODS)} (one of your own: --load FILE.py registers it)")
+        raise ConfigError(f"{unknown('method', str(name), METHODS)} (register a custom one with --load FILE.py)")
     if METHODS[name].name != name:  # by which records and checkpoints know it
         raise ConfigError(
             f"the method registered as {name!r} calls itself {METHODS[name].name!r}: "
