@@ -128,12 +128,6 @@ class Mistaken(Forgetful):
         s = super().init(plan)
         return s.weights if self.what == "no first state" else s
 
-    def orders(self, s: fl.State, cohort: Any) -> Any:
-        return ((c, None if self.what == "no order" else order) for c, order in super().orders(s, cohort))
-
-    def views(self, s: fl.State) -> Any:
-        return {} if self.what == "no view" else super().views(s)
-
     def aggregate(self, s: fl.State, sums: fl.Sums) -> Any:
         mean, full = average("fedavg", sums), fl.Mask.full(s.layout)
         if self.what == "no state":
@@ -146,10 +140,6 @@ class Mistaken(Forgetful):
             mean = mean.double()
         if self.what == "short":
             mean = mean[:-1]
-        if self.what == "no bits":
-            full = fl.Mask(s.layout, full.bits.float(), full.counts)
-        if self.what == "false counts":
-            full = fl.Mask(s.layout, full.bits, tuple(c - 1 for c in full.counts))
         if self.what == "not finite":
             mean = mean * float("nan")
         return s.next(fl.Weights(full, mean))
@@ -159,15 +149,11 @@ class Mistaken(Forgetful):
     ("what", "said"),
     [
         ("no first state", "mistaken.init gives Weights: expected a State"),
-        ("no order", "mistaken.orders gives NoneType: expected an Order"),
-        ("no view", "mistaken.views gives no model"),
         ("no state", "mistaken.aggregate gives Weights: expected a State"),
         ("other phase", "phase 'rest', which is not in mistaken.phases"),
         ("same round", "of the same round: make it with s.next"),
         ("float64", "weights are torch.float64"),
         ("short", "weights are torch.float32"),
-        ("no bits", "the mask is torch.float32"),
-        ("false counts", "the mask claims"),
         ("not finite", "mistaken.aggregate gives weights that are not finite"),
     ],
 )

@@ -56,7 +56,7 @@ def test_hash() -> None:
 @pytest.mark.parametrize("spread", [1, 40, 1 << 31])
 def test_selection(spread: int, share: float | None) -> None:
     """With many ties, few and none; with all, none, few and most positions as candidates."""
-    keys = torch.stack([rng.integers(row, K, 2 * spread) - spread for row in range(2)]).to(torch.int32)
+    keys = torch.stack([rng.hashes(row, 0, K).long() % (2 * spread) - spread for row in range(2)]).to(torch.int32)
     among = None if share is None else flags(3, 2, share)
     counts = []
     for row in range(2):

@@ -66,7 +66,8 @@ DAMAGE = [
     put(rounds=1), put(rounds="x"), put(traffic={"a": 1}), put(memory__clients={"a": [[1]]}), put(memory__clients=None),
     *(forge(**{name: value}) for name in ("memory", "state", "tensors", "traffic") for value in (None, "x", 3)),
     forge(state__phase=7), forge(state__phase={"name": 3}), forge(state__round="a"), forge(state__round=-1),
-    forge(state__counted=None), forge(state__masks=[]), forge(state={}), forge(rounds="x"), forge(rounds=True),
+    forge(state__counted=None), forge(state__masks=[]), forge(state__masks={}),
+    forge(state={}), forge(rounds="x"), forge(rounds=True),
     forge(traffic={"a": 1}), forge(traffic={"up": "1"}), forge(memory__masks=3), forge(memory__masks=[[]]),
     forge(memory__masks=["../../victim"]), forge(memory__clients={"a": [[1]]}), forge(memory__clients=3),
 ]  # fmt: skip

@@ -35,10 +35,9 @@ def unknown(what: str, given: str, known: Iterable[str]) -> ConfigError:
     """An error for an unknown name that suggests the nearest known one."""
     names = sorted(known)
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near and len(names) > 12 else f"known: {', '.join(names)}"
-    if near and len(names) <= 12:
-        hint = f"did you mean {near[0]!r}? {hint}"
-    return ConfigError(f"unknown {what} {given!r}: {hint}")
+    hints = [f"did you mean {near[0]!r}?"] if near else []
+    hints += [f"known: {', '.join(names)}"] if len(names) <= 12 or not near else []
+    return ConfigError(f"unknown {what} {given!r}: {' '.join(hints)}")
 
 
 def warn(message: str) -> None:

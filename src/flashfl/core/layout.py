@@ -199,35 +199,20 @@ def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], wh
             names = set(list(matrices)[rule == "inner" :]) - {last}
         names &= set(params)
     else:
-        names = _by_globs(module, [rule] if isinstance(rule, str) else list(rule), params, what)
+        names = set()
+        for glob in [rule] if isinstance(rule, str) else rule:
+            found = {name for name in params if fnmatch.fnmatchcase(name, glob)}
+            if not found:
+                raise _no_match(glob, what, params)
+            names |= found
     if not names and rule != "auto":  # a model with a single matrix can still be trained densely
         raise _no_match(rule, what, params)
     return names
 
 
-def _by_globs(module: nn.Module, globs: Sequence[str], params: Mapping[str, nn.Parameter], what: str) -> set[str]:
-    """The parameters whose names match. A glob that matches nothing is an error."""
-    names: set[str] = set()
-    for glob in globs:
-        found = {name for name in params if fnmatch.fnmatchcase(name, glob)}
-        if not found:
-            raise _no_match(glob, what, params, _tied(module, glob))
-        names |= found
-    return names
-
-
-def _tied(module: nn.Module, glob: str) -> str:
-    """A hint if a glob names a tied weight by one of its other names."""
-    main = {p: name for name, p in module.named_parameters()}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if fnmatch.fnmatchcase(name, glob) and main[p] != name:
-            return f"{name!r} is tied to {main[p]!r}: use that name. "
-    return ""
-
-
-def _no_match(rule: object, what: str, params: Mapping[str, nn.Parameter], hint: str = "") -> ConfigError:
+def _no_match(rule: object, what: str, params: Mapping[str, nn.Parameter]) -> ConfigError:
     return ConfigError(
-        f"{what} = {rule!r} matches no parameter. {hint}The model's trainable parameters are: "
+        f"{what} = {rule!r} matches no parameter. The model's trainable parameters are: "
         f"{', '.join(params) or 'none'}. Give a glob such as 'features.*.weight', a predicate (name, parameter) -> "
         "bool, or one of auto, conv, body, inner, none (nothing is sparse, for dense training)."
     )

@@ -39,10 +39,12 @@ class Mask:
         return Mask(layout, torch.ones(layout.prunable_size, dtype=torch.bool, device=device), layout.sizes)
 
     @staticmethod
-    def unpack(layout: Layout, packed: np.ndarray[Any, Any], device: torch.device | str = "cpu") -> Mask:
+    def unpack(
+        layout: Layout, packed: np.ndarray[Any, Any], device: torch.device | str = "cpu", recipe: Recipe | None = None
+    ) -> Mask:
         """The mask that `packed` described."""
         bits = np.unpackbits(packed, count=layout.prunable_size, bitorder="little").astype(bool)
-        return Mask(layout, torch.from_numpy(bits).to(device))
+        return Mask(layout, torch.from_numpy(bits).to(device), recipe=recipe)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

@@ -75,12 +75,6 @@ def uniform(key: int, count: int, device: Device = "cpu") -> Tensor:
     return ((hashes(key, 0, count, device) >> 8) & ((1 << 24) - 1)).to(torch.float32) / (1 << 24)
 
 
-def integers(key: int, count: int, below: int, device: Device = "cpu") -> Tensor:
-    """`count` int64 numbers in [0, below); the bias is under below / 2**32."""
-    words = hashes(key, 0, count, device).to(torch.int64) & 0xFFFFFFFF
-    return (words * below) >> 32
-
-
 def permutation(key: int, count: int, device: Device = "cpu") -> Tensor:
     """A random order of 0..count-1 (int64)."""
     return torch.argsort(hashes(key, 0, count, device))

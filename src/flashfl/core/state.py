@@ -50,8 +50,6 @@ class Plan:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise ConfigError(f"rounds = {self.rounds}: must be at least 1")
         if not 1 <= self.per_round <= self.clients:
             raise ConfigError(
                 f"per_round = {self.per_round}: must be between 1 and the number of clients, {self.clients}"

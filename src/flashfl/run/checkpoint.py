@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..core.engine import JSON, Engine, Population
-from ..core.errors import CheckpointError, warn
+from ..core.errors import CheckpointError, ConfigError, warn
 from ..core.exchange import Traffic
 from ..core.files import put
-from ..core.layout import Layout
 from ..core.mask import Mask, Recipe, Weights
+from ..core.parts import build, coerce
 from ..core.state import Phase, Plan, State
 from .identity import differences
 from .run import Run
@@ -235,55 +235,38 @@ def _digest(record: Mapping[str, Any]) -> str:
 def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state as tensors (packed) and JSON."""
     tensors: dict[str, Tensor] = {"weights": state.weights.packed().cpu()}
-    masks: dict[str, Any] = {}
-
-    def put_mask(name: str, mask: Mask) -> None:
-        tensors[name] = torch.from_numpy(mask.packed.copy())
-        recipe = mask.recipe
-        masks[name] = recipe and {"key": str(recipe.key), "budgets": list(recipe.budgets), "nm": recipe.nm}
-
-    put_mask("mask", state.mask)
-    for name, value in state.extra.items():
+    recipes: dict[str, Any] = {}  # of every mask, or None
+    for name, value in {"mask": state.mask, **{f"extra {name}": value for name, value in state.extra.items()}}.items():
         if isinstance(value, Mask):
-            put_mask(f"extra {name}", value)
+            tensors[name] = torch.from_numpy(value.packed.copy())
+            recipes[name] = value.recipe and asdict(value.recipe)
         else:
-            tensors[f"extra {name}"] = value.cpu().clone(memory_format=torch.contiguous_format)  # may be another's too
-    described = {
-        "phase": asdict(state.phase),
-        "round": state.round,
-        "attempt": state.attempt,
-        "counted": state.counted,
-        "masks": masks,
-    }
-    return tensors, described
+            tensors[name] = value.cpu().clone(memory_format=torch.contiguous_format)  # may be another's too
+    counters = {name: getattr(state, name) for name in _COUNTERS}
+    return tensors, {"phase": asdict(state.phase), **counters, "masks": recipes}
 
 
 def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
     try:
-        tensors = load_file(path.with_suffix(".safetensors"))
-        described = record["state"]
-        masks = {name: _mask(plan.layout, tensors[name], r, plan) for name, r in described["masks"].items()}
-        weights = Weights.unpack(masks["mask"], tensors["weights"].to(plan.device))
-        extra: dict[str, Mask | Tensor] = {
-            name.removeprefix("extra "): masks[name] if name in masks else value.to(plan.device)
-            for name, value in tensors.items()
-            if name.startswith("extra ")
-        }
-        phase, counters = Phase(**described["phase"]), [described[name] for name in _COUNTERS]
-        if not all(type(n) is int and n >= 0 for n in (*counters, record["rounds"], *record["traffic"].values())):
-            raise ValueError("a counter is not a whole number of at least 0")
-        state = State(plan, weights, phase, counters[0], counters[1], extra, counters[2])
-        return Checkpoint(state, record["memory"], record["clients"], record["rounds"], Traffic(**record["traffic"]))
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        tensors, described = load_file(path.with_suffix(".safetensors")), record["state"]
+        found: dict[str, Mask | Tensor] = {name: value.to(plan.device) for name, value in tensors.items()}
+        for name, recipe in described["masks"].items():
+            made = recipe and build(Recipe, recipe)
+            found[name] = Mask.unpack(plan.layout, tensors[name].numpy(), plan.device, made)
+        mask, values = found.pop("mask"), found.pop("weights")
+        if not (isinstance(mask, Mask) and isinstance(values, Tensor)):
+            raise ValueError("its mask or its weights are missing")
+        counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
+        rounds, traffic = coerce(record["rounds"], int, "rounds"), build(Traffic, record["traffic"])
+        if min(*counters.values(), rounds, *astuple(traffic)) < 0:
+            raise ValueError("a counter is below 0")
+        state = State(
+            plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
+            extra={name.removeprefix("extra "): value for name, value in found.items()},
+        )  # fmt: skip
+        return Checkpoint(state, record["memory"], record["clients"], rounds, traffic)
+    except (ConfigError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise Unusable(f"{path.name} does not hold a state of this model ({error})") from None
-
-
-def _mask(layout: Layout, packed: Tensor, recipe: Mapping[str, Any] | None, plan: Plan) -> Mask:
-    mask = Mask.unpack(layout, packed.numpy(), plan.device)
-    if recipe is None:
-        return mask
-    made = Recipe(int(recipe["key"]), tuple(recipe["budgets"]), recipe["nm"])
-    return Mask(layout, mask.bits, mask.counts, made)
 
 
 def referenced(folder: Path) -> set[str]:

@@ -11,7 +11,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -132,34 +132,25 @@ class RunConfig:
     method: Method = field(default_factory=lambda: METHODS["spdst"]())
 
     def to_json(self) -> dict[str, Any]:
-        """Every setting by table, as a TOML file would have it."""
-        method = {"name": self.method.name, **_plain(self.method)}
-        return {"task": _plain(self.task), "train": _plain(self.train), "method": method}
+        """Every setting by table, defaults included: a record should not change when a default does."""
+        method = {"name": self.method.name, **asdict(self.method)}
+        tables: dict[str, Any] = json.loads(json.dumps({**asdict(self), "method": method}))
+        return tables
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> RunConfig:
         return make_config(data, {})
 
 
-def _plain(value: Any) -> dict[str, Any]:
-    """All fields of a dataclass as JSON data, defaults included: a record should not change when a default does."""
-    out: dict[str, Any] = {}
-    for f in fields(value):
-        item = getattr(value, f.name)
-        out[f.name] = _plain(item) if is_dataclass(item) else list(item) if isinstance(item, tuple) else item
-    return out
-
-
 def make_method(values: Mapping[str, Any]) -> Method:
     """A method from its name and fields."""
-    values = dict(values)
-    name = values.pop("name", "spdst")
-    return build(_known_method(name), values, name)
+    name = values.get("name", "spdst")
+    return build(_known_method(name), {k: v for k, v in values.items() if k != "name"}, name)
 
 
 def _known_method(name: Any) -> type[Method]:
     if not isinstance(name, str) or name not in METHODS:
-        raise ConfigError(f"{unknown('method', str(name), METHODS)} (one of your own: --load FILE.py registers it)")
+        raise ConfigError(f"{unknown('method', str(name), METHODS)} (register a custom one with --load FILE.py)")
     if METHODS[name].name != name:  # by which records and checkpoints know it
         raise ConfigError(
             f"the method registered as {name!r} calls itself {METHODS[name].name!r}: "
@@ -215,21 +206,25 @@ def _homes(method: type[Method]) -> dict[str, Home]:
     """Every option a user can set: `density`, or in full `method.density`; parts of parts as `adapt.growth`."""
     homes: dict[str, Home] = {}
     for table, cls in (("method", method), ("train", TrainConfig), ("task", TaskConfig)):
-        for path, hint in _walk(cls):
+        for path, hint, _ in _walk(cls):
             homes[".".join((table, *path))] = homes[".".join(path)] = (table, path, hint)
     return homes
 
 
-def _walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """The path, the type and the default of every setting; those of `made`, if it is given. MISSING: required."""
     hints = get_type_hints(cls)
     for f in fields(cls):
-        hint = hints[f.name]
         if f.metadata.get("derived"):
             continue  # worked out from other settings, not for a user to choose
+        hint, path = hints[f.name], (*prefix, f.name)
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if is_dataclass(made):
+            default = getattr(made, f.name)
         if isinstance(hint, type) and is_dataclass(hint):
-            yield from _walk(hint, (*prefix, f.name))
+            yield from _walk(hint, path, default)
         else:
-            yield (*prefix, f.name), hint
+            yield path, hint, default
 
 
 def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -259,22 +254,11 @@ def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
     """Option -> (type, default, explanation) of a method or a table of settings, for help texts."""
     said = _explained(cls)
     out = {}
-    for path, hint in _walk(cls):
+    for path, hint, default in _walk(cls):
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         kind = "|".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
-        out[".".join(path)] = (kind, _default(cls, path), said.get(path[0], ""))
+        out[".".join(path)] = (kind, "required" if default is MISSING else default, said.get(path[0], ""))
     return out
-
-
-def _default(cls: type, path: Sequence[str]) -> Any:
-    """What a setting is unless it is given; "required" where it must be."""
-    found = {f.name: f for f in fields(cls)}[path[0]]
-    if found.default is MISSING and found.default_factory is MISSING:
-        return _default(get_type_hints(cls)[path[0]], path[1:]) if path[1:] else "required"
-    value = found.default if found.default_factory is MISSING else found.default_factory()
-    for name in path[1:]:
-        value = getattr(value, name)
-    return value
 
 
 def _explained(cls: type) -> dict[str, str]:

@@ -160,18 +160,16 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The numbered lines of a file. A last line cut short by a crash is skipped; damage elsewhere is an error."""
-    with path.open(errors="replace") as file:
-        bad = 0
-        for number, text in enumerate(file, 1):
-            if bad:
+    lines = path.read_text(errors="replace").splitlines()
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            if number < len(lines):
                 raise FlashError(
-                    f"{path} is damaged in line {bad}, and more lines follow. Repair or remove that line, or move the "
-                    "file away: checkpoints do not need it."
-                )
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                bad = number
-                continue
-            if isinstance(line, dict):
-                yield number, line
+                    f"{path} is damaged in line {number}, and more lines follow. Repair or remove that line, or move "
+                    "the file away: checkpoints do not need it."
+                ) from None
+            return
+        if isinstance(line, dict):
+            yield number, line

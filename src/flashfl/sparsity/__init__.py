@@ -1,7 +1,7 @@
 """Where a model is sparse: budgets, masks, patterns and how masks move."""
 
 from .allocate import Allocation, allocate, calibrate, nested, share_out, weight_budget
-from .masks import common, jaccard, layer_mismatch, mismatch, random_choice, random_mask, recipe_mask, top_mask
+from .masks import common, jaccard, mismatch, random_choice, random_mask, recipe_mask, top_mask
 from .pattern import check_pattern, pattern_budgets
 from .rules import PruneRegrow, move
 
@@ -13,7 +13,6 @@ __all__ = [
     "check_pattern",
     "common",
     "jaccard",
-    "layer_mismatch",
     "mismatch",
     "move",
     "nested",

@@ -52,11 +52,6 @@ def mismatch(a: Mask, b: Mask) -> float:
     return jaccard(sum(common(a, b)), a.active, b.active)
 
 
-def layer_mismatch(a: Mask, b: Mask) -> tuple[float, ...]:
-    """SM of each layer."""
-    return tuple(jaccard(*sizes) for sizes in zip(common(a, b), a.counts, b.counts, strict=True))
-
-
 def common(a: Mask, b: Mask) -> tuple[int, ...]:
     """How many weights of each layer are active in both masks."""
     return count_layers(a.layout, a.bits & b.bits.to(a.bits.device))
