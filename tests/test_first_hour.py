@@ -82,17 +82,17 @@ def data(count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def test_glob_that_matches_nothing_is_refused_even_among_others() -> None:
     with pytest.raises(ConfigError, match=r"prunable = 'second\.bais' matches no parameter"):
-        fl.Task(Tied, data(), data(1)[0], prunable=["first.weight", "second.bais"])
+        _ = fl.Task(Tied, data(), data(1)[0], prunable=["first.weight", "second.bais"]).layout
 
 
 def test_alias_of_a_tied_weight_names_the_weight() -> None:
     with pytest.raises(ConfigError, match=r"'second\.weight' is tied to 'first\.weight': use that name"):
-        fl.Task(Tied, data(), data(1)[0], prunable="second.weight")
+        _ = fl.Task(Tied, data(), data(1)[0], prunable="second.weight").layout
 
 
 def test_prunable_none_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"prunable = None"):
-        fl.Task(Tied, data(), data(1)[0], prunable=None)  # type: ignore[arg-type]
+        _ = fl.Task(Tied, data(), data(1)[0], prunable=None).layout  # type: ignore[arg-type]
 
 
 # -- wrong numbers ---------------------------------------------------------------------------------------------------
@@ -166,7 +166,6 @@ def test_threads_without_a_main_guard_is_one_sentence(tmp_path: Path) -> None:
 def test_warnings_point_at_the_line_of_the_user() -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        fl.simulate(fl.Dense(), make_task("dropout"), 1, lr=1e5, lr_end=1e5, retries=0, **QUICK) if False else None
         fl.HeteroSPDST(densities=(0.1, 0.25), shares=(0.5, 0.5), warmup_clients=0, nm=4).init(plan())
     assert [Path(w.filename).name for w in found if "pattern" in str(w.message)] == [Path(__file__).name]
 
@@ -194,8 +193,7 @@ def test_reprs_are_short_and_runs_have_one_for_notebooks() -> None:
     assert repr(run).startswith("Run(method pdst, ")
     assert "<table>" in run._repr_html_()
     assert "8 clients" in repr(task)
-    assert repr(run.state) == "State(training, round 1 of 1, density 0.3010)" or "State(training" in repr(run.state)
-    assert len(repr(run.state)) < 120
+    assert repr(run.state).startswith("State(training, round 1 of 1, density 0.")
 
 
 def test_run_from_python_leaves_its_model_in_the_folder(tmp_path: Path) -> None:
@@ -210,5 +208,5 @@ def test_run_from_python_leaves_its_model_in_the_folder(tmp_path: Path) -> None:
 def test_option_of_another_method_names_the_methods_that_have_it() -> None:
     from flashfl.run.config import make_config
 
-    with pytest.raises(ConfigError, match=r"unknown option 'r_int': pdst has no such setting .*jmwst"):
+    with pytest.raises(ConfigError, match=r"unknown option 'r_int': pdst has no such setting; jmwst"):
         make_config({}, {"method": "pdst", "r_int": "5"})

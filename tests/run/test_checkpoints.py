@@ -158,8 +158,8 @@ def test_a_file_of_another_make_is_not_a_checkpoint(cut: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"method": replace(SPDST, density=0.2)}, "its method is SPDST"),
-        ({"method": NST}, "its method is SPDST"),
+        ({"method": replace(SPDST, density=0.2)}, "its density is 0.3"),
+        ({"method": NST}, "its name is spdst"),
         ({"seed": 1}, "its seed is 0 and this run's is 1"),
         ({"threads": 2, "batch": 5}, "its batch is .*; its threads is 1 and this run's is 2"),
         ({"task": make_task("norm")}, "its layout is"),

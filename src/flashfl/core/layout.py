@@ -203,16 +203,24 @@ def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], wh
         for glob in [rule] if isinstance(rule, str) else rule:
             found = {name for name in params if fnmatch.fnmatchcase(name, glob)}
             if not found:
-                raise _no_match(glob, what, params)
+                raise _no_match(glob, what, params, _tied(module, glob))
             names |= found
     if not names and rule != "auto":  # a model with a single matrix can still be trained densely
         raise _no_match(rule, what, params)
     return names
 
 
-def _no_match(rule: object, what: str, params: Mapping[str, nn.Parameter]) -> ConfigError:
+def _tied(module: nn.Module, glob: str) -> str:
+    """A hint if a glob names a tied weight by another of its names."""
+    main = {p: name for name, p in module.named_parameters()}
+    names = [(name, main[p]) for name, p in module.named_parameters(remove_duplicate=False)]
+    tied = [f"{n!r} is tied to {own!r}: use that name. " for n, own in names if fnmatch.fnmatchcase(n, glob)]
+    return "".join(tied[:1])
+
+
+def _no_match(rule: object, what: str, params: Mapping[str, nn.Parameter], hint: str = "") -> ConfigError:
     return ConfigError(
-        f"{what} = {rule!r} matches no parameter. The model's trainable parameters are: "
+        f"{what} = {rule!r} matches no parameter. {hint}The model's trainable parameters are: "
         f"{', '.join(params) or 'none'}. Give a glob such as 'features.*.weight', a predicate (name, parameter) -> "
         "bool, or one of auto, conv, body, inner, none (nothing is sparse, for dense training)."
     )

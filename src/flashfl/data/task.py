@@ -192,9 +192,8 @@ def _source(data: object, who: str, check: bool = True) -> Source:
 
 def _warn_about_nan(test: Source) -> None:
     data, index = below(test, torch.arange(len(test)))
-    for x in (*data.inputs, data.target) if isinstance(data, Arrays) else ():
-        bad = torch.as_tensor(x)[index].flatten(1 if x.ndim > 1 else 0).isnan() if torch.is_floating_point(x) else None
-        if bad is not None and bad.any():
+    for x in map(torch.as_tensor, (*data.inputs, data.target) if isinstance(data, Arrays) else ()):
+        if x.is_floating_point() and x[index].isnan().any():
             warn("the test set has NaN: the loss will be NaN unless the model removes them")
 
 

@@ -183,7 +183,7 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
         if option == "method":
             continue
         if option not in homes:
-            raise unknown("option", option, [*homes, "method"])
+            raise _unknown_option(option, str(tables["method"].get("name", "spdst")), homes)
         table, path, hint = homes[option]
         _put(tables[table], path, parse(text, hint, option))
     return RunConfig(
@@ -191,6 +191,13 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
         build(TrainConfig, tables["train"], "train"),
         make_method(tables["method"]),
     )
+
+
+def _unknown_option(option: str, method: str, homes: Mapping[str, Home]) -> ConfigError:
+    having = [name for name, cls in METHODS.items() if option in {f.name for f in fields(cls)}]
+    if having:
+        return ConfigError(f"unknown option {option!r}: {method} has no such setting; {', '.join(having)} have it")
+    return unknown("option", option, [*homes, "method"])
 
 
 def _switch_method(tables: dict[str, dict[str, Any]], name: str) -> None:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any
@@ -141,11 +141,16 @@ def check_method(method: object) -> None:
         raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")
     kind = type(method)
     own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)]
-    if own and "__dataclass_fields__" not in vars(kind):
+    own = [] if "__dataclass_fields__" in vars(kind) else own
+    own += sorted(vars(method).keys() - {f.name for f in fields(method)})
+    if own:
         raise ConfigError(
             f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
             "@dataclass(frozen=True) above the class and list its settings as fields"
         )
+    for name in ("init", "aggregate"):
+        if getattr(kind, name) is getattr(Method, name):
+            raise ConfigError(f"{kind.__name__} has no {name}: every method needs init(plan) and aggregate(s, sums)")
     check_fields(method)
 
 
