@@ -186,9 +186,7 @@ def _panels(name: str, groups: Groups) -> Any:
     found = {label: find(runs) for label, runs in groups.items()}
     found = {label: (rounds, rows) for label, (rounds, rows) in found.items() if rows}
     if not found:
-        raise FlashError(
-            f"{name}: there is nothing to draw, as the masks of these runs never move or are not stored"
-        )
+        raise FlashError(f"{name}: there is nothing to draw, as the masks of these runs never move or are not stored")
     most = 1.02 * max([0.1, *(float(v) for _, rows in found.values() for row in rows for v in row)])
     made, every, _ = _grid(len(found))
     images = []
