@@ -155,21 +155,17 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from .run.compare import clear, run_config
-    from .run.lock import alone
+    from .run.compare import run_config
     from .run.progress import amount
     from .run.results import RESULTS
 
     config = _config(args, overrides)
     dataset = re.sub(r"[^\w.]+", "-", config.task.dataset).strip("-.")  # folder:PATH must not become a path here
     folder = args.out or Path("runs") / f"{dataset}-{config.method.name}-seed{config.train.seed}"
-    with alone(folder if folder.is_dir() else None):
-        if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
-            raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
-                              "or choose another folder with --out")  # fmt: skip
-        fresh = args.overwrite and not args.resume
-        ready = (lambda: clear(folder)) if fresh else None
-        run = run_config(config, folder, resume=args.resume, quiet=args.quiet, ready=ready)
+    if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
+        raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
+                          "or choose another folder with --out")  # fmt: skip
+    run = run_config(config, folder, resume=args.resume, quiet=args.quiet)
     print(
         f"{config.method.name}: accuracy {100 * run.accuracy:.2f} % (best {100 * run.best:.2f} %), "
         f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import flashfl as fl
@@ -34,10 +35,14 @@ def test_recorded_mismatch_is_that_of_the_stored_masks(small_task: Task, tmp_pat
     layout = small_task.layout
     store = snapshots(tmp_path, [(layer.name, layer.shape) for layer in layout.prunable])
     masks = [store[record.snapshot].bits.numpy() for record in rounds]
-    found = pairwise(masks, layout.sizes)
+    found = pairwise(masks)
+    ends = np.cumsum(layout.sizes)
+    layers = [
+        pairwise([mask[end - size : end] for mask in masks]) for end, size in zip(ends, layout.sizes, strict=True)
+    ]
     for i, record in enumerate(rounds[1:], start=1):
-        assert record.mismatch == pytest.approx(found[0, i - 1, i])
-        assert record.layer_mismatch == pytest.approx(found[1:, i - 1, i], abs=1e-5)
+        assert record.mismatch == pytest.approx(found[i - 1, i])
+        assert record.layer_mismatch == pytest.approx([one[i - 1, i] for one in layers], abs=1e-5)
         assert record.density == pytest.approx(masks[i].mean())
     assert any(record.mismatch for record in rounds)
 

@@ -27,7 +27,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(compared: Path, tmp_path: Path) -> Path:
-    """A folder with one good run, one cut short, and five that are damaged in different ways."""
+    """A folder with one good run, one cut short, and four that are damaged in different ways."""
     whole = (compared / "nst-seed0" / "results.jsonl").read_bytes()
     bad = {
         "cut": whole[: int(len(whole) * 0.6)],
@@ -39,7 +39,6 @@ def damaged(compared: Path, tmp_path: Path) -> Path:
     for name, text in bad.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.jsonl").write_bytes(text)
-    (tmp_path / "empty").mkdir()
     shutil.copytree(compared / "jmwst-seed0", tmp_path / "good")
     return tmp_path
 

@@ -58,7 +58,7 @@ def test_damaged_folders_are_reported_and_others_read(damaged: Path) -> None:
     found = load([damaged, damaged / "nowhere"])
     assert {run.folder.name for run in found.runs} == {"good", "cut"}
     assert {Path(p.folder).name for p in found.problems} == {
-        "headless", "binary", "fields", "unbegun", "empty", "nowhere",
+        "headless", "binary", "fields", "unbegun", "nowhere",
     }  # fmt: skip
     assert all(p.folder in p.why for p in found.problems)
     states = {run.folder.name: run.state for run in found.runs}
@@ -146,10 +146,10 @@ def test_mismatch_is_zero_for_frozen_masks_and_lower_with_consensus(compared: Pa
     moved = {label: summary_of(runs).mismatch for label, runs in groups.items()}
     assert moved["spdst"] == moved["dense"] == 0
     assert moved["nst"] > moved["jmwst"] > 0
-    heat = curves.heat(groups["nst"])
-    assert heat["round"] == [1, 2, 3, 4, 5]
-    assert all(heat["sm"][i][i] == 0 for i in range(5))
-    assert curves.heat(groups["dense"])["round"] == []
+    rounds, table = curves.heat(groups["nst"])
+    assert rounds == [1, 2, 3, 4, 5]
+    assert all(table[i][i] == 0 for i in range(5))
+    assert curves.heat(groups["dense"]) == ([], [])
 
 
 def test_summary_adds_up(compared: Path) -> None:
@@ -200,7 +200,7 @@ def test_odd_names_do_not_break_tables_or_figures(compared: Path, tmp_path: Path
     for i, data in enumerate(("a|b\nc", "$\\frac{$")):
         task = {"task": {"dataset": data}}
         edited(compared / "nst-seed0", tmp_path / str(i), lambda h, task=task: h | {"config": h["config"] | task})
-    (tmp_path / "not\na run").mkdir()
+    (tmp_path / "not\na run" / "checkpoints").mkdir(parents=True)
     found = load([tmp_path])
     lines = groups_table(found).markdown().splitlines()
     assert lines[2].startswith(r"| nst · dataset a\|b c |")

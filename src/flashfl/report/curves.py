@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -59,8 +59,8 @@ def mean_at(series: Sequence[Series], rounds: Iterable[float]) -> list[float]:
     return [statistics.fmean([one[int(r)] for one in series if int(r) in one] or [math.nan]) for r in rounds]
 
 
-def layer_mismatch(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Mean mismatch of each layer between consecutive rounds: {"round": [...], "layers": [layer][round]}."""
+def layer_mismatch(runs: Sequence[RunData]) -> tuple[list[int], list[list[float]]]:
+    """Mean mismatch of each layer between consecutive rounds: the rounds, and for each layer a value a round."""
     width = len(runs[0].layers)
     rows: dict[int, list[tuple[float, ...]]] = {}
     for run in runs:
@@ -69,17 +69,23 @@ def layer_mismatch(runs: Sequence[RunData]) -> dict[str, Any]:
                 rows.setdefault(record.round + 1, []).append(record.layer_mismatch or (0.0,) * width)
     rounds = thin(sorted(rows), 120)
     table = np.array([np.mean(rows[r], axis=0) for r in rounds]).reshape(len(rounds), width)
-    return {"round": rounds, "layers": [[digits(v) for v in column] for column in table.T.tolist()]}
+    return rounds, [[digits(v) for v in column] for column in table.T.tolist()]
 
 
-def heat(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Mean mismatch over seeds between the rounds whose masks every seed has stored."""
+def moving_layers(runs: Sequence[RunData]) -> tuple[list[int], list[list[float]]]:
+    """The same, or nothing if no mask ever moves."""
+    rounds, layers = layer_mismatch(runs)
+    return rounds, layers if any(v > 0 for row in layers for v in row) else []
+
+
+def heat(runs: Sequence[RunData]) -> tuple[list[int], list[list[float]]]:
+    """Mean mismatch over seeds between every two rounds whose masks all seeds have stored, and these rounds."""
     found = [(rounds, table) for rounds, table in map(RunData.heat, runs) if table is not None]
     common = sorted(set.intersection(*(set(rounds) for rounds, _ in found))) if found else []
     if len(common) < 2:
-        return {"round": [], "sm": []}
+        return [], []
     tables = [table[np.ix_(where, where)] for r, table in found for where in [[r.index(c) for c in common]]]
-    return {"round": common, "sm": np.mean(tables, axis=0).round(4).tolist()}
+    return common, np.mean(tables, axis=0).round(4).tolist()
 
 
 def final_densities(runs: Sequence[RunData]) -> list[float]:

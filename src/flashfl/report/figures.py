@@ -19,6 +19,8 @@ from .load import RunData
 
 _INK = ("#2563c9", "#d9621f", "#16915f", "#b8397f", "#7a4fd0", "#a3780a", "#0e8aa3", "#b3303b", "#5b6472", "#4f8a1c")
 
+Rows = Sequence[Sequence[float]]
+
 
 def _ink(i: int) -> str:
     return _INK[i % len(_INK)]
@@ -97,10 +99,8 @@ def flops_bytes(axes: Any, groups: Groups) -> None:
     _decades(axes.yaxis)
 
 
-def _sm_heatmap(axes: Any, runs: Sequence[RunData], most: float) -> Any:
-    found = curves.heat(runs)
-    rounds = found["round"]
-    image = axes.imshow(found["sm"], origin="lower", cmap="viridis", vmin=0, vmax=most)
+def _sm_heatmap(axes: Any, rounds: Sequence[int], rows: Rows, most: float) -> Any:
+    image = axes.imshow(rows, origin="lower", cmap="viridis", vmin=0, vmax=most)
     ticks = curves.thin(range(len(rounds)), 6)
     axes.set_xticks(ticks, [rounds[t] for t in ticks])
     axes.set_yticks(ticks, [rounds[t] for t in ticks])
@@ -108,14 +108,13 @@ def _sm_heatmap(axes: Any, runs: Sequence[RunData], most: float) -> Any:
     return image
 
 
-def _sm_layers(axes: Any, runs: Sequence[RunData], most: float) -> None:
+def _sm_layers(axes: Any, rounds: Sequence[int], rows: Rows, most: float) -> None:
     from matplotlib import colormaps
 
-    found = curves.layer_mismatch(runs)
-    count = max(2, len(found["layers"]))
-    for i, row in enumerate(found["layers"]):
+    count = max(2, len(rows))
+    for i, row in enumerate(rows):
         ink = colormaps["turbo"](0.05 + 0.9 * i / (count - 1))
-        axes.plot(found["round"], row, _dot(row), color=ink, linewidth=1.2, label=i + 1)
+        axes.plot(rounds, row, _dot(row), color=ink, linewidth=1.2, label=i + 1)
     axes.set(xlabel="round", ylabel="mask mismatch", ylim=(0, most))
     below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
     axes.legend(title="layer", fontsize="x-small", ncols=min(7, count), **below)
@@ -128,7 +127,11 @@ ONE: dict[str, Callable[[Any, Groups], None]] = {
     "flops-bytes": flops_bytes,
     "mismatch-rounds": mismatch_rounds,
 }
-EACH: dict[str, Callable[[Any, Sequence[RunData], float], Any]] = {"sm-heatmap": _sm_heatmap, "sm-layers": _sm_layers}
+# One panel for each group: what it shows, and how.
+EACH: dict[str, tuple[Callable[[Sequence[RunData]], tuple[list[int], Rows]], Callable[..., Any]]] = {
+    "sm-heatmap": (curves.heat, _sm_heatmap),
+    "sm-layers": (curves.moving_layers, _sm_layers),
+}
 NAMES = (*EACH, *ONE)
 
 
@@ -136,16 +139,21 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
     """The figure of that name as a matplotlib Figure."""
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
+    groups = _titled(runs)
+    if name in EACH:
+        return _panels(name, groups)
+    made = _blank((6.4, 4))
+    axes = made.subplots()
+    ONE[name](axes, groups)
+    axes.grid(alpha=0.25)
+    _legend(made, axes)
+    return made
+
+
+def _titled(runs: Sequence[RunData]) -> Groups:
     if not runs:
         raise FlashError("there is no run to draw: give folders that contain runs")
-    groups = titled(groups_of(runs))
-    if name in ONE:
-        made = _blank((6.4, 4))
-        ONE[name](made.subplots(), groups)
-        made.axes[0].grid(alpha=0.25)
-        _legend(made, made.axes[0])
-        return made
-    return _panels(name, groups)
+    return titled(groups_of(runs))
 
 
 def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]) -> Any:
@@ -174,17 +182,16 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
 
 def _panels(name: str, groups: Groups) -> Any:
     """One panel for each group that has something to show, all on one scale."""
-    tables = {label: _table(name, runs) for label, runs in groups.items()}
-    asked, groups = groups, {label: runs for label, runs in groups.items() if tables[label]}
-    if not groups:
-        if any(curves.heat(runs)["sm"] for runs in asked.values()):
-            raise FlashError(f"{name}: the masks of these runs never move, so there is no mismatch to draw")
-        raise FlashError(f"{name}: these runs stored no masks that could be compared")
-    most = 1.02 * max([0.1, *(float(v) for table in tables.values() for row in table for v in row)])
-    made, every, _ = _grid(len(groups))
+    find, draw = EACH[name]
+    found = {label: find(runs) for label, runs in groups.items()}
+    found = {label: (rounds, rows) for label, (rounds, rows) in found.items() if rows}
+    if not found:
+        raise FlashError(f"{name}: there is nothing to draw, as the masks of these runs never move or are not stored")
+    most = 1.02 * max([0.1, *(float(v) for _, rows in found.values() for row in rows for v in row)])
+    made, every, _ = _grid(len(found))
     images = []
-    for axes, (label, runs) in zip(every, groups.items(), strict=True):
-        images.append(EACH[name](axes, runs, most))
+    for axes, (label, (rounds, rows)) in zip(every, found.items(), strict=True):
+        images.append(draw(axes, rounds, rows, most))
         axes.set_title(_broken(label, 34), fontsize="small")
     if images[0] is not None:
         made.colorbar(images[0], ax=made.axes, label="mask mismatch", shrink=0.8)
@@ -218,19 +225,9 @@ def _decades(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _table(name: str, runs: Sequence[RunData]) -> list[list[float]]:
-    """The numbers a panel shows. None if masks never move or were not stored."""
-    if name == "sm-heatmap":
-        return list(curves.heat(runs)["sm"])
-    table = curves.layer_mismatch(runs)["layers"]
-    return list(table) if any(v > 0 for row in table for v in row) else []
-
-
 def overview(runs: Sequence[RunData]) -> Any:
     """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
-    if not runs:
-        raise FlashError("there is no run to draw: give folders that contain runs")
-    groups, made = titled(groups_of(runs)), _blank((14, 8))
+    groups, made = _titled(runs), _blank((14, 8))
     every = made.subplots(2, 3).flatten()
     for axes, draw in zip(every, ONE.values(), strict=False):
         draw(axes, groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -126,7 +126,7 @@ def _heat(
     for at, name in stored:
         with suppress(KeyError, FlashError):
             masks[at] = store[name].bits.numpy()
-    return list(masks), pairwise(list(masks.values()), store.layout.sizes)[0] if len(masks) > 1 else None
+    return list(masks), pairwise(list(masks.values())) if len(masks) > 1 else None
 
 
 @dataclass
@@ -159,43 +159,39 @@ def folders(paths: Iterable[Path]) -> list[Path]:
     """The folders of runs at any depth below these paths, each once. A path without runs stands for itself."""
     first: dict[str, Path] = {}
     for path in paths:
-        for folder in list(_below(path, {os.path.realpath(path)})) or [path]:
+        for folder in _below(path) or [path]:
             first.setdefault(os.path.realpath(folder), folder)
     return list(first.values())
 
 
-def _below(folder: Path, seen: set[str], depth: int = 0) -> Iterator[Path]:
+def _below(top: Path) -> list[Path]:
     """The runs in a folder, by name, or the folder itself if it is a run. Nothing inside a run is a run."""
-    try:
-        inside = sorted(folder.iterdir())
-    except OSError:  # reading it as a run will say why
-        yield folder
-        return
-    names = {path.name for path in inside}
-    if RESULTS in names or (depth and names & _PARTS) or (depth == 1 and not names):
-        yield folder
-        return
-    for path in sorted(inside, key=lambda path: path.is_symlink()):  # links last: they may lead to a run here
-        if path.is_dir() and not path.name.startswith(".") and (real := os.path.realpath(path)) not in seen:
-            seen.add(real)
-            yield from _below(path, seen, depth + 1)
+    found, seen = [], {os.path.realpath(top)}
+    for name, inside, names in os.walk(top, followlinks=True):
+        folder = Path(name)
+        if RESULTS in names or (folder != top and _PARTS & set(inside)):
+            found.append(folder)
+            inside.clear()
+        # Links come last: they may lead to a run here.
+        links_last = sorted(inside, key=lambda one: ((folder / one).is_symlink(), one))
+        real = {one: os.path.realpath(folder / one) for one in links_last if not one.startswith(".")}
+        inside[:] = [one for one, path in real.items() if path not in seen]
+        seen |= set(real.values())
+    return found
 
 
 def _once(found: Found) -> None:
     """Of several runs with one seed, for example copies, keep the one that changed last: it may still be running."""
-    same: dict[tuple[object, ...], list[RunData]] = {}
-    for run in found.runs:
+    kept: dict[tuple[object, ...], RunData] = {}
+    for run in sorted(found.runs, key=lambda run: -run.written):
         # A task made in Python may have been split with another seed. Then the run is not a copy.
         split = json.dumps(run.info.get("histogram"))
-        same.setdefault((run.key, run.seed, run.ended, split), []).append(run)
-    for runs in same.values():
-        kept = max(runs, key=lambda run: run.written)
-        for run in runs:
-            if run is not kept:
-                found.runs = [other for other in found.runs if other is not run]
-                how = "is a copy of" if run.rounds == kept.rounds else "has the settings and the seed of"
-                why = f"{run.folder} {how} {kept.folder}; only the latter counts"
-                found.problems.append(Problem(str(run.folder), why))
+        first = kept.setdefault((run.key, run.seed, run.ended, split), run)
+        if first is not run:
+            how = "is a copy of" if run.rounds == first.rounds else "has the settings and the seed of"
+            why = f"{run.folder} {how} {first.folder}; only the latter counts"
+            found.problems.append(Problem(str(run.folder), why))
+    found.runs = [run for run in found.runs if any(run is one for one in kept.values())]
 
 
 def _read(folder: Path) -> RunData:

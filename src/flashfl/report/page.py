@@ -32,7 +32,7 @@ def page_data(found: Found) -> dict[str, Any]:
     """Everything the page shows about runs, as JSON data."""
     data = records_data(found)
     for group, runs in zip(data["groups"], groups_of(found.runs).values(), strict=True):
-        group["heat"] = curves.heat(runs)
+        group["heat"] = dict(zip(("round", "sm"), curves.heat(runs), strict=True))
     return data
 
 
@@ -109,7 +109,7 @@ def _group(label: str, runs: Sequence[RunData]) -> dict[str, Any]:
         "accuracy": shown,
         "mismatch": curves.band([curves.mismatch(run) for run in runs]),
         "layers": last.layers,
-        "layer_mismatch": curves.layer_mismatch(runs),
+        "layer_mismatch": dict(zip(("round", "layers"), curves.layer_mismatch(runs), strict=True)),
         "densities": curves.final_densities(runs),
         "points": [_point(run) for run in runs if run.counted],
         "share": _share(runs),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
@@ -62,9 +63,12 @@ class Keeper:
         self.folder = run.folder / "checkpoints" if run.folder else None
 
     def begin(self) -> None:
-        """A new run starts in the folder: remove the checkpoints of an earlier one."""
-        for path in self.folder.glob("checkpoint-*") if self.folder is not None else ():
-            path.unlink(missing_ok=True)
+        """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder.with_name("snapshots"), ignore_errors=True)
+            for name in ("model.safetensors", "model.masks.safetensors"):
+                self.folder.with_name(name).unlink(missing_ok=True)
 
     def snapshot(self) -> None:
         """The state and what the engine remembers belong together now, whatever happens in the next round."""

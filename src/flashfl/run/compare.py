@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 import warnings
@@ -39,16 +38,10 @@ def run_config(
     quiet: bool = False,
     label: str | None = None,
     until: float = math.inf,
-    ready: Callable[[], None] | None = None,
 ) -> Run:
-    """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`.
-
-    ready: called when everything the run needs has been found, before it begins.
-    """
+    """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     check_installed(config.train.track)
-    if ready is not None:
-        ready()
     display = Display(label or config.method.name, config.train.rounds, quiet=quiet)
 
     def watch(state: State, record: RoundRecord) -> None:
@@ -151,14 +144,6 @@ def _other(found: Results, config: RunConfig) -> str:
 
 def replace_seed(config: RunConfig, seed: int) -> RunConfig:
     return replace(config, train=replace(config.train, seed=seed))
-
-
-def clear(folder: Path) -> None:
-    """Remove what a run writes, and nothing else. Its results are set aside once the new run begins."""
-    for name in ("checkpoints", "masks", "snapshots", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("model.safetensors", "model.masks.safetensors"):
-        (folder / name).unlink(missing_ok=True)
 
 
 def settings_for(method: str, overrides: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Show a run's numbers in TensorBoard, MLflow or Weights & Biases.
 
-A tracker is three small functions: begin (its constructor), log and close. The results file remains the record. If a
+A tracker is a function that begins and returns two others: log and close. The results file remains the record. If a
 tracker fails, it is dropped with a warning and the run goes on.
 """
 
@@ -11,8 +11,9 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..core.errors import ConfigError, unknown
 from ..core.record import RoundRecord
@@ -37,67 +38,46 @@ class About:
         (self.folder / name).write_text(text)
 
 
-class Tracker(Protocol):
-    """Takes numbers by name at a step. A step is a counted round."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
+Log = Callable[[int, dict[str, float]], object]  # takes numbers by name at a step, which is a counted round
+Tracker = tuple[Log, Callable[[], object]]  # and what ends it
 
 
-class TensorBoard:
+def _tensorboard(about: About, package: Any) -> Tracker:
     """Event files in RUN/tensorboard. Rounds that a resumed run repeats replace the old ones."""
+    writer = package.SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
+    if not about.step:
+        writer.add_text("settings", f"```\n{json.dumps(about.settings, indent=1, default=str)}\n```", 0)
 
-    def __init__(self, about: About, package: Any) -> None:
-        self._writer = package.SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
-        if not about.step:
-            self._writer.add_text("settings", f"```\n{json.dumps(about.settings, indent=1, default=str)}\n```", 0)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, writer.close
 
 
-class MLflow:
+def _mlflow(about: About, package: Any) -> Tracker:
     """An MLflow run, at MLFLOW_TRACKING_URI. A resumed run continues the one it began."""
-
-    def __init__(self, about: About, package: Any) -> None:
-        self._mlflow, known = package, about.noted("mlflow-run")
-        run = package.start_run(run_id=known, run_name=None if known else about.name)
-        if not known:
-            about.note("mlflow-run", run.info.run_id)
-            package.log_params({k: str(v)[:500] for k, v in flat(about.settings).items()})
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    known = about.noted("mlflow-run")
+    run = package.start_run(run_id=known, run_name=None if known else about.name)
+    if not known:
+        about.note("mlflow-run", run.info.run_id)
+        package.log_params({k: str(v)[:500] for k, v in flat(about.settings).items()})
+    return lambda step, values: package.log_metrics(values, step=step), package.end_run
 
 
-class WandB:
+def _wandb(about: About, package: Any) -> Tracker:
     """A Weights & Biases run, named after the folder. It reads WANDB_PROJECT and WANDB_MODE itself."""
-
-    def __init__(self, about: About, package: Any) -> None:
-        known = about.noted("wandb-run")
-        about.folder.mkdir(parents=True, exist_ok=True)
-        settings = dict(about.settings)
-        self._run = package.init(name=about.name, dir=str(about.folder), config=settings, id=known, resume="allow")
-        about.note("wandb-run", self._run.id)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    about.folder.mkdir(parents=True, exist_ok=True)
+    known, settings = about.noted("wandb-run"), dict(about.settings)
+    run = package.init(name=about.name, dir=str(about.folder), config=settings, id=known, resume="allow")
+    about.note("wandb-run", run.id)
+    return lambda step, values: run.log(values, step=step), run.finish
 
 
 TRACKERS: dict[str, tuple[Callable[[About, Any], Tracker], str]] = {  # and the module each needs
-    "tensorboard": (TensorBoard, "torch.utils.tensorboard"),
-    "mlflow": (MLflow, "mlflow"),
-    "wandb": (WandB, "wandb"),
+    "tensorboard": (_tensorboard, "torch.utils.tensorboard"),
+    "mlflow": (_mlflow, "mlflow"),
+    "wandb": (_wandb, "wandb"),
 }
 
 
@@ -146,20 +126,20 @@ class Tracking:
 
     def log(self, step: int, record: RoundRecord) -> None:
         """Show one round."""
-        if self._trackers:
-            values = values_of(record, self._metric)
-            self._each(lambda tracker: tracker.log(step, values))
+        values = values_of(record, self._metric)
+        for name, (log, _) in list(self._trackers.items()):
+            self._try(name, partial(log, step, values))
 
     def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
+        for name, (_, close) in list(self._trackers.items()):
+            self._try(name, close)
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers.items()):
-            try:
-                call(tracker)
-            except Exception as error:  # an external service must not end a run
-                warnings.warn(f"tracking with {name} stopped: {error}", RuntimeWarning)
-                del self._trackers[name]
+    def _try(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # an external service must not end a run
+            warnings.warn(f"tracking with {name} stopped: {error}", RuntimeWarning)
+            del self._trackers[name]
 
 
 def values_of(record: RoundRecord, metric: str = "accuracy") -> dict[str, float]:
