@@ -8,16 +8,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_support import WireTestRule, layouts, mask_of, masks, order, samples, small_layout, update
+from wire_support import layouts, mask_of, masks, order, samples, small_layout, update
 
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.parts import part
+from flashfl.sparsity import PruneRegrow
 from flashfl.wire import Coding, Limits, Message, decode, encode, mask_sizes, size_with
 from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge
 from flashfl.wire.values import FORMS, Form
 
 LAYOUT = small_layout()
 SAMPLES = samples(LAYOUT)
+
+
+@part
+@dataclasses.dataclass(frozen=True)
+class WireTestRule(PruneRegrow):
+    """A custom rule with a field of its own."""
+
+    names: tuple[str, ...] = ()
 
 
 def check_same(a: Message, b: Message) -> None:

@@ -25,7 +25,7 @@ def plain_gap_sums(
                 places = universe[row, layer.start : layer.stop]
                 flags = held[row, layer.start : layer.stop][places]
                 counts[i, row, j], room[i, row, j] = int(flags.sum()), len(flags)
-                ranks = (flags if 2 * int(flags.sum()) <= len(flags) else ~flags).nonzero().flatten().tolist()
-                gaps = [b - a - 1 for a, b in zip([-1, *ranks], ranks, strict=False)]
-                sums[i, row, j] = torch.tensor([sum(gap >> k for gap in gaps) for k in range(32)])
+                ranks = (flags if 2 * int(flags.sum()) <= len(flags) else ~flags).nonzero().flatten()
+                gaps = ranks.diff(prepend=torch.tensor([-1])) - 1
+                sums[i, row, j] = (gaps[:, None] >> torch.arange(32)).sum(0)
     return counts[..., 0], room[..., 0], sums.movedim(-1, 0)

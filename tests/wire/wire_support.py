@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,8 +11,7 @@ from hypothesis import strategies as st
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
-from flashfl.core.parts import part
-from flashfl.sparsity import PruneRegrow, recipe_mask
+from flashfl.sparsity import recipe_mask
 from flashfl.wire import Message
 from flashfl.wire.values import Carries, count_values
 
@@ -27,14 +25,6 @@ RESNET18 = (
     + [(512, 256, 3, 3), (512, 512, 3, 3), (512, 256, 1, 1)]
     + [(512, 512, 3, 3)] * 2
 )
-
-
-@part
-@dataclass(frozen=True)
-class WireTestRule(PruneRegrow):
-    """A custom rule with a field of its own."""
-
-    names: tuple[str, ...] = ()
 
 
 def small_layout(sizes: Sequence[int] = (40, 300, 0, 17)) -> Layout:

@@ -101,10 +101,9 @@ def decode(
         found[name].end()
         return value
 
+    no_mask = (None, None, None)
     no_values: tuple[None, Carries, Form] = (None, "all", "fp32")
-    mask, form, base = section("mask", lambda reader: read_mask(reader, layout, known or {}, limits.recipes)) or (
-        None, None, None,
-    )  # fmt: skip
+    mask, form, base = section("mask", lambda reader: read_mask(reader, layout, known or {}, limits.recipes)) or no_mask
     counts = mask.counts if mask is not None else None
     values, carries, value_form = section("values", lambda reader: read_values(reader, layout, counts)) or no_values
     active = mask.active if mask is not None else None
