@@ -75,6 +75,7 @@ class Run:
 
     @property
     def weights(self) -> Weights:
+        """The final model: its mask and a flat vector."""
         assert self.state is not None
         return self.method.view(self.state)
 
@@ -98,19 +99,21 @@ class Run:
 
     @property
     def bytes_up(self) -> int:
+        """Bytes from clients to the server in training."""
         return self.traffic.up
 
     @property
     def bytes_down(self) -> int:
+        """Bytes from the server to clients in training."""
         return self.traffic.down
 
     @property
     def bytes_evaluation(self) -> int:
-        """Bytes sent to clients that evaluated the model, beside all training."""
+        """Bytes sent to clients that evaluated the model. Not part of `bytes_up` and `bytes_down`."""
         return sum(record.evaluation_bytes for record in self.history)
 
     def over_budget(self, more: Traffic) -> bool:
-        """Whether this much more traffic reaches the run's limit."""
+        """Whether the run reaches `max_bytes` with this much more traffic."""
         total = self.traffic + more
         return bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes
 
