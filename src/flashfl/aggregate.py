@@ -39,12 +39,12 @@ def add_statistics(sums: Sums, active: int, total: Tensor, n: Tensor | int) -> N
 
 
 def fedavg(sums: Sums) -> Tensor:
-    """sum(n w) / sum(n): a client that does not hold a weight counts as holding 0."""
+    """The average over all clients, sum(n w) / sum(n). A weight that a client does not hold counts as 0."""
     return _divided(_weights(sums), sums.n)
 
 
 def wfa(sums: Sums) -> Tensor:
-    """sum(n m w) / sum(n m): averaged over the clients that hold a weight; 0 if none does."""
+    """The average of each weight over the clients that hold it, sum(n m w) / sum(n m); 0 if none does."""
     total, (holders, k) = _weights(sums), (sums.holders, sums.layout.prunable_size)
     assert holders is not None
     return torch.cat([_divided(total[:k], holders), _divided(total[k:], sums.n)])

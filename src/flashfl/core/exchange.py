@@ -57,7 +57,7 @@ class Adapt(Protocol):
 @part
 @dataclass(frozen=True)
 class Local:
-    """A client's work in one round."""
+    """A client's work in one round. Clients train with SGD."""
 
     epochs: int = 1
     batch: int = 32
@@ -67,8 +67,8 @@ class Local:
     prox: float = 0.0
     max_steps: int = 0  # at most this many batches an epoch; 0: all
     adapt: Adapt | None = None  # the rule that moves the mask during training; None: the mask is frozen
-    start: Recipe | None = None  # the mask of a client that remembers none
-    keep: tuple[str, ...] = ()  # what the client remembers until its next round: "mask"
+    start: Recipe | None = None  # the mask for a client that has no stored mask
+    keep: tuple[str, ...] = ()  # what the client stores for its next round: nothing, or "mask"
     report: Literal["weights", "counts", "statistics"] = "weights"
     statistics: bool = True  # False: static BatchNorm, running statistics neither kept nor sent
 
@@ -86,14 +86,14 @@ class Local:
             raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
 
     def batches(self, n: int) -> int:
-        """How many batches an epoch of n samples has."""
+        """The number of batches in an epoch of n samples."""
         count = math.ceil(n / self.batch)
         return min(count, self.max_steps) if self.max_steps else count
 
 
 @dataclass(frozen=True)
 class Client:
-    """What the server knows about a client. With a density of None the method decides."""
+    """What the server knows about a client: id, number of samples and density (None: the method decides)."""
 
     id: int
     n: int
@@ -110,7 +110,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class Order:
-    """Server to one client. Built-in clients ignore extras; they are for custom clients."""
+    """A message from the server to one client. The built-in clients ignore `extra`."""
 
     weights: Weights
     local: Local
@@ -121,7 +121,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Update:
-    """One client to the server: its mask, and its values packed as `Weights.packed` packs them.
+    """A message from one client to the server: its mask, and its values as `Weights.packed` returns them.
 
     `mask` and `values` are None if the order asked for layer counts only.
     """

@@ -27,7 +27,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which prunable weights are active. An active weight may be zero, so weights alone do not tell."""
+    """Which prunable weights are active. An active weight may be zero, so the weights do not show the mask."""
 
     layout: Layout
     bits: Tensor
@@ -128,12 +128,12 @@ class Weights:
 
     @staticmethod
     def dense(layout: Layout, vector: Tensor) -> Weights:
-        """`vector` with every weight active."""
+        """A model in which every weight is active."""
         return Weights(Mask.full(layout, vector.device), vector)
 
     @staticmethod
     def masked(mask: Mask, vector: Tensor) -> Weights:
-        """`vector` cut down to `mask`."""
+        """A model with the weights of `vector` inside `mask`, and 0 outside."""
         out = vector.clone()
         out[: mask.layout.prunable_size].masked_fill_(~mask.bits, 0.0)  # a product would leave zeros of both signs
         return Weights(mask, out)
@@ -154,7 +154,7 @@ class Weights:
         return Weights(mask, vector)
 
     def packed(self) -> Tensor:
-        """What travels: the active weights in order, then everything that is not prunable."""
+        """The values that messages carry: active weights in order, then all dense weights and statistics."""
         k = self.layout.prunable_size
         if self.mask.active == k:
             return self.vector

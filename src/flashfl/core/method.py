@@ -19,7 +19,7 @@ from .state import TRAINING, Phase, Plan, State
 
 @dataclass(frozen=True)
 class Method:
-    """The base of all methods. The defaults: a random cohort, one model for everyone, one phase, one view."""
+    """The base of all methods. By default: a random cohort, one model for all clients, one phase."""
 
     name: ClassVar[str] = ""
     phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
@@ -30,19 +30,19 @@ class Method:
         raise NotImplementedError
 
     def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
-        """The clients with the densities this method assigns; by default none."""
+        """The clients with their densities. By default they are returned as they are."""
         return tuple(clients)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        """Who takes part in this round."""
+        """The clients that take part in this round."""
         return sample(s, clients, s.plan.per_round)
 
     def work(self, s: State, client: Client) -> Local:
-        """What one client does in this round."""
+        """The work of one client in this round."""
         return self.local(s)
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
-        """The model each of these clients is sent. Clients that share a model get the same object."""
+        """The model that each of these clients gets. Clients that share a model get the same object."""
         return ((client, s.weights) for client in clients)
 
     def orders(self, s: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
@@ -51,7 +51,7 @@ class Method:
             yield client, s.order(client, self.work(s, client), weights)
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        """The next state, from what the updates of this round add up to."""
+        """The next state, from the sums of this round's updates."""
         raise NotImplementedError
 
     def done(self, s: State) -> bool:
@@ -59,11 +59,11 @@ class Method:
         return s.counted >= s.plan.rounds
 
     def views(self, s: State) -> Mapping[str, Weights]:
-        """The models to evaluate. The first is the one reported."""
+        """The models to evaluate, by name; the first is reported. By default `weights`, and `before` if it is set."""
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
     def view(self, s: State, name: str = "") -> Weights:
-        """One of the views by its name; by default the one reported."""
+        """The view of this name; by default the reported one."""
         views = self.views(s)
         if name and name not in views:
             raise unknown("view", name, views)

@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of rounds that a method names: all of a run, or one of several that follow each other.
+    """Consecutive rounds with one purpose. A run has one or more phases.
 
-    number: stands for the phase in messages and random keys. counts: whether its rounds count towards `rounds`, and
-    with them towards the learning rate's schedule.
+    number: identifies the phase in messages and random keys. counts: whether its rounds count towards `rounds` and the
+    schedule of the learning rate.
     """
 
     name: str
@@ -37,7 +37,7 @@ TRAINING = Phase("training", 2)  # 1 is left to phases that prepare it
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run sets once: the model's layout and initial draw, the seed, the sizes and the schedule."""
+    """What is fixed for a run: layout, initial weights, seed, number of rounds and clients, learning rates."""
 
     layout: Layout
     draw: Callable[[int], Tensor]  # key -> a flat vector; methods use `initial`
@@ -58,11 +58,11 @@ class Plan:
             raise ConfigError(f"lr_end = {self.lr_end}: must be a number of at least 0")
 
     def initial(self, draw: int = 1) -> Tensor:
-        """The model's initial weights, the same for every method with the same seed. Another `draw` gives others."""
+        """The model's initial weights, the same for every method with the same seed. Each `draw` gives others."""
         return self.draw(fold(self.key, "weights", draw)).to(self.device)
 
     def lr(self, round: int) -> float:
-        """Exponential from lr at round 0 towards lr_end at the last; constant if either is 0."""
+        """The learning rate: exponential from lr at round 0 towards lr_end at the last; constant if either is 0."""
         if self.local.lr <= 0 or self.lr_end <= 0:
             return self.local.lr
         return self.local.lr * math.exp(round / self.rounds * math.log(self.lr_end / self.local.lr))
@@ -95,10 +95,12 @@ class State:
 
     @property
     def layout(self) -> Layout:
+        """The place of each tensor in the flat vector."""
         return self.plan.layout
 
     @property
     def mask(self) -> Mask:
+        """The mask of the server's model."""
         return self.weights.mask
 
     @property
@@ -106,17 +108,17 @@ class State:
         return (self.phase.number, self.round, self.attempt)
 
     def key(self, *parts: str | int) -> int:
-        """Randomness for one purpose in this round."""
+        """A random key for one purpose in this round."""
         return fold(self.plan.key, *parts, *self.tag)
 
     def kept(self, kind: type[T], name: str) -> T:
-        """What the method keeps under this name."""
+        """The mask or tensor that the method stored under this name."""
         found = self.extra[name]
         assert isinstance(found, kind)
         return found
 
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:
-        """The state one round later."""
+        """The state one round later. `before` is evaluated as a second view; `extra` is stored."""
         return replace(
             self, weights=weights, round=self.round + 1, attempt=0, before=before, extra={**self.extra, **extra},
             counted=self.counted + self.phase.counts,
@@ -130,10 +132,10 @@ class State:
         )
 
     def again(self) -> State:
-        """The same round once more with new randomness, so with another cohort."""
+        """The same round again with new random keys, and so with another cohort."""
         return replace(self, attempt=self.attempt + 1)
 
     def order(self, client: Client, local: Local, weights: Weights | None = None) -> Order:
-        """An order of this round for one client. Its key is the client's own."""
+        """An order of this round for one client, with a random key for this client."""
         key = self.key("client", client.id)
         return Order(weights if weights is not None else self.weights, local, key, self.tag)

@@ -28,9 +28,11 @@ _CLIENTS = (
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The share of samples whose largest output is the target's class; of soft targets, the class of the largest.
+    """The share of samples whose class is predicted correctly.
 
-    Classes lie on dimension 1, as in cross_entropy; on the last one where only that fits the targets.
+    The prediction is the class with the largest output. Targets are classes, or probabilities of classes; then the most
+    probable class is the true one. Classes are on dimension 1, as in cross_entropy. If the targets' shape does not fit
+    that, classes are on the last dimension.
     """
     several = output.dim() > 1 and output.shape[1] > 1
     if several and target.is_floating_point() and target.shape == output.shape:
@@ -42,19 +44,19 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 class Task:
     """What is learned, from whom, and how it is evaluated.
 
-    model: a module, whose weights are the pretrained start, or a function (or class) without arguments that makes one,
-        called anew for each seed. It is trained in float32, whatever precision it comes in.
+    model: a module: training starts from its weights. Or a function or class without arguments that makes a module:
+        each seed draws new weights. Weights are kept in float32, whatever precision they come in.
     clients: a list with each client's samples: a tuple (inputs, targets) of tensors, a torch Dataset, or a source.
-    test: the server's test samples. Without them, each client holds back the share `holdout` of its samples and the
-        model is evaluated on those (0: nothing is held back, for clients of a server that has test samples).
+    test: the server's test samples. Without them, each client holds back the share `holdout` of its samples, and the
+        model is evaluated on those. Use holdout=0 on Flower clients if the server has test samples.
     loss, metric: functions of (output, targets) that give the mean over a batch.
-    prunable, fixed: which parameters may be sparse, and which are never trained (see `Layout.of`).
+    prunable, fixed: which parameters may be sparse, and which are never trained. docs/data.md lists the rules.
     densities: each client's density budget, for heterogeneous methods.
     metric_name: what reports call the metric; without it, the name of the function ("metric" for a lambda).
     higher_is_better: whether a higher metric is a better one. Write False for an error or a perplexity.
 
-    Attributes: `train` has each client's training samples. `evaluation` has what the model is evaluated on: the test
-    samples alone, or those held back by the clients in `evaluators`.
+    Attributes: `train` has each client's training samples. `evaluation` has the samples that the model is evaluated
+    on: the test samples, or those that the clients in `evaluators` hold back.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Task:
 
     @cached_property
     def own_rule(self) -> bool:
-        """Whether the model itself says which of its weights may be sparse."""
+        """Whether the model says itself which of its weights may be sparse."""
         return self._prunable == "auto" and getattr(self.build(), "prunable", None) is not None
 
     def draw(self, key: int) -> Tensor:

@@ -22,17 +22,17 @@ class FlowerOptions:
     """How the server deals with clients it does not control."""
 
     clients: int = 0  # how many must have registered before the first round; 0: as many as take part in one
-    wait: float = 300.0  # seconds to wait for them, then or whenever too few are left
-    timeout: float = 600.0  # seconds a client has to reply at most
+    wait: float = 300.0  # seconds to wait for them, at the start or when too few are left
+    timeout: float = 600.0  # the longest time a client has to reply, in seconds
     # A round is closed early once this share of its clients has replied and `grace` seconds more have passed, but not
     # before three times the time that share took, nor three times a missing client's usual time. 1: wait for everyone.
-    enough: float = 0.5
-    grace: float = 60.0
-    poll: float = 0.2  # seconds between two looks for replies
+    enough: float = 0.5  # share of clients that must have replied before a round can close early; 1: wait for everyone
+    grace: float = 60.0  # seconds to wait after that
+    poll: float = 0.2  # seconds between two checks for replies
     # A change per step above this many times the cohort's median is refused, unless the whole change is small compared
     # to the weights; 0: every change is accepted.
-    trust: float = 10.0
-    max_samples: int = 0  # a client that registers more samples than this is refused; 0: no limit up to 2^32
+    trust: float = 10.0  # limit for suspicious changes, in multiples of the cohort's median; 0: accept all
+    max_samples: int = 0  # refuse clients with more samples than this; 0: refuse only above 2^32
 
     def __post_init__(self) -> None:
         for name in ("clients", "wait", "timeout", "grace", "poll", "trust", "max_samples"):

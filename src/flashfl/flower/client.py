@@ -23,13 +23,13 @@ def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> Clie
     """A ClientApp that trains `task`.
 
     task: a Task, or a function that makes one from a context (`node_config`, `run_config`, `run_id`), or, best, the
-    name of such a function: "module:function". A task with one client belongs to this node alone. Of a task with
-    several clients the node plays the one that its `partition-id` names. The node's settings may also give `client-id`
-    (default: the partition), `density` and `threads`.
+    name of such a function: "module:function". If the task has one client, the node is that client. If it has several,
+    `partition-id` says which client the node is. The node's settings may also give `client-id` (default: the
+    partition), `density` and `threads`.
 
     A process makes the task once and keeps it for the run, with the model and the data. In a deployment Flower starts
-    a process for every message; a task given by name is then kept by a worker process beside it. The node's setting
-    `worker=false` turns the worker off.
+    a process for every message. If the task is given by name, a worker process keeps it between messages. The node's
+    setting `worker=false` turns the worker off.
     """
 
     def serve(message: Message, context: Context) -> RecordDict:

@@ -30,7 +30,7 @@ _PATIENT = 10.0  # seconds of waiting for the last clients after which the log s
 
 
 class FlowerEngine:
-    """The server's half of a federation whose clients are Flower nodes; they remember, it knows what they hold."""
+    """Sends orders to Flower nodes and reads their updates. It tracks which masks each client has stored."""
 
     device = torch.device("cpu")
 

@@ -60,9 +60,9 @@ def server_task(
 ) -> Task:
     """What a server knows about a task: the model, and test samples if it has some. Else clients evaluate the model.
 
-    example: a batch of inputs, needed only to count FLOPs where there are no test samples.
+    example: a batch of inputs, needed only to count FLOPs if there are no test samples.
     settings: loss, metric, prunable, fixed and name, as for `Task`. Model and rules must be the same as the clients'.
-    Where clients evaluate by accuracy, pass metric=flashfl.accuracy: results outside 0 to 1 are then refused.
+    If clients evaluate by accuracy, set metric=flashfl.accuracy. The server then refuses values outside 0 to 1.
     """
     inputs = (example,) if isinstance(example, Tensor) else example
     task = Task(model, [_Elsewhere(inputs)], test, **settings)
@@ -147,7 +147,7 @@ class FlashStrategy(Strategy):
         return _result(self.run)
 
     def connect(self, grid: Grid) -> FlowerEngine:
-        """Wait for clients; the engine that reaches them."""
+        """Wait for clients. Returns the engine that sends them orders."""
         need, options = self.train.min_replies, self.options
         terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples)
         registry = Registry(grid, terms, options, need)

@@ -20,8 +20,8 @@ class Dense(Method):
     of Algorithm 3 with every weight present).
 
     Bytes: the whole model, in both directions, every round.
-    When: as the accuracy that sparse methods try to keep. With `values = "int8"` this is FedPAQ, which sends fewer
-    bits instead of fewer weights.
+    When: as the baseline whose accuracy sparse methods try to keep. With `values = "int8"` this is FedPAQ, which sends
+    fewer bits instead of fewer weights.
     Not to be confused with top-k compression, which also trains densely but sends only the largest changes.
 
     aggregator: fedavg or wfa. They agree here, because everyone holds every weight.

@@ -17,13 +17,13 @@ from .common import check_density, check_rule
 
 @dataclass(frozen=True)
 class NST(Method):
-    """Naive sparse training: each client keeps and moves a mask of its own.
+    """Naive sparse training: each client has its own mask and moves it.
 
-    All clients start from one common random mask. In every round a client prunes and regrows, and it remembers its
-    mask until it is asked again. The server averages what comes back and counts a missing weight as 0.
+    All clients start from one common random mask. In every round a client prunes and regrows, and it stores its
+    mask for its next round. The server averages what comes back and counts a missing weight as 0.
 
-    Bytes: density times the dense model up, plus the moved mask. Down it is the union of all masks, so several times
-    more.
+    Bytes: up, the active weights, all dense tensors and the moved mask. Down, the weights in the union of all masks, so
+    several times more.
     When: never in production. It shows what disagreement between masks costs (Section 3 of the paper).
     Not to be confused with JMWST, where the server brings all masks back to one after each move.
 

@@ -20,9 +20,9 @@ class PDST(Method):
     """Pre-defined sparse training: everyone agrees on the mask, because nobody ever moves it.
 
     The server draws one random mask with exact layer budgets and keeps it. Clients train the active weights only, and
-    the server averages them (Algorithm 1 without its first stage, masks frozen).
+    the server averages them (Algorithm 1 without its first phase, masks frozen).
 
-    Bytes: density times the dense model in both directions. The mask travels once, as a key of a few bytes.
+    Bytes: the active weights and all dense tensors, in both directions. The mask travels once, as a key of a few bytes.
     When: as the simplest sparse baseline, and wherever clients must do no extra work.
     Not to be confused with SPDST, which first learns how dense each layer should be. That is the whole difference.
 

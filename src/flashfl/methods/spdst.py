@@ -27,13 +27,15 @@ class SPDST(Method):
     many weights each layer ended with (Eq. 2). The server averages these layer densities and scales them to the target
     (Eq. 3). In the second phase everyone trains under one random mask with those budgets (Algorithm 1, freez = 1).
 
-    Bytes: density times the dense model in both directions. The first phase sends the model once to a few clients.
-    When: the first choice. It is the cheapest FLASH method, and its fixed mask allows secure sums and sparse kernels.
+    Bytes: the active weights and all dense tensors, in both directions. A random mask travels once, as a key.
+    The first phase also sends the model once to a few clients.
+    When: the first choice. It sends the fewest bytes of the FLASH methods.
     Not to be confused with JMWST, where masks go on moving, or PDST, which has no first phase.
 
-    density: the share of prunable weights that is active. warmup_clients, warmup_epochs: who trains in the first phase
-    and for how long; 0 clients skip it. adapt: how masks move there. mask_init: draw the frozen mask at random, or by
-    the magnitude of the initial weights (for pretrained models). nm: group size M of an N:M pattern; 0: no pattern.
+    density: the share of prunable weights that is active. warmup_clients: the number of clients in the first phase
+    (all, if there are fewer); 0: no first phase. warmup_epochs: their epochs. adapt: how masks move there. mask_init:
+    draw the frozen mask at random, or take the largest initial weights (for pretrained models). nm: group size M of an
+    N:M pattern; 0: no pattern.
     """
 
     name: ClassVar[str] = "spdst"

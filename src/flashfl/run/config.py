@@ -37,36 +37,36 @@ _MOST = 1024  # workers, threads or lanes: more than any machine can use
 class TrainConfig:
     """How a run goes: its length, the clients' training, and where and how it is carried out."""
 
-    rounds: int = 60
-    per_round: int = 5  # clients a round
-    epochs: int = 1
-    batch: int = 16
-    lr: float = 0.1
+    rounds: int = 60  # rounds that count; a first phase is not among them
+    per_round: int = 5  # clients that train in a round
+    epochs: int = 1  # passes of a client over its samples in a round
+    batch: int = 16  # samples in a step
+    lr: float = 0.1  # learning rate of SGD in the first round
     lr_end: float = 0.001  # the learning rate decays exponentially from lr to this
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    momentum: float = 0.0  # of SGD
+    weight_decay: float = 0.0  # of SGD
     prox: float = 0.0  # FedProx's pull towards the server's model
     max_steps: int = 0  # at most this many batches an epoch; 0: all
-    static_bn: bool = False  # BatchNorm statistics gathered once at the end instead of averaged every round
-    seed: int = 0
-    eval_every: int = 5
-    dropout: float = 0.0  # share of clients that fail in each round
-    min_replies: int = 1  # fewer good replies than this and the round is repeated
-    retries: int = 2
-    max_bytes: int = 0  # end the run once this many bytes have travelled, up and down; 0: no limit
-    values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights travel
+    static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
+    seed: int = 0  # of everything random in the run
+    eval_every: int = 5  # rounds between evaluations
+    dropout: float = 0.0  # simulated failures: the share of clients that fail in each round
+    min_replies: int = 1  # repeat a round that has fewer good replies than this
+    retries: int = 2  # how often a round may be repeated
+    max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
+    values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights are encoded in messages
     clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
     trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU computes in fp32
-    lanes: int = 0  # clients side by side on a GPU; 0: as many as a round has and memory allows, up to 16
+    device: str = "auto"  # cpu or cuda; auto: cuda if there is one
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU uses fp32
+    lanes: int = 0  # clients that train at once on a GPU; 0: all of a round, as far as memory allows, up to 16
     crew: Literal["auto", "lanes", "batched"] = "auto"  # on a GPU: a replica per client, or all in one computation
-    compile: bool = False  # on a GPU: lanes run code torch.compile made, which takes a minute to make
-    deterministic: bool = False  # on a GPU: the same bits every time, at some cost
+    compile: bool = False  # on a GPU: use torch.compile for lanes; compiling takes a minute
+    deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
-    threads: int = 1  # threads inside each; changing it may change results in the last bits
-    checkpoint_every: int = 25  # rounds; 0: only at the end and when interrupted
-    track: str = ""  # where numbers are shown beside the results file: tensorboard, mlflow, wandb, or several
+    threads: int = 1  # threads of each process; another number may change the last bits of results
+    checkpoint_every: int = 25  # rounds between checkpoints; 0: only at the end and when interrupted
+    track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
     def __post_init__(self) -> None:
         for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):

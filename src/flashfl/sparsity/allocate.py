@@ -61,13 +61,13 @@ def weight_budget(layout: Layout, density: float) -> int:
 def calibrate(
     layout: Layout, densities: Sequence[float], density: float, caps: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Eq. 3, exactly: layer budgets in proportion to `densities` that sum to round(density * K)."""
+    """Layer budgets in proportion to `densities` that sum to exactly round(density * K) (Eq. 3)."""
     wishes = [rho * k for rho, k in zip(densities, layout.sizes, strict=True)]
     return share_out(wishes, caps if caps is not None else layout.sizes, weight_budget(layout, density))
 
 
 def nested(layout: Layout, densities: Sequence[float], targets: Sequence[float]) -> dict[float, tuple[int, ...]]:
-    """Budgets for several densities, each layer's at most that of the next higher density, so that masks can nest."""
+    """Layer budgets for several densities, each at most as large as at the next higher density. So masks can nest."""
     budgets: dict[float, tuple[int, ...]] = {}
     caps: Sequence[int] = layout.sizes
     for target in sorted(set(targets), reverse=True):
@@ -87,7 +87,7 @@ def _erk(layout: Layout, density: float) -> list[float]:
 
 
 def _erk_plus(layout: Layout, density: float) -> list[float]:
-    """ERK, with layers of at most 10,000 weights raised to a fifth before the total is calibrated."""
+    """ERK, but layers of at most 10,000 weights get a density of at least 0.2 before all are scaled to the total."""
     budgets = calibrate(layout, _erk(layout, density), density)
     floors = [ERK_PLUS_FLOOR if k <= ERK_PLUS_SMALL else 0.0 for k in layout.sizes]
     return [max(b / k, floor) for b, k, floor in zip(budgets, layout.sizes, floors, strict=True)]
@@ -102,7 +102,7 @@ ALLOCATIONS: dict[str, Callable[[Layout, float], list[float]]] = {
 
 
 def allocate(layout: Layout, allocation: str, density: float) -> tuple[int, ...]:
-    """Budgets that need no data: `uniform`, `erk` (density proportional to sum(shape)/prod(shape)) or `erk+`."""
+    """Exact layer budgets: `uniform`, `erk` (density proportional to sum(shape) / prod(shape)) or `erk+`."""
     if allocation not in ALLOCATIONS:
         raise unknown("allocation", allocation, ALLOCATIONS)
     return calibrate(layout, ALLOCATIONS[allocation](layout, density), density)

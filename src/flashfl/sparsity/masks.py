@@ -16,7 +16,7 @@ from .select import lowest, lowest_by_layer, magnitude
 
 
 def random_mask(plan: Plan, budgets: Sequence[int], key: int, nm: int = 0) -> Mask:
-    """A random mask with these layer budgets. Under one key, smaller budgets give a subset of larger ones."""
+    """A random mask with these layer budgets. With the same key, smaller budgets give subsets."""
     return recipe_mask(plan.layout, Recipe(key, tuple(budgets), nm), plan.device)
 
 
@@ -28,7 +28,7 @@ def recipe_mask(layout: Layout, recipe: Recipe, device: Device = "cpu") -> Mask:
 
 
 def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0) -> Mask:
-    """The largest weights of each layer, as many as its budget; of equal ones the lower index. Smaller budgets nest."""
+    """The largest weights of each layer; on a tie, the lower index. Masks with smaller budgets are subsets."""
     bits = _select(layout, lambda start, stop: -magnitude(vector[start:stop]), budgets, nm, False, vector.device)
     return Mask(layout, bits, tuple(budgets))
 

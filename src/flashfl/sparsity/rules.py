@@ -28,10 +28,12 @@ _DECAY = 0.9  # of the running mean that momentum growth ranks by
 @part
 @dataclass(frozen=True)
 class PruneRegrow:
-    """In each layer drop the smallest active weights, then regrow as many in total where layers matter most.
+    """Drop the smallest active weights of each layer, then grow the same number in total.
 
-    rate: the share of active weights dropped, before decay. growth: how new weights are chosen: at random, by the last
-    batch's gradient (RigL), or by its running mean.
+    Layers grow in proportion to the mean magnitude of their active weights.
+
+    rate: the share of active weights dropped, before decay. growth: how new weights are chosen: at random, by the
+    gradient of the last batch (RigL), or by its running mean.
     """
 
     rate: float = 0.25
@@ -45,18 +47,18 @@ class PruneRegrow:
 
     @property
     def dense_gradient(self) -> bool:
-        """Whether choosing what to grow needs the gradient of inactive weights."""
+        """Whether growth needs the gradient of inactive weights."""
         return self.growth != "random"
 
     def collect(self, scores: Tensor, gradient: Tensor) -> None:
-        """Take in the gradient of one step: the last one, or a running mean of all."""
+        """Update `scores` with the gradient of one step: keep the last gradient, or a running mean of all."""
         if self.growth == "momentum":
             scores.mul_(_DECAY).add_(gradient)
         else:
             scores.copy_(gradient)
 
     def moments(self, epochs: int, batches: int) -> dict[int, Fraction]:
-        """After which steps the mask moves, and at what rate.
+        """The steps after which the mask moves, each with its rate.
 
         With several epochs: after each but the last, decaying linearly. With one: once, half-way through it, so that
         the second half trains what was regrown.
@@ -76,7 +78,7 @@ class PruneRegrow:
         keys: Sequence[int],
         counts: Sequence[Sequence[int]],
     ) -> list[tuple[int, ...]]:
-        """Move the masks [clients, K] of a stack of models [clients, size] in place; the new layer counts.
+        """Move the masks [clients, K] of a stack of models [clients, size] in place. Returns the new layer counts.
 
         scores: |gradient| or |momentum| of every prunable weight, for growth by score. Weights that are dropped
         become 0, and so do regrown ones.
