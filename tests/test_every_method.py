@@ -97,7 +97,7 @@ def check_density(method: Method, states: list[State], pattern: int = 0) -> None
 @methods
 def test_clients_of_every_round_have_their_exact_budget(name: str, small_task: Task, monkeypatch: Any) -> None:
     from flashfl import aggregate
-    from flashfl.engine import cpu
+    from flashfl.engine import encoding
 
     seen: list[tuple[int, ...]] = []
 
@@ -105,7 +105,7 @@ def test_clients_of_every_round_have_their_exact_budget(name: str, small_task: T
         seen.append(update.counts)
         return aggregate.add(sums, update)
 
-    monkeypatch.setattr(cpu, "add", spy)
+    monkeypatch.setattr(encoding, "add", spy)
     run(small(name), small_task)
     allowed = {weight_budget(small_task.layout, d) for d in (0.2, 0.3, 0.4, 1.0)}
     assert seen
