@@ -20,7 +20,7 @@ from flashfl.core.exchange import Local
 from flashfl.core.layout import KINDS as LAYOUT_KINDS
 from flashfl.core.layout import Layer, Layout
 from flashfl.core.mask import Mask, Recipe
-from flashfl.core.rng import fold
+from flashfl.core.rng import fold, hashes
 from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
 from flashfl.wire import Limits, encode
 from flashfl.wire.frame import CODES
@@ -255,3 +255,8 @@ def test_settings_as_described() -> None:
             default = [] if f.default == () else f.default
             said = f"`{f.name}`" if default is MISSING else f"`{f.name}` {json.dumps(default)}"
             assert said in row, said
+
+
+def test_example_numbers_of_the_page_are_right() -> None:
+    assert f"gives {fold(7, 'mask', 2)}." in PAGE
+    assert f"hashes {', '.join(map(str, hashes((1 << 40) + 7, 0, 3, 'cpu').tolist()))}." in PAGE

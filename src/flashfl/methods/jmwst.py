@@ -23,7 +23,7 @@ class JMWST(SPDST):
     of the largest averaged weights in each layer (Algorithm 4). So all clients start the next round from one mask.
 
     Bytes: as SPDST, plus the moved mask. With r_int = 1 that is 4 % more (ResNet18, density 0.05; docs/results.md).
-    When: at very low densities. At 0.01 on CIFAR-10, r_int = 5 gains 1.3 to 1.8 points over SPDST (docs/results.md).
+    When: at very low densities. At 0.01 on CIFAR-10, r_int = 5 gains 1.3 to 1.8 points over SPDST (one seed; LOG.md).
     Not to be confused with NST, where masks stay different, or FedDST, which averages over holders.
 
     r_int: masks move every r_int rounds. freeze_after: the round from which they no longer move; 0: never freeze.
