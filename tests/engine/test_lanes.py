@@ -477,7 +477,7 @@ def test_ignored_label_that_is_rare_needs_lanes(device: str) -> None:
 
 
 @devices
-@pytest.mark.filterwarnings("ignore:only 30%")
+@pytest.mark.filterwarnings("ignore:only 30%", "ignore:.*cannot run this model")
 def test_sparse_gradients_agree_with_the_cpu_engine(device: str) -> None:
     data = [((torch.arange(40 + 5 * i).view(-1, 5) * 7 + i) % 20, torch.arange(8 + i) % 3) for i in range(6)]
     agree(small("pdst"), fl.Task(Rarely, data, data[0], prunable="hidden.weight"), device)

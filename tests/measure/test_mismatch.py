@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
 from flashfl.measure.mismatch import pairwise
-from flashfl.sparsity import common, jaccard, layer_mismatch, mismatch
+from flashfl.sparsity import common, jaccard, mismatch
 
 LAYOUT = Layout.build({"prunable": [("a", (2, 2)), ("b", (4,))]})
 
@@ -25,7 +25,6 @@ def test_common_counts_weights_active_in_both_masks() -> None:
     assert common(before, after) == (1, 2)
     assert after.counts == (2, 3)
     assert jaccard(3, 4, 5) == pytest.approx(0.5) == pytest.approx(mismatch(before, after))
-    assert [jaccard(1, 2, 2), jaccard(2, 2, 3)] == pytest.approx(layer_mismatch(before, after))
 
 
 def test_two_empty_masks_do_not_differ() -> None:
