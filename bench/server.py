@@ -53,9 +53,8 @@ def _intake_v1(method: str, trusting: bool) -> Callable[[], Took]:
     from flashfl.wire.trust import Trust
 
     from flashfl.aggregate import add
-    from flashfl.core.exchange import Client, Local, Order, Sums, Update
     from flashfl.core.layout import Layout
-    from flashfl.core.mask import Mask, Weights
+    from flashfl.core.state import Client, Local, Mask, Order, Sums, Update, Weights
     from flashfl.engine.client import update_message
     from flashfl.models import build_model
     from flashfl.sparsity import PruneRegrow, allocate, random_mask
