@@ -39,7 +39,7 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
 
 def test_the_flower_example_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr")
-    from tests.flower.in_process_grid import InProcessGrid
+    from flashfl.flower.testing import InProcessGrid
 
     def private_samples(context: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return blobs(300, (6,), int(context.node_config["partition-id"]))

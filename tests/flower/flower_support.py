@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from flwr.app import Message
 from flwr.clientapp import ClientApp
-from in_process_grid import InProcessGrid, Tamper
 
 import flashfl as fl
 from flashfl.core.exchange import Order, Update
@@ -22,6 +21,7 @@ from flashfl.engine.train import Trainer
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records
 from flashfl.flower.client import app_around
 from flashfl.flower.host import Host
+from flashfl.flower.testing import InProcessGrid, Tamper
 from flashfl.run.config import TrainConfig
 from flashfl.wire import seal
 

@@ -19,7 +19,6 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashf
 from flower_support import federation, train
 from flwr.app import Context, Message, RecordDict
 from flwr.common.config import flatten_dict
-from in_process_grid import InProcessGrid
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError
@@ -30,6 +29,7 @@ from flashfl.flower import records, worker
 from flashfl.flower.app import read_config, server_main, task_of
 from flashfl.flower.host import find
 from flashfl.flower.supernode import instead
+from flashfl.flower.testing import InProcessGrid
 from flashfl.methods import NST
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task

@@ -18,13 +18,13 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashf
 from deployment import APP, STOCK, CountingProxy, Deployment, deployment, free_port, wait_for
 from flower_support import only
 from flwr.app import Error, Message
-from in_process_grid import InProcessGrid
 
 import flashfl as fl
 from flashfl.core.record import RoundRecord
 from flashfl.core.rng import fold
 from flashfl.data.tasks import TaskConfig, build_task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app
+from flashfl.flower.testing import InProcessGrid
 from flashfl.run.config import TrainConfig
 
 pytestmark = pytest.mark.slow

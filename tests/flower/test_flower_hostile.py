@@ -17,7 +17,6 @@ from torch import nn
 pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashfl[flower]'")
 
 from flower_support import PATIENT, QUICK, assert_equal, federation, node_of, only, rogue, train
-from in_process_grid import InProcessGrid
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
@@ -27,6 +26,7 @@ from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records, server_task
 from flashfl.flower.app import read_config, task_of
 from flashfl.flower.registration import NONE, Entry, Terms, difference, fingerprint
+from flashfl.flower.testing import InProcessGrid
 from tests.conftest import blobs, make_task
 from tests.test_every_method import small
 
