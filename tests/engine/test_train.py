@@ -530,7 +530,7 @@ def test_without_test_samples_clients_evaluate_on_held_back_samples_weighted_by_
     assert [len(held) for held in task.evaluation] == [2, 10]
     assert [c.n for c in task.clients] == [8, 40], "what is held back is not trained on"
     run = fl.simulate(fl.Dense(), task, 1, workers=1)
-    assert run.accuracy == pytest.approx(2 / 12)
+    assert run.metric == pytest.approx(2 / 12)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

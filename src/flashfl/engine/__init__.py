@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..core.engine import Engine
 from ..core.errors import ConfigError
 from ..data.task import Task
-
-if TYPE_CHECKING:
-    from ..run.config import TrainConfig
+from .settings import EngineSettings
 
 
-def make_engine(task: Task, config: TrainConfig, folder: Path | None = None) -> Engine:
+def make_engine(task: Task, config: EngineSettings, folder: Path | None = None) -> Engine:
     """The engine a training configuration asks for; `auto` takes a GPU where there is one."""
     device = config.device
     if device == "auto":

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,12 +23,10 @@ from .client import ClientSide, Reply, said
 from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
 from .pool import Died, InProcess, Pool
+from .settings import EngineSettings
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
 from .trust import Trust
-
-if TYPE_CHECKING:
-    from ..run.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,9 @@ class CPUEngine:
 
     device = torch.device("cpu")
 
-    def __init__(self, task: Task, config: TrainConfig, folder: Path | None = None, trust: Trust | None = None) -> None:
+    def __init__(
+        self, task: Task, config: EngineSettings, folder: Path | None = None, trust: Trust | None = None
+    ) -> None:
         """folder: where masks are stored. trust: by default every finite update is accepted."""
         self.task, self.dropout, values, threads = task, config.dropout, config.values, config.threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
@@ -176,7 +175,7 @@ def _worker(task: Task, store: MaskStore, values: Form, path: str) -> Callable[[
     return work
 
 
-def trust_in_simulated(config: TrainConfig) -> Trust:
+def trust_in_simulated(config: EngineSettings) -> Trust:
     """Simulated clients are honest: every finite update is accepted."""
     return Trust(factor=0, clip=config.clip, trim=config.trim)
 

@@ -12,8 +12,6 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..core.engine import Engine, FixedPopulation, Population
 from ..core.errors import ConfigError, FlashError, warn
 from ..core.exchange import Traffic
@@ -66,7 +64,6 @@ def simulate(
         settings["rounds"] = rounds
     config = _train_config(train, task, settings)
     check_method(method)
-    _check_guard(config)
     if not task.evaluation:
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
@@ -152,20 +149,6 @@ def check_method(method: object) -> None:
         if getattr(kind, name) is getattr(Method, name):
             raise ConfigError(f"{kind.__name__} has no {name}: every method needs init(plan) and aggregate(s, sums)")
     check_fields(method)
-
-
-def _check_guard(config: TrainConfig) -> None:
-    """Workers with several threads are new processes that import the user's script again."""
-    script = sys.modules["__main__"]
-    file = getattr(script, "__file__", None)
-    on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-    if config.threads == 1 or config.workers == 1 or on_gpu or script.__spec__ is not None or file is None:
-        return
-    if "__name__" not in Path(file).read_text(errors="replace"):
-        raise ConfigError(
-            f"threads = {config.threads} starts processes that import {Path(file).name} again: put its code under "
-            '`if __name__ == "__main__":`, or use threads = 1 or workers = 1'
-        )
 
 
 def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, Any]) -> TrainConfig:

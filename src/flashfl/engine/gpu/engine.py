@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +22,7 @@ from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
 from ..cpu import drops, trust_in_simulated
 from ..memory import ClientMemory
+from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
 from ..work import Work
@@ -33,9 +33,6 @@ from .evaluate import Evaluator
 from .lanes import Lanes
 from .stack import Stack
 
-if TYPE_CHECKING:
-    from ...run.config import TrainConfig
-
 _SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
 
 
@@ -43,7 +40,7 @@ class GPUEngine:
     """Trains any task with any method on one device. On a CPU it does the same without CUDA graphs."""
 
     def __init__(
-        self, task: Task, config: TrainConfig, device: torch.device | str = "cuda", folder: Path | None = None
+        self, task: Task, config: EngineSettings, device: torch.device | str = "cuda", folder: Path | None = None
     ) -> None:
         """folder: where masks are stored."""
         self.task, self.layout, self.config, self.device = task, task.layout, config, torch.device(device)
