@@ -105,7 +105,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
     run = add("run", _run, "train one method on one task", settings=True)
     run.add_argument("--out", type=Path, help="folder for results and checkpoints (default: runs/TASK-METHOD-SEED)")
-    run.add_argument("--resume", action="store_true", help="continue from the last checkpoint in that folder")
+    run.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint in --out; settings need not be repeated, and --rounds may be raised",
+    )
     run.add_argument("--overwrite", action="store_true", help="start again even if the folder holds a run")
     run.add_argument("--quiet", action="store_true", help="show only the final line")
 
@@ -154,12 +158,25 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
     return quick(data, overrides) if args.quick else make_config(data, overrides)
 
 
+def _resumed_config(folder: Path, overrides: dict[str, str]) -> RunConfig | None:
+    """The settings of the run in a folder, with changes; None if it does not record them."""
+    from .run.config import make_config
+    from .run.results import Results
+
+    try:
+        recorded = Results.read(folder).header.get("config")
+    except FlashError:
+        return None
+    return make_config(recorded, overrides) if isinstance(recorded, dict) and recorded else None
+
+
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.compare import run_config
     from .run.progress import amount
     from .run.results import RESULTS
 
-    config = _config(args, overrides)
+    config = _resumed_config(args.out, overrides) if args.resume and args.out and not args.config else None
+    config = config or _config(args, overrides)
     dataset = re.sub(r"[^\w.]+", "-", config.task.dataset).strip("-.")  # folder:PATH must not become a path here
     folder = args.out or Path("runs") / f"{dataset}-{config.method.name}-seed{config.train.seed}"
     if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
