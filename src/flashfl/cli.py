@@ -222,7 +222,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
     )
     print(summary_table(found, _COMPARED, title).terminal())
-    print("\nBytes are those of the encoded messages, stage 1 included, averaged over rounds.")
+    print("\nBytes are those of the encoded messages, first phase included, averaged over rounds.")
     print("Mask mismatch: between the server's masks of consecutive rounds, over the last\nsixth of the run.")
     if text := verdict(found):
         print(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -128,10 +127,9 @@ class Task:
         module = self._given(0)
         found = {t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()} - {torch.float32}
         if found:
-            warnings.warn(
+            warn(
                 f"the model's parameters and buffers of {', '.join(sorted(map(str, found)))} are trained and kept in "
-                "float32; values='fp16' makes them travel in half precision",
-                RuntimeWarning,
+                "float32; values='fp16' makes them travel in half precision"
             )
         return Layout.of(module.float(), self._prunable, self._fixed)
 

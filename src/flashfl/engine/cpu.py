@@ -6,14 +6,13 @@ import functools
 import multiprocessing
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..core.errors import CheckpointError, FlashError
+from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ..core.mask import Weights
 from ..core.state import State
@@ -129,7 +128,7 @@ class CPUEngine:
             raise FlashError(f"evaluation failed: {next(iter(failed.values()))}")
         for which, why in sorted(failed.items()):
             client = self.task.evaluators[which]
-            warnings.warn(f"client {client} is dropped from this evaluation: {why}", RuntimeWarning)
+            warn(f"client {client} is dropped from this evaluation: {why}")
 
     def close(self) -> None:
         self.pool.close()

@@ -7,7 +7,6 @@ everything that a simulated client remembers.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.engine import JSON
-from ..core.errors import CheckpointError, FlashError
+from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import Tag
 from ..core.mask import Mask
 from .store import MaskStore
@@ -226,7 +225,7 @@ class ClientMemory:
         except (KeyError, FlashError) as error:
             if self.simulated:
                 raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
-            warnings.warn(f"what clients hold is lost ({error}); they are sent full masks again", RuntimeWarning)
+            warn(f"what clients hold is lost ({error}); they are sent full masks again")
             table = _Table()
         self._now, self._saved = table, table.copy()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import FlashError
+from ..core.errors import FlashError, warn
 from ..core.layout import Layer, tensors_of
 from ..data.task import Task
 
@@ -79,9 +78,8 @@ def warn_of_buffers(task: Task) -> None:
     now = module.named_buffers()
     lost = [n for n, b in now if n in kept and not torch.allclose(b, kept[n], 0, 0, equal_nan=True)]
     if lost:
-        warnings.warn(
+        warn(
             f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which are not sent: "
             "every client starts with the model's own, and changes are lost. Statistics of a norm are sent if they are "
-            "called running_mean and running_var",
-            RuntimeWarning,
+            "called running_mean and running_var"
         )

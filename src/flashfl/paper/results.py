@@ -11,7 +11,6 @@ import os
 import platform
 import subprocess
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import warn
 from ..core.files import put
 from ..methods import METHODS
 from ..run.code import PACKAGE, digest
@@ -95,7 +95,7 @@ def _read(path: Path, changed: int, size: int) -> Mapping[str, Record]:
     """The results in a file by their place. It is read again when it has changed."""
     found = [_parse(text) for text in _lines(path)]
     if lost := [number for number, record in enumerate(found, 1) if len(record) == 1]:
-        warnings.warn(f"{path}: lines {lost} are not results and are skipped", RuntimeWarning)
+        warn(f"{path}: lines {lost} are not results and are skipped")
     return {record["place"]: record for record in found if len(record) > 1}
 
 

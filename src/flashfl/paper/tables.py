@@ -17,7 +17,7 @@ _COLUMNS = (
 )  # fmt: skip
 ABOUT = (
     "Ours after the last round beside the paper's, mean ± standard deviation over seeds. Best: a run's best "
-    "evaluation. Before: the model before the server cuts it to its density. Bytes per client and round, stage 1 "
+    "evaluation. Before: the model before the server cuts it to its density. Bytes per client and round, first phase "
     "included, and how many times fewer that is than the model's dense size."
 )
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import files
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, warn
 
 if TYPE_CHECKING:
     from .load import Found
@@ -165,5 +164,5 @@ def page_for(folder: Path, runs: Sequence[Path]) -> Path | None:
 
         return write(load(runs), folder / "report.html")
     except Exception as error:
-        warnings.warn(f"the report page could not be written: {error}", RuntimeWarning)
+        warn(f"the report page could not be written: {error}")
         return None

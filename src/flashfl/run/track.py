@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError, unknown
+from ..core.errors import ConfigError, unknown, warn
 from ..core.record import RoundRecord
 
 
@@ -138,7 +137,7 @@ class Tracking:
         try:
             call()
         except Exception as error:  # an external service must not end a run
-            warnings.warn(f"tracking with {name} stopped: {error}", RuntimeWarning)
+            warn(f"tracking with {name} stopped: {error}")
             del self._trackers[name]
 
 

@@ -6,12 +6,12 @@ The clients' weights lie in the first rows of a stack, and all of them have the 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
 
+from ...core.errors import warn
 from ...sparsity import move
 from ..work import Work
 from .batched import Batched
@@ -72,7 +72,7 @@ def faster(crews: Sequence[Crew], works: Sequence[Work]) -> Crew:
         except Exception as error:  # a model that cannot be batched (an `if` on a tensor, say) can still run in lanes
             if crew is crews[-1] and not times:
                 raise
-            warnings.warn(f"{type(crew).__name__} cannot run this model ({str(error).splitlines()[0]})", RuntimeWarning)
+            warn(f"{type(crew).__name__} cannot run this model ({str(error).splitlines()[0]})")
             continue
         times[time.perf_counter() - began] = crew
     return times[min(times)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.errors import ConfigError
+from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights
@@ -58,7 +57,7 @@ class GPUEngine:
         self._before = ExitStack()  # puts torch's global settings back
         if self.cuda:
             if kernel("step", "masked_step") is None:
-                warnings.warn("Triton is not installed: training steps are not fused, which is slower", RuntimeWarning)
+                warn("Triton is not installed: training steps are not fused, which is slower")
             self._set_up_torch(config.deterministic)
 
     def _set_up_torch(self, deterministic: bool) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+
+from ...core.errors import warn
 
 
 class Graphs:
@@ -41,10 +42,9 @@ class Graphs:
             self.active = False
             self.clear()
             torch.cuda.synchronize(self.device)
-            warnings.warn(
+            warn(
                 f"{self.name} cannot be captured as a CUDA graph ({str(error).splitlines()[0]}); it runs eagerly, "
-                "which is slower",
-                RuntimeWarning,
+                "which is slower"
             )
 
     def _captured(

@@ -51,7 +51,7 @@ function trends() {
   const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round; seeds as mean and standard deviation.` + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
   chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: shown().map((g) => ({
     label: g.label, colour: g.colour, x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
-  const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, stage 1 included (log scale).", { half: true });
+  const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, first phase included (log scale).", { half: true });
   choice(bytes, { both: "up + down", up: "up", down: "down" }, "bytes");
   const sum = (a) => a.up.map((v, i) => (chosen.bytes === "both" ? v + a.down[i] : a[chosen.bytes][i]));
   chart(bytes, (host) => lineChart(host, { xLabel: "bytes", ...metric.axis, xType: "log", xTick: text.bytes, nearest: true,
