@@ -22,7 +22,7 @@ from .load import Found, RunData
 
 MOST_CLIENTS, MOST_CLASSES = 100, 64
 _ABOUT = (
-    "Means over seeds at the end of training. Saving: dense fp32 bytes over the bytes really sent, first phase included. "
+    "Means over seeds after training. Saving: dense fp32 bytes over the bytes really sent, first phase included. "
     "Mask mismatch: mean over the last sixth of the rounds. Select a heading to sort."
 )
 _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
