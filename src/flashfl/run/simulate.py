@@ -178,7 +178,7 @@ def _loop(
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
-        if config.checkpoint_every and run.rounds % config.checkpoint_every == 0:
+        if keeper.due():
             keeper.keep()
     run.kept = keeper.keep()
     if not run.kept:
