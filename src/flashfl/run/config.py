@@ -54,6 +54,7 @@ class TrainConfig:
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
+    average: float = 0.0  # report a running average of the server's model, which keeps this share each round; 0: no
     values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights are encoded in messages
     clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
     trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
@@ -80,6 +81,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
+        if not 0 <= self.average < 1:
+            raise ConfigError(
+                f"average = {self.average}: must be at least 0 and below 1 (0.95 averages about 20 rounds)"
+            )
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
         if not 0 <= self.trim < 0.5:
@@ -101,8 +106,9 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device
-    )
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end,
+        train.average, device,
+    )  # fmt: skip
 
 
 def _check_sparse(method: Any, task: Task) -> None:
