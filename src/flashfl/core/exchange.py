@@ -16,6 +16,7 @@ from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
 from .parts import coerce, part
+from .precision import Precision
 
 _WHOLE, _REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
 _RANGES = (
@@ -71,6 +72,7 @@ class Local:
     keep: tuple[str, ...] = ()  # what the client stores for its next round: nothing, or "mask"
     report: Literal["weights", "counts", "statistics"] = "weights"
     statistics: bool = True  # False: static BatchNorm, running statistics neither kept nor sent
+    upload: Precision | None = None  # how the update's values travel; None: as those of the order
 
     def __post_init__(self) -> None:
         # Each number gets its field's exact type, and -0.0 becomes 0.0: equal settings are then equal messages.

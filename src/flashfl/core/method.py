@@ -62,9 +62,13 @@ class Method:
         """The models to evaluate, by name; the first is reported. By default `weights`, and `before` if it is set."""
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
+    def reported(self, s: State) -> Mapping[str, Weights]:
+        """The views with the running average of the server's model before them, if the run keeps one."""
+        return self.views(s) if s.average is None else {"average": s.average, **self.views(s)}
+
     def view(self, s: State, name: str = "") -> Weights:
         """The view of this name; by default the reported one."""
-        views = self.views(s)
+        views = self.reported(s)
         if name and name not in views:
             raise unknown("view", name, views)
         return views[name or next(iter(views))]

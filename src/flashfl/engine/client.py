@@ -16,8 +16,8 @@ from ..core.mask import Mask
 from ..data.sources import Source
 from ..wire import Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
-from ..wire.values import Carries, Form
-from .encoding import OWN
+from ..wire.values import Carries
+from .encoding import OWN, base_values
 from .memory import Rounds
 from .store import MaskStore
 from .train import ClientFailed, Trainer
@@ -73,9 +73,8 @@ class ClientLedger:
 class ClientSide:
     """Plays one client at a time on one replica. The masks it remembers lie in a store, by hash."""
 
-    def __init__(self, trainer: Trainer, store: MaskStore, values: Form | None = "fp32") -> None:
-        """`values`: how weights travel; None: as they came."""
-        self.trainer, self.layout, self.store, self.values = trainer, trainer.layout, store, values
+    def __init__(self, trainer: Trainer, store: MaskStore) -> None:
+        self.trainer, self.layout, self.store = trainer, trainer.layout, store
 
     def work(self, client: int, data: Source, order_bytes: bytes, memory: Rounds) -> Reply:
         """Carry out an order. Raises ClientFailed if training fails.
@@ -95,7 +94,8 @@ class ClientSide:
         assert local is not None
         assert coding is not None
         # Values and weights may each be as large as the model: release them before training.
-        orders = [Order(message.weights(), local, message.key, message.tag, extra)]
+        orders, how = [Order(message.weights(), local, message.key, message.tag, extra)], local.upload or coding.values
+        start = message if how.changes else None
         message = replace(message, values=None)
         own = ledger.own(message.start) if "mask" in local.keep else None
         try:
@@ -106,7 +106,9 @@ class ClientSide:
             log.debug("client %d failed", client, exc_info=True)
             raise ClientFailed(said(error)) from error
         answer = update_message(update, message, self.layout)
-        encoded = encode(answer, ledger.bases(message), self.values or coding.values)
+        if start is not None and answer.mask is not None and answer.values is not None:
+            answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
+        encoded = encode(answer, ledger.bases(message), how)
         ledger.finish(message, own=update.mask if "mask" in local.keep else None)
         return Reply(encoded.data, self._keep(ledger))
 

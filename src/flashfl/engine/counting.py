@@ -21,10 +21,10 @@ from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
 from ..core.kernel import kernel
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
-from ..wire.values import Form
 from .account import Account
 from .memory import ClientMemory
 from .robust import Row, add_rows, marked
@@ -51,14 +51,14 @@ class _Heard:
 class Counting(Account):
     """The account of a round whose updates lie on the device, many clients to a stack."""
 
-    def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
-        """trust: only its `clip` and `trim` count, as simulated clients are honest."""
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, trust: Trust | None = None) -> None:
+        """values: how those of orders travel. trust: only its `clip` and `trim` count: simulated clients are honest."""
         super().__init__(memory, trust or Trust(factor=0))
         self.values = values
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
         self._held: dict[int, Row] = {}  # by client, where the cohort must be known before updates can be added
-        self._sizes: dict[tuple[str | bool | int, ...], tuple[Local | None, Parts]] = {}
+        self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Parts]] = {}
 
     def sent(self, client: Client, order: Order) -> None:
         self.orders.append((client, order))
@@ -160,16 +160,16 @@ class Counting(Account):
             local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
             carries="all" if order.local.statistics else "weights", extra=order.extra,
         )  # fmt: skip
-        return self._sized(message, order.weights.mask.active).traffic("order")
+        return self._sized(message, order.weights.mask.active, self.values).traffic("order")
 
-    def _sized(self, message: Message, active: int) -> Parts:
+    def _sized(self, message: Message, active: int, values: Precision) -> Parts:
         """A message's size without its mask, worked out once for all clients whose messages are as long."""
         if message.extra:
-            return size_with(message, active, 0, self.values)
-        alike = (message.kind, message.start is None, message.own is None, message.carries, active)
+            return size_with(message, active, 0, values)
+        alike = (message.kind, message.start is None, message.own is None, message.carries, active, values)
         known = self._sizes.get(alike)
         if known is None or known[0] != message.local:
-            known = self._sizes[alike] = (message.local, size_with(message, active, 0, self.values))
+            known = self._sizes[alike] = (message.local, size_with(message, active, 0, values))
         return known[1]
 
     def _settle(self, seat: Work, mask_bytes: int, loss: float) -> None:
@@ -189,13 +189,14 @@ class Counting(Account):
             "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
             carries="all" if local.statistics else "weights",
         )  # fmt: skip
+        values = local.upload or self.values
         if local.report == "weights":
-            return replace(self._sized(message, sum(seat.counts)), mask=mask_bytes).traffic("update")
+            return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":
             whole = replace(message, counts=seat.counts)
         else:
             whole = replace(message, carries="statistics", values=torch.zeros(layout.size - layout.trained_size))
-        return encode(whole, (), self.values).parts.traffic("update")
+        return encode(whole, (), values).parts.traffic("update")
 
 
 @functools.lru_cache(maxsize=8)

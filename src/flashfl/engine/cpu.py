@@ -17,7 +17,6 @@ from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ..core.mask import Weights
 from ..core.state import State
 from ..data.task import Task
-from ..wire.values import Form
 from .client import ClientSide, Reply, said
 from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
@@ -60,9 +59,9 @@ class CPUEngine:
         self, task: Task, config: EngineSettings, folder: Path | None = None, trust: Trust | None = None
     ) -> None:
         """folder: where masks are stored. trust: by default every finite update is accepted."""
-        self.task, self.dropout, values, threads = task, config.dropout, config.values, config.threads
+        self.task, self.dropout, threads = task, config.dropout, config.threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, values, trust or trust_in_simulated(config))
+        self.server = Server(self.memory, config.down, trust or trust_in_simulated(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
@@ -72,7 +71,7 @@ class CPUEngine:
         count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
             count = 1
-        make = functools.partial(_worker, task, self.memory.store, values, self._file.name)
+        make = functools.partial(_worker, task, self.memory.store, self._file.name)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
@@ -153,10 +152,10 @@ def _shared_model(task: Task, path: str) -> Weights:
     return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
 
 
-def _worker(task: Task, store: MaskStore, values: Form, path: str) -> Callable[[Job], Result]:
+def _worker(task: Task, store: MaskStore, path: str) -> Callable[[Job], Result]:
     """The function that does jobs; `path` leads to the model that is evaluated."""
     trainer, model = Trainer(task), _shared_model(task, path)
-    side = ClientSide(trainer, store, values)
+    side = ClientSide(trainer, store)
 
     def work(job: Job) -> Result:
         try:

@@ -10,9 +10,11 @@ from torch import Tensor
 from ..aggregate import add
 from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
 from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
-from ..wire.values import Form
+from ..wire.errors import NonFinite, WrongContent
+from ..wire.values import Carries
 from .account import Account
 from .held import Held
 from .memory import ClientMemory
@@ -25,7 +27,8 @@ OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 class Server:
     """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
 
-    def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, trust: Trust | None = None) -> None:
+        """values: how the values of orders travel."""
         self.memory, self.layout, self.values, self.trust = memory, memory.layout, values, trust or Trust()
         self._packed: tuple[Weights, Tensor] | None = None
 
@@ -58,6 +61,7 @@ class Server:
         own = self.memory.own(order.client) if order.own is not None else None
         known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
         update = decode(data, self.layout, known=known, limits=_limits(order))
+        update = _restored(update, order)
         check_update(update, order, self.trust.factor > 0, self._frozen(order))
         return update
 
@@ -100,8 +104,9 @@ class Encoding(Account):
         """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
         order = self._orders[client]
         start, k = order.local.start if order.local else None, self.layout.prunable_size
+        values = (order.local.upload if order.local else None) or self.server.values
         active = max(sum(start.budgets) if start else 0, order.mask.active if order.mask else 0)
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, self.server.values).total
+        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
         extras = max([k, *(extra.value.numel() for extra in order.extra.values())])
         return plain + 4 * extras * len(order.extra)
 
@@ -193,6 +198,32 @@ def _limits(order: Message) -> Limits:
     # The mask that a client kept may have been a recipe, and be unknown here by now.
     kept = "mask" in local.keep and order.start is not None and order.own is None
     return Limits(extras=len(order.extra), elements=most, recipes=local.start is not None or kept)
+
+
+def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
+    """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
+    assert order.values is not None
+    layout, values = order.layout, order.values
+    if mask is not order.mask:
+        values = Weights(mask, order.weights().vector).packed()
+    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
+    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
+
+
+def _restored(update: Message, order: Message) -> Message:
+    """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
+    asked, coding = order.local.upload if order.local else None, update.coding
+    if update.values is None or update.mask is None or coding is None:
+        return update
+    if coding.values.changes != bool(asked and asked.changes):
+        sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
+        raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
+    if not coding.values.changes:
+        return update
+    values = update.values + base_values(order, update.mask, update.carries)
+    if not bool(values.isfinite().all()):
+        raise NonFinite(f"the changes of client {update.client} lead to weights that are not finite")
+    return replace(update, values=values)
 
 
 def _update(message: Message, order: Message) -> Update:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..wire.values import Form
+from ..core.precision import Precision
 
 
 class EngineSettings(Protocol):
@@ -13,7 +13,7 @@ class EngineSettings(Protocol):
     @property
     def device(self) -> str: ...
     @property
-    def values(self) -> Form: ...
+    def down(self) -> Precision: ...
     @property
     def dropout(self) -> float: ...
     @property

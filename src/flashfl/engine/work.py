@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.exchange import Client, Local, Order
-from ..core.mask import Mask
+from ..core.mask import Mask, Weights
 from ..core.rng import fold, permutation
 from ..data.sources import Inputs, Source
 
@@ -68,3 +68,4 @@ class Work(Schedule):
     order: Order
     mask: Mask
     counts: tuple[int, ...]  # active weights per layer, kept up to date while the mask moves
+    sent: Weights  # the order's model before it was rounded to travel

@@ -170,8 +170,9 @@ class FlashStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what is about to run."""
-        log.info("%r on %r: %d rounds of %d clients, values as %s; %r", self.method, self.task.name, self.train.rounds,
-                 self.train.per_round, self.train.values, self.options)  # fmt: skip
+        train = self.train
+        log.info("%r on %r: %d rounds of %d clients, values as %s down and %s up; %r", self.method, self.task.name,
+                 train.rounds, train.per_round, train.down.values, train.up.values, self.options)  # fmt: skip
 
 
 def _check(train: TrainConfig) -> None:

@@ -239,6 +239,8 @@ def _digest(record: Mapping[str, Any]) -> str:
 def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state as tensors (packed) and JSON."""
     tensors: dict[str, Tensor] = {"weights": state.weights.packed().cpu()}
+    if state.average is not None:  # under the same mask; a copy, as in its first round it is the weights themselves
+        tensors["average"] = state.average.packed().cpu().clone()
     recipes: dict[str, Any] = {}  # of every mask, or None
     for name, value in {"mask": state.mask, **{f"extra {name}": value for name, value in state.extra.items()}}.items():
         if isinstance(value, Mask):
@@ -257,16 +259,17 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         for name, recipe in described["masks"].items():
             made = recipe and build(Recipe, recipe)
             found[name] = Mask.unpack(plan.layout, tensors[name].numpy(), plan.device, made)
-        mask, values = found.pop("mask"), found.pop("weights")
+        mask, values, average = found.pop("mask"), found.pop("weights"), found.pop("average", None)
         if not (isinstance(mask, Mask) and isinstance(values, Tensor)):
             raise ValueError("its mask or its weights are missing")
+        kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
         counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
         rounds, traffic = coerce(record["rounds"], int, "rounds"), build(Traffic, record["traffic"])
         if min(*counters.values(), rounds, *astuple(traffic)) < 0:
             raise ValueError("a counter is below 0")
         state = State(
             plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
-            extra={name.removeprefix("extra "): value for name, value in found.items()},
+            average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},
         )  # fmt: skip
         return Checkpoint(state, record["memory"], record["clients"], rounds, traffic)
     except (ConfigError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:

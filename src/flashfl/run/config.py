@@ -21,6 +21,7 @@ from ..core.errors import ConfigError, unknown, warn
 from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
+from ..core.precision import Form, Precision, Rest, Rounding
 from ..core.rng import fold
 from ..core.state import Plan
 from ..data.task import Task
@@ -54,7 +55,13 @@ class TrainConfig:
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
-    values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights are encoded in messages
+    average: float = 0.0  # report a running average of the server's model, which keeps this share each round; 0: no
+    values: Form = "fp32"  # how weights are encoded in messages, in both directions
+    values_up: Literal["", Form] = ""  # how those of updates are encoded; empty: as `values` says
+    values_down: Literal["", Form] = ""  # how those of orders are encoded; empty: as `values` says
+    rest: Rest = "fp32"  # the form of BatchNorm statistics, and under int8 and int4 of biases and other vectors
+    rounding: Rounding = "unbiased"  # to fewer bits: up or down at random, without bias, or to the nearest
+    upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
     clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
     trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
     device: str = "auto"  # cpu or cuda; auto: cuda if there is one
@@ -80,6 +87,10 @@ class TrainConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
+        if not 0 <= self.average < 1:
+            raise ConfigError(
+                f"average = {self.average}: must be at least 0 and below 1 (0.95 averages about 20 rounds)"
+            )
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
         if not 0 <= self.trim < 0.5:
@@ -90,7 +101,19 @@ class TrainConfig:
     def local(self) -> Local:
         """The clients' training recipe."""
         names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "max_steps")
-        return Local(statistics=not self.static_bn, **{name: getattr(self, name) for name in names})
+        plain = self.up == self.down == Precision(self.values)  # then updates travel as orders do
+        upload = None if plain else self.up
+        return Local(statistics=not self.static_bn, upload=upload, **{name: getattr(self, name) for name in names})
+
+    @property
+    def down(self) -> Precision:
+        """How the values of orders travel."""
+        return Precision(self.values_down or self.values, self.rest, self.rounding)
+
+    @property
+    def up(self) -> Precision:
+        """How the values of updates travel."""
+        return Precision(self.values_up or self.values, self.rest, self.rounding, self.upload == "changes")
 
 
 def plan_of(
@@ -101,8 +124,9 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device
-    )
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end,
+        train.average, device,
+    )  # fmt: skip
 
 
 def _check_sparse(method: Any, task: Task) -> None:

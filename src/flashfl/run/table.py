@@ -93,6 +93,7 @@ COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
     "seeds": lambda s: Entry(str(s.seeds), s.seeds),
     "accuracy %": lambda s: number(s.accuracy, lambda v: s.metric.text(v, s.std)),
     "best %": lambda s: number(s.best, s.metric.text),
+    "not averaged %": lambda s: number(s.plain, s.metric.text),
     "before %": lambda s: number(s.before, s.metric.text),
     "density": lambda s: number(s.density, lambda v: f"{v:.4f}"),
     "up": lambda s: number(s.up, amount),
@@ -109,7 +110,10 @@ COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
 
 
 def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: str = "") -> Table:
-    """A row for each group of runs, with these of the COLUMNS."""
+    """A row for each group of runs, with these of the COLUMNS. Averaged models stand beside the plain ones."""
+    if any(s.plain is not None for s in groups.values()) and "accuracy %" in columns:
+        at = columns.index("accuracy %") + 1
+        columns = [*columns[:at], "not averaged %", *columns[at:]]
     rows = [[Entry(label, label), *(COLUMNS[name](s) for name in columns)] for label, s in groups.items()]
     metric = shared_metric(s.metric for s in groups.values())
     if metric != ACCURACY:

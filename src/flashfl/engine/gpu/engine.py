@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights
+from ...core.precision import Precision
 from ...core.state import State
 from ...data.sources import on_device
 from ...data.task import Task
@@ -75,7 +77,7 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.values, trust_in_simulated(self.config))
+        account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
         for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
             if local.report == "statistics":
                 self._gather(works, account)
@@ -97,10 +99,10 @@ class GPUEngine:
             except ClientFailed as error:
                 account.failed(client.id, str(error))
                 continue
-            order = self._received(client, order)
+            sent, order = order.weights, self._received(client, order)
             own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
             mask = own or starting_mask(order, self.device)
-            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts)
+            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, sent)
 
     def _rows(self, s: State) -> int:
         """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
@@ -157,26 +159,39 @@ class GPUEngine:
             for row, work in enumerate(works):
                 mine = bits[row].clone() if "mask" in local.keep else bits[row]  # a view would keep them all alive
                 work.mask = Mask(self.layout, mine, work.counts)
-        if self.config.values != "fp32" and local.report == "weights":
+        how = local.upload or self.config.down
+        if not how.exact and local.report == "weights":
             for row, work in enumerate(works):
-                key = value_key(work.key, "update", work.order.tag, work.client.id)
-                values[row] = self._rounded(Weights(work.mask, values[row]), key, local.statistics).vector
+                values[row] = self._decoded(work, values[row], how)
         account.received(works, values, crew.losses(rows))
+
+    def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
+        """A trained model as the server will decode it."""
+        key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
+        if not how.changes:
+            return self._rounded(Weights(work.mask, vector), key, work.local.statistics, how).vector
+        change, head = vector.clone(), slice(0, self.layout.prunable_size)
+        change[:trained] -= work.order.weights.vector[:trained]
+        change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
+        found = self._rounded(Weights(work.mask, change), key, work.local.statistics, how).vector
+        found[:trained] += work.sent.vector[:trained]
+        found[head].masked_fill_(~work.mask.bits, 0.0)
+        return found
 
     def _received(self, client: Client, order: Order) -> Order:
         """The order as it arrives: with its values rounded if they travel in fewer bits."""
-        if self.config.values == "fp32":
+        if self.config.down.exact:
             return order
         key = value_key(order.key, "order", order.tag, client.id)
-        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics))
+        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics, self.config.down))
 
-    def _rounded(self, weights: Weights, key: int, statistics: bool) -> Weights:
+    def _rounded(self, weights: Weights, key: int, statistics: bool, how: Precision) -> Weights:
         """A model as the other side will decode it."""
         packed, counts = weights.packed(), weights.mask.counts
         tail = 0 if statistics else self.layout.size - self.layout.trained_size
         travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
-        parts = segments(self.layout, counts, "all" if statistics else "weights", self.config.values)
-        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.config.values, key), stays]))
+        parts = segments(self.layout, counts, "all" if statistics else "weights", how.values)
+        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, how, key), stays]))
 
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
