@@ -22,6 +22,7 @@ from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
 from ..core.rng import fold
+from ..core.server import ServerStep
 from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
@@ -46,7 +47,9 @@ class TrainConfig:
     momentum: float = 0.0  # of SGD
     weight_decay: float = 0.0  # of SGD
     prox: float = 0.0  # FedProx's pull towards the server's model
+    lr_last: float = 1.0  # within a round, a client's learning rate falls linearly towards this share of it
     max_steps: int = 0  # at most this many batches an epoch; 0: all
+    server: ServerStep = field(default_factory=ServerStep)  # the server's own step: momentum, adam, lr
     static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
     seed: int = 0  # of everything random in the run
     eval_every: int = 5  # rounds between evaluations
@@ -89,7 +92,7 @@ class TrainConfig:
 
     def local(self) -> Local:
         """The clients' training recipe."""
-        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "max_steps")
+        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "lr_last", "max_steps")
         return Local(statistics=not self.static_bn, **{name: getattr(self, name) for name in names})
 
 
@@ -101,8 +104,9 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device
-    )
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
+        train.server,
+    )  # fmt: skip
 
 
 def _check_sparse(method: Any, task: Task) -> None:

@@ -21,8 +21,8 @@ from .reader import Chunk, Reader
 
 Form = Literal["fp32", "fp16", "bf16", "int8"]
 FORMS: tuple[Form, ...] = ("fp32", "fp16", "bf16", "int8")
-Carries = Literal["all", "weights", "statistics"]
-CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics")
+Carries = Literal["all", "weights", "statistics", "rest"]  # rest: all but the active weights
+CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics", "rest")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}  # coarse values
 TINY = 2.0**-107  # under int8 a layer whose scale would be smaller is sent as zeros
 _HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
@@ -42,9 +42,11 @@ def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form
     out, at = [], 0
     for layer in layout.travelling:
         statistic = layer.kind == "statistic"
+        size = next(sizes, 0) if layer.kind == "prunable" else layer.size
         if (carries == "weights" and statistic) or (carries == "statistics" and not statistic):
             continue
-        size = next(sizes) if layer.kind == "prunable" else layer.size
+        if carries == "rest" and layer.kind == "prunable":
+            continue
         coarse = layer.kind == "prunable" or (not statistic and (form != "int8" or len(layer.shape) >= 2))
         out.append(Segment(at, at + size, coarse and form != "fp32"))
         at += size
@@ -56,7 +58,8 @@ def count_values(layout: Layout, active: int, carries: Carries) -> int:
     statistics = layout.size - layout.trained_size
     if carries == "statistics":
         return statistics
-    return active + layout.trained_size - layout.prunable_size + (statistics if carries == "all" else 0)
+    dense = layout.trained_size - layout.prunable_size
+    return (active if carries != "rest" else 0) + dense + (statistics if carries != "weights" else 0)
 
 
 def values_size(layout: Layout, active: int, carries: Carries, form: Form) -> int:
@@ -191,7 +194,7 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
     """The packed fp32 values, what they are, and their form. `counts`: the mask's; None if the message has none."""
     codes = reader.number(1), reader.number(1)
     if codes[0] >= len(CARRIES) or codes[1] >= len(FORMS):
-        raise BadField(f"values: kind {codes[0]} or form {codes[1]} does not exist; kinds are 0 to 2, forms 0 to 3")
+        raise BadField(f"values: kind {codes[0]} or form {codes[1]} does not exist; kinds are 0 to 3, forms 0 to 3")
     carries, form = CARRIES[codes[0]], FORMS[codes[1]]
     if counts is None and carries != "statistics":
         raise BadSection("the message has values but no mask; values need the mask they belong to")
