@@ -21,12 +21,12 @@ class Account:
         self.traffic = Traffic()
         self.failures: dict[int, str] = {}
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
-        self._accepted: dict[int, tuple[Tag, Kept, Kept | None]] = {}
+        self._accepted: dict[int, tuple[Tag, Kept, Kept | None, Kept | None]] = {}
 
-    def accepted(self, client: int, tag: Tag, order: Mask, own: Mask | None) -> None:
-        """A client's update is good, unless it fails later. `own`: the mask that the client keeps, if any."""
+    def accepted(self, client: int, tag: Tag, order: Mask, own: Mask | None, notes: Kept | None = None) -> None:
+        """A client's update is good, unless it fails later. own, notes: what the client keeps, if anything."""
         kept = None if own is None else self.memory.keep(own, own=True)
-        self._accepted[client] = (tag, self.memory.keep(order), kept)
+        self._accepted[client] = (tag, self.memory.keep(order), kept, notes)
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped from this round."""
@@ -35,6 +35,6 @@ class Account:
 
     def close(self) -> Outcome:
         """What the round came to. Only now clients are known to hold what this round gave them."""
-        for client, (tag, order, own) in sorted(self._accepted.items()):
-            self.memory.accept(client, tag, order, own)
+        for client, held in sorted(self._accepted.items()):
+            self.memory.accept(client, *held)
         return Outcome(self.sums, self.traffic, dict(sorted(self.failures.items())))

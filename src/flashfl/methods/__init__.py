@@ -11,9 +11,22 @@ from .nst import NST
 from .pdst import PDST
 from .sparse import Sparse
 from .spdst import SPDST
+from .topk import TopK
 
 METHODS: dict[str, type[Method]] = {
-    cls.name: cls for cls in (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST, Sparse, Disagree)
+    cls.name: cls for cls in (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST, Sparse, Disagree, TopK)
 }
 
-__all__ = ["JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "Disagree", "HeteroJMWST", "HeteroSPDST", "Sparse"]
+__all__ = [
+    "JMWST",
+    "METHODS",
+    "NST",
+    "PDST",
+    "SPDST",
+    "Dense",
+    "Disagree",
+    "HeteroJMWST",
+    "HeteroSPDST",
+    "Sparse",
+    "TopK",
+]
