@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError, DataError
 from ..core.method import Method
-from ..core.record import RoundRecord
-from ..core.state import State
 from ..data.task import Task
 from ..run import checkpoint
 from ..run.config import TrainConfig
 from ..run.progress import Display, Watch
 from ..run.run import Run
 from ..run.simulate import drive
+from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
 from .registration import Terms, fingerprint
@@ -131,16 +130,11 @@ class FlashStrategy(Strategy):
                 "`holdout` above 0"
             )
         self.summary()
-        display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
-
-        def watch(state: State, record: RoundRecord) -> None:
-            display(state, record)
-            if self.watch is not None:
-                self.watch(state, record)
-
+        shown = Metric.of_task(self.task)
+        display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, watch, self.header
+                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header
             )
         finally:
             display.close()

@@ -70,8 +70,9 @@ def write(found: Found, path: Path, form: str = "html") -> Path:
     """Write a report to a file."""
     if form == "png":
         from . import figures
+        from .drawing import save
 
-        return figures.save(figures.overview(found.runs), path)
+        return save(figures.overview(found.runs), path)
     files.put(path, _text(form, found).encode())
     return path
 
@@ -97,8 +98,9 @@ def _load(paths: Sequence[Path]) -> Found:
 
 def _figure(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from . import figures
+    from .drawing import save
 
-    print(figures.save(figures.figure(args.name, _load(args.runs).runs), args.out or Path(f"{args.name}.png")))
+    print(save(figures.figure(args.name, _load(args.runs).runs), args.out or Path(f"{args.name}.png")))
     return 0
 
 
@@ -135,7 +137,8 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     table = table_of(args.table, cells, args.seeds, stored)
     print(table.markdown())
     if args.out and args.out.suffix in _PLOTS:
-        from .figures import accuracy_bytes_of_cells, save
+        from .drawing import save
+        from .figures import accuracy_bytes_of_cells
 
         shown = panels(cells, args.seeds, stored)
         if not shown:
