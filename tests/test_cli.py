@@ -505,7 +505,7 @@ def test_neighbour_of_a_loaded_file_does_not_shadow_an_installed_package(
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
     lib = tmp_path / "lib"
     lib.mkdir()
-    mine, whole = lib / "a_file_of_mine.py", lib / "whole.py"
+    mine = lib / "a_file_of_mine.py"
     mine.write_text("import helper_beside, json, numpy, whole; assert whole.installed; numpy.zeros(1)")
     for name in ("helper_beside", "json", "numpy", "whole"):
         (lib / f"{name}.py").write_text("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import signal
 import sys
@@ -16,6 +17,7 @@ from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands
 from .run.datacli import add_data
+from .run.sealed import KEY
 
 if TYPE_CHECKING:
     from .run.config import RunConfig
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .run.loaded import load_file
 
             load_file(args.load)
+        if getattr(args, "checkpoint_key", None):
+            os.environ[KEY] = str(args.checkpoint_key)
         return int(args.go(args, overrides) or 0)
     except FlashError as error:
         print(f"flashfl: {error}", file=sys.stderr)
@@ -137,6 +141,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command.add_argument("--central", action="store_true", help="one client holds all data; a round is an epoch")
         said = "folder of data sets (default: FLASHFL_DATA, or ./data)"
         command.add_argument("--data-root", dest="root", help=said)
+    for command in (run, comparison, export):
+        said = f"file with a secret key: sign checkpoints, and use only signed ones (default: {KEY})"
+        command.add_argument("--checkpoint-key", type=Path, metavar="FILE", help=said)
     for command in (run, comparison, export, methods):
         said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
         command.add_argument("--load", type=Path, metavar="FILE.py", help=said)

@@ -129,8 +129,11 @@ class State:
 
     def kept(self, kind: type[T], name: str) -> T:
         """The mask or tensor that the method stored under this name."""
-        found = self.extra[name]
-        assert isinstance(found, kind)
+        found = self.extra.get(name)
+        if not isinstance(found, kind):
+            raise FlashError(
+                f"the state has no {kind.__name__} {name!r}: its checkpoint was not written by this method"
+            )
         return found
 
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:

@@ -80,8 +80,8 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
         raise CheckpointError(str(error)) from None
     done = 0
     for point in points:
-        with suppress(checkpoints.Unusable, KeyError, TypeError):
-            done = max(done, int(checkpoints.read_record(point)["rounds"]))
+        with suppress(checkpoints.Unusable):
+            done = max(done, checkpoints.read_record(point)["rounds"])
     if recorded < done:
         raise CheckpointError(f"its results lack {done - recorded} of the {done} rounds before its checkpoint")
 

@@ -107,7 +107,7 @@ def drive(
     clients.admit(method, plan.key)
     keeper = Keeper(run, engine, clients, identity)
     with alone(folder):
-        if not (resume or overwrite) and run.results.earned():
+        if run.results.earned() and not (resume or overwrite):  # refuses a linked file before anything is removed
             raise ConfigError(
                 f"{folder} already holds a run: continue it with resume=True, replace it with overwrite=True, or "
                 "choose another folder"
