@@ -72,7 +72,7 @@ class Library:
 
 def _as_c(argument: ctypes.Structure | Tensor | int | float | None) -> object:
     if isinstance(argument, Tensor):
-        assert argument.is_contiguous() and not argument.is_cuda
+        assert argument.is_contiguous()
         return argument.data_ptr()
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
 
