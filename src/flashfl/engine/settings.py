@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..privacy.settings import PrivacySettings
 from ..wire.values import Form
 
 
-class EngineSettings(Protocol):
+class EngineSettings(PrivacySettings, Protocol):
     """The settings engines read; `run.config.TrainConfig` has them all."""
 
     @property
