@@ -31,8 +31,9 @@ class World:
         self.masked: dict[int, Words] = {}
         self.parties: dict[int, Party] = {}
 
-    def _remember(self, client: int) -> Callable[[str], bool]:
-        def opened(name: str) -> bool:
+    def _remember(self, client: int) -> Callable[[str, int, int], bool]:
+        def opened(run: str, phase: int, round: int) -> bool:
+            name = f"{run} {phase} {round}"
             new = name not in self._opened[client]
             self._opened[client].add(name)
             return new

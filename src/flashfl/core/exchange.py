@@ -225,6 +225,20 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What is known about privacy after a private round.
+
+    known: epsilon against somebody who knows the cohorts, such as the server. sampled: against somebody who does not.
+    """
+
+    known: float = 0.0
+    sampled: float = 0.0
+    delta: float = 0.0  # 0: no differential privacy
+    clamped: int = 0  # values beyond their declared range; not reported under differential privacy
+    over: bool = False  # the budget allows no other round
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What an engine brings back from one round."""
 
@@ -232,6 +246,8 @@ class Outcome:
     traffic: Traffic
     failures: Mapping[int, str]  # client id -> why it was dropped
     seconds: Mapping[str, float] = field(default_factory=dict)
+    privacy: Spent | None = None  # of a private round
+    revealed: bool = False  # clients gave away shares of a sum that could not be opened: they open no other this round
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,14 @@ class Method:
     phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
     exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
 
+    @property
+    def common(self) -> bool:
+        """Whether in every round all clients get one model and return its mask unchanged, so that sums can be secret.
+
+        A method with its own `work` or `models` must say so itself.
+        """
+        return type(self).work is Method.work and type(self).models is Method.models
+
     def init(self, plan: Plan) -> State:
         """The server's state before the first round. `plan.initial()` draws the weights."""
         raise NotImplementedError

@@ -171,6 +171,10 @@ class State:
         """The same round again with new random keys, and so with another cohort."""
         return replace(self, attempt=self.attempt + 1)
 
+    def skip(self) -> State:
+        """The next round with the same model, as clients take no further part in this one."""
+        return replace(self, round=self.round + 1, attempt=self.attempt + 1)
+
     def order(self, client: Client, local: Local, weights: Weights | None = None) -> Order:
         """An order of this round for one client, with a random key for this client."""
         key = self.key("client", client.id)

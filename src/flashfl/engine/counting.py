@@ -66,6 +66,10 @@ class Counting(Account):
     def sent(self, client: Client, order: Order) -> None:
         self.orders.append((client, order))
 
+    def trains(self, client: int) -> bool:
+        """Whether a client gets as far as to train."""
+        return client not in self.failures
+
     def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
 

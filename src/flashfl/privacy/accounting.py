@@ -46,13 +46,16 @@ def _one_round(multiplier: float, clients: int, cohort: int) -> tuple[Any, Any]:
 
 
 def epsilon_sampled(multiplier: float, rounds: int, delta: float, clients: int, cohort: int) -> float:
-    """Of every client after so many rounds, each with `cohort` of `clients` drawn at random and in secret."""
+    """Of every client after so many rounds, each with `cohort` of `clients` drawn at random and in secret.
+
+    With little noise the bound for samples is looser than the one without amplification, which holds too.
+    """
     if not rounds:
         return 0.0
-    orders, divergence = _one_round(multiplier, clients, cohort)
+    found = [_one_round(multiplier, clients, cohort), _one_round(multiplier, 1, 1)]
     from dp_accounting.rdp import compute_epsilon
 
-    return float(compute_epsilon(orders, rounds * divergence, delta)[0])
+    return min(float(compute_epsilon(orders, rounds * divergence, delta)[0]) for orders, divergence in found)
 
 
 def epsilon_known(multiplier: float, rounds: int, delta: float) -> float:

@@ -26,6 +26,7 @@ from .errors import (
     DifferentCohorts,
     Malformed,
     Refused,
+    WrongRound,
     WrongStep,
 )  # fmt: skip
 from .keys import KEY, Directory, Exchange, Identity, Words, add_streams, seal, unseal
@@ -62,7 +63,7 @@ class Self:
     id: int
     identity: Identity
     directory: Directory
-    opened: Callable[[str], bool]  # records a round; False if it was recorded before
+    opened: Callable[[str, int, int], bool]  # records (run, phase, round); False if that round was opened before
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Party:
         """
         self._begin(MASKED)
         if len(vector) != self.terms.length or vector.dtype != np.dtype(f"<u{self.terms.bits // 8}"):
-            raise ValueError(f"the vector has {len(vector)} x {vector.dtype}, and the terms say {self.terms}")
+            raise WrongRound(f"this round has {len(vector)} numbers, and the server announced {self.terms.length}")
         content, size = unframe(inbox, MASKED, self.terms), (len(self.cohort) + 7) // 8
         self.sharing = tuple(sorted(flagged(content[:size], self.cohort)))
         self._check_enough(self.sharing, STEPS[SHARES])
@@ -154,7 +155,7 @@ class Party:
                 raise DifferentCohorts(f"client {client} was shown another cohort, other survivors or another model")
         self._check_enough(found["id"].tolist(), STEPS[CONFIRM])
         phase, round, _ = self.terms.tag
-        if not self.me.opened(f"{self.terms.run} {phase} {round}"):
+        if not self.me.opened(self.terms.run, phase, round):
             raise AlreadyOpened(f"this client already helped to open a sum of round {round}, and a second would show "
                                 "who is in one and not in the other")  # fmt: skip
         rows = [

@@ -51,3 +51,7 @@ class BadShare(Refused):
 
 class TooFew(Refused):
     """Too few clients are left to open the sum. The round can be repeated with new keys."""
+
+
+class TooLittleNoise(Refused):
+    """The server wants less noise for differential privacy than the client insists on."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, cast
 
 import numpy as np
 
+from ..core.errors import ConfigError
 from ..core.exchange import Tag
 from .errors import Malformed, WrongRound
 from .keys import KEY, SIGNATURE, TAG
 from .policy import Policy
 from .shamir import SHARE
+from .vector import Noise, Ranges
 
 List = np.ndarray[Any, np.dtype[Any]]
 _MAGIC = b"FSA1"
@@ -37,24 +39,34 @@ class Terms:
     length: int  # of the vector that is added up
     bits: int  # sums are taken in Z/2^bits
     policy: Policy = field(default_factory=Policy)
+    cohort: int = 0  # clients that are asked: no more are added up
+    ranges: Ranges = field(default_factory=Ranges)
+    noise: Noise | None = None
 
     @property
     def context(self) -> bytes:
         """16 bytes that differ for every run, round, attempt and setting."""
         text = f"flashfl secure aggregation 1: {self.run!r} {self.tag} {self.length} {self.bits} {self.policy}"
+        text += f" {self.cohort} {self.ranges} {self.noise}"
         return hashlib.sha256(text.encode()).digest()[:16]
 
     def to_bytes(self) -> bytes:
-        return json.dumps([self.run, self.tag, self.length, self.bits]).encode()
+        noise = None if self.noise is None else astuple(self.noise)
+        return json.dumps(
+            [self.run, self.tag, self.length, self.bits, self.cohort, astuple(self.ranges), noise]
+        ).encode()
 
     @staticmethod
     def from_bytes(data: bytes, policy: Policy) -> Terms:
         """The server's terms, under the client's own policy."""
         try:
-            run, tag, length, bits = json.loads(data)
+            run, tag, length, bits, cohort, ranges, noise = json.loads(data)
             phase, round, attempt = map(int, tag)
-            terms = Terms(str(run), (phase, round, attempt), int(length), int(bits), policy)
-        except (ValueError, TypeError):
+            terms = Terms(
+                str(run), (phase, round, attempt), int(length), int(bits), policy, int(cohort), Ranges(*ranges),
+                None if noise is None else Noise(*map(float, noise)),
+            )  # fmt: skip
+        except (ValueError, TypeError, ConfigError):
             raise Malformed("the first message of the round cannot be read") from None
         if terms.bits not in (32, 64) or not 1 <= terms.length < 1 << 31:
             raise Malformed(

@@ -53,7 +53,8 @@ def _laplace(scale: int, count: int) -> Whole:
     negative = _below(np.full(len(size), 2, np.int64)) == 1
     keep = ~(negative & (size == 0))
     signed: Whole = np.where(negative, -size, size)
-    return signed[keep]
+    kept: Whole = signed[keep]
+    return kept
 
 
 def _accept(over: Whole, below: int) -> Coins:

@@ -14,15 +14,12 @@ _SECURE, _ALIVE = 40, 20  # -log2 of the chance that the neighbours are bad for 
 
 @dataclass(frozen=True)
 class Policy:
-    """The same for all parties of a run; clients hold it themselves and refuse a server that has another.
+    """The same for all parties of a run; clients hold it themselves and refuse a server that has another."""
 
-    least: the smallest cohort a client takes part in. survive: the share of the cohort that must stay to the end, else
-    nothing is opened. corrupt: the share of clients that may work together with the server.
-    """
-
-    least: int = 3
-    survive: float = 2 / 3
-    corrupt: float = 0.1
+    least: int = 3  # secure: the smallest cohort a client takes part in
+    survive: float = 2 / 3  # secure: more than this share of the cohort must stay to the end, else nothing is opened
+    corrupt: float = 0.1  # secure: the share of clients that may work together with the server
+    noise: float = 0.0  # clients insist on at least this dp_noise
 
     def __post_init__(self) -> None:
         if self.least < 3:

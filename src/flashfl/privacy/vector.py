@@ -33,16 +33,13 @@ _EXACT = 52  # bits that double precision holds exactly
 
 @dataclass(frozen=True)
 class Ranges:
-    """The largest values that clients report; what lies beyond is clamped. They are public.
+    """The largest values that clients report in private rounds; what lies beyond is clamped. They are public."""
 
-    weights, dense, statistics: the change of one value in one round. samples: of one client. loss: a client's mean.
-    """
-
-    weights: float = 1.0
-    dense: float = 4.0
-    statistics: float = 64.0
-    samples: int = 4096
-    loss: float = 64.0
+    weights: float = 1.0  # private rounds: the largest change of a sparse weight; larger ones are clamped
+    dense: float = 4.0  # private rounds: the largest change of a dense weight
+    statistics: float = 64.0  # private rounds: the largest change of a BatchNorm statistic
+    samples: int = 4096  # private rounds: the most samples that a client counts for
+    loss: float = 64.0  # private rounds: the largest mean loss of a client
 
     def __post_init__(self) -> None:
         for name in ("weights", "dense", "statistics", "samples", "loss"):

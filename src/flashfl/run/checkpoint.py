@@ -65,7 +65,8 @@ class Keeper:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            shutil.rmtree(self.folder.with_name("snapshots"), ignore_errors=True)
+            for name in ("snapshots", "private"):
+                shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
             for name in ("model.safetensors", "model.masks.safetensors"):
                 self.folder.with_name(name).unlink(missing_ok=True)
 

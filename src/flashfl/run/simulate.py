@@ -101,6 +101,7 @@ def drive(
     No other process may use the folder until the run is over.
     """
     check_method(method)
+    check_private(method, task, config)
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, clients.size, engine.device, method)
     identity = identity_of(method, task, config, clients, header or {})
@@ -150,6 +151,35 @@ def check_method(method: object) -> None:
     check_fields(method)
 
 
+def check_private(method: Method, task: Task, config: TrainConfig) -> None:
+    """Refuse a private run whose clients' masks would differ, or whose clients would have to evaluate the model."""
+    if not config.private:
+        return
+    if not method.common:
+        raise ConfigError(
+            f"{method.name or type(method).__name__}: clients' masks differ, and a weight that one client alone holds "
+            "would show in a secure sum. Use a method with one frozen mask for all (dense, pdst, spdst, or jmwst with "
+            "adapt.rate = 0), or switch `secure` and `dp_*` off. A custom method says `common = True`."
+        )
+    if task.test is None:
+        raise ConfigError(
+            "private runs need test samples on the server, as clients' own scores would say something about their "
+            "data: give the task `test`, or switch `secure` and `dp_*` off"
+        )
+    if (config.dp_epsilon or config.dp_noise) and any(not phase.counts for phase in method.phases):
+        _check_first_phase(method, task, config)
+
+
+def _check_first_phase(method: Method, task: Task, config: TrainConfig) -> None:
+    """Under differential privacy a first phase that asks clients for layer counts is refused."""
+    start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
+    if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
+        raise ConfigError(
+            f"{method.name}: its first phase asks clients for layer counts, which are too coarse to hide in noise. Set "
+            "warmup_clients = 0, or use pdst with allocation = 'erk'."
+        )
+
+
 def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
     if train is not None and not settings:
         return train
@@ -178,13 +208,14 @@ def _loop(
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
-        if config.checkpoint_every and run.rounds % config.checkpoint_every == 0:
+        every = 1 if config.private else config.checkpoint_every  # clients open each round's sum once only
+        if every and run.rounds % every == 0:
             keeper.keep()
     run.kept = keeper.keep()
     if not run.kept:
         _rescue(run)
     if not run.method.done(run.state):
-        run.stopped = f"reached the limit of {config.max_bytes} bytes"
+        run.stopped = run.why_over or f"reached the limit of {config.max_bytes} bytes"
     run.results.finish(
         {
             "checksum": run.checksum,

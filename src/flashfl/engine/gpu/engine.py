@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,6 +37,9 @@ from .evaluate import Evaluator
 from .lanes import Lanes
 from .stack import Stack
 
+if TYPE_CHECKING:
+    from ..private import Vault
+
 _SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
 
 
@@ -54,6 +58,7 @@ class GPUEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
+        self.vault = _vault(task, config, folder)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -80,6 +85,11 @@ class GPUEngine:
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
+        if self.vault is not None:
+            from ..private_counting import PrivateCounting
+
+            orders = list(orders)
+            account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout)
         for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
             if local.report == "statistics":
                 self._gather(works, account)
@@ -93,8 +103,9 @@ class GPUEngine:
         for client, order in orders:
             account.sent(client, order)
             data = self.train_data[client.id]
-            if self.config.dropout and drops(s, client.id, self.config.dropout):
+            if self.config.dropout and self.vault is None and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
+            if not account.trains(client.id):
                 continue
             try:
                 batches = self.trainer.batches(data, order.local)
@@ -242,3 +253,16 @@ class GPUEngine:
         """Free the device's memory and put torch's global settings back."""
         self.crew = self.stack = None
         self._before.close()
+
+
+def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | None:
+    if not (config.secure or config.dp_epsilon or config.dp_noise):
+        return None
+    from ..private import open_vault  # only here, as it needs an extra
+
+    if config.secure:
+        warn(
+            "this engine does not encrypt: rounding, clipping, noise and bytes are those of secure aggregation, and "
+            "device = 'cpu' runs the real protocol"
+        )
+    return open_vault(config, len(task.train), folder)
