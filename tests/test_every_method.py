@@ -51,11 +51,16 @@ VARIANTS = [
     ("jmwst", {"freeze_after": 2}),
     ("jmwst", {"aggregator": "wfa", "adapt": fl.PruneRegrow(growth="gradient")}),
     ("nst", {"adapt": fl.PruneRegrow(growth="momentum")}),
+    ("fedspa", {"moving": True}),
+    ("zerofl", {"upload": "largest changes"}),
+    ("zerofl", {"upload": "changes of the largest weights"}),
 ]
 variants = pytest.mark.parametrize(
     ("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS]
 )
 methods = pytest.mark.parametrize("name", list(fl.METHODS))
+# Systems whose clients, by definition, report masks of no fixed size: drawn bits, or slices of several widths.
+ANY_SIZE = ("fedpm", "heterofl", "fjord")
 
 
 def run(method: Method, task: Task, **settings: Any) -> tuple[fl.Run, list[State]]:
@@ -109,7 +114,7 @@ def test_clients_of_every_round_have_their_exact_budget(name: str, small_task: T
     run(small(name), small_task)
     allowed = {weight_budget(small_task.layout, d) for d in (0.2, 0.3, 0.4, 1.0)}
     assert seen
-    assert {sum(counts) for counts in seen} <= allowed
+    assert name in ANY_SIZE or {sum(counts) for counts in seen} <= allowed
 
 
 @methods

@@ -90,7 +90,7 @@ class GPUEngine:
     def _works(self, s: State, orders: Iterable[tuple[Client, Order]], account: Counting) -> Iterator[Work]:
         """What each client that can take part has to do."""
         for client, order in orders:
-            account.sent(client, order)
+            order = account.sent(client, order)
             data = self.train_data[client.id]
             if self.config.dropout and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
