@@ -23,6 +23,8 @@ class Method:
 
     name: ClassVar[str] = ""
     phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
+    counts_flops: ClassVar[bool] = False  # whether it reads `plan.flops`
+    personal: ClassVar[bool] = False  # whether clients end with models of their own, which are then evaluated too
     exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
 
     def init(self, plan: Plan) -> State:

@@ -61,6 +61,7 @@ class Plan:
     local: Local = field(default_factory=Local)
     lr_end: float = 0.001
     device: torch.device | str = "cpu"
+    flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
     server: Server = field(default_factory=Follow)  # how the model follows the average
 
     def __post_init__(self) -> None:

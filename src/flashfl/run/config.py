@@ -26,6 +26,7 @@ from ..core.server import ServerStep
 from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
+from ..measure.flops import weight_flops
 from ..methods import METHODS
 from .track import check_names
 
@@ -105,7 +106,7 @@ def plan_of(
     key = fold(train.seed, "run")
     return Plan(
         task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
-        train.server,
+        weight_flops(task) if method is not None and method.counts_flops else (), train.server,
     )  # fmt: skip
 
 
