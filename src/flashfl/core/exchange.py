@@ -72,6 +72,7 @@ class Local:
     adapt: Adapt | None = None  # the rule that moves the mask during training; None: the mask is frozen
     start: Recipe | None = None  # the mask for a client that has no stored mask
     keep: tuple[str, ...] = ()  # what the client stores for its next round: nothing, or "mask"
+    personal: bool = False  # a client is sent only the part of the model that its own mask, or `start`, covers
     report: Literal["weights", "counts", "statistics", "mask"] = "weights"  # mask: no values of active weights
     statistics: bool = True  # False: static BatchNorm, running statistics neither kept nor sent
     upload: Precision | None = None  # how the update's values travel; None: as those of the order

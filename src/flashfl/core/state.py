@@ -62,6 +62,7 @@ class Plan:
     lr_end: float = 0.001
     average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
     device: torch.device | str = "cpu"
+    flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
     server: Server = field(default_factory=Follow)  # how the model follows the average
 
     def __post_init__(self) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ..core.exchange import Outcome, Sums, Tag, Traffic
+from dataclasses import replace
+
+from ..core.exchange import Client, Order, Outcome, Sums, Tag, Traffic
 from ..core.mask import Mask
+from ..sparsity import recipe_mask
 from .memory import ClientMemory, Kept
 from .trust import Trust
 
@@ -22,6 +25,19 @@ class Account:
         self.failures: dict[int, str] = {}
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
         self._accepted: dict[int, tuple[Tag, Kept, Kept | None, Kept | None]] = {}
+
+    def personal(self, client: Client, order: Order) -> Order:
+        """The order as it is sent. A personal one has only the weights that the client's own mask covers.
+
+        A client whose mask is no longer known here is sent the whole model, and covers it itself.
+        """
+        if not order.local.personal:
+            return order
+        own, start = self.memory.own(client.id), order.local.start
+        fresh = "mask" not in order.local.keep or self.memory.start(client.id) is None
+        if own is None and start is not None and fresh:
+            own = recipe_mask(self.layout, start, order.weights.vector.device)
+        return order if own is None else replace(order, weights=order.weights.restrict(own))
 
     def accepted(self, client: int, tag: Tag, order: Mask, own: Mask | None, notes: Kept | None = None) -> None:
         """A client's update is good, unless it fails later. own, notes: what the client keeps, if anything."""

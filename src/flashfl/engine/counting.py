@@ -63,8 +63,11 @@ class Counting(Account):
         self._tallies: dict[int, Notes] = {}  # what the server derives from each update
         self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Parts]] = {}
 
-    def sent(self, client: Client, order: Order) -> None:
+    def sent(self, client: Client, order: Order) -> Order:
+        """Record an order; it is returned as it is sent."""
+        order = self.personal(client, order)
         self.orders.append((client, order))
+        return order
 
     def trains(self, client: int) -> bool:
         """Whether a client gets as far as to train."""

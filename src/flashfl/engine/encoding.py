@@ -99,7 +99,7 @@ class Encoding(Account):
 
     def sent(self, client: Client, order: Order) -> bytes:
         """The bytes of an order that is sent now."""
-        message = self.server.message(client, order)
+        message = self.server.message(client, self.personal(client, order))
         self._orders[client.id] = message
         return self._count(self.server.encode(message))
 

@@ -27,6 +27,7 @@ from ..core.server import ServerStep
 from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
+from ..measure.flops import weight_flops
 from ..methods import METHODS
 from ..privacy.policy import Policy
 from ..privacy.settings import check_settings
@@ -149,7 +150,7 @@ def plan_of(
     key = fold(train.seed, "run")
     return Plan(
         task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end,
-        train.average, device, train.server,
+        train.average, device, weight_flops(task) if method is not None and method.counts_flops else (), train.server,
     )  # fmt: skip
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...core.client import Clients
+from ...core.client import Clients, overrides
 from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ...core.kernel import kernel
-from ...core.mask import Mask, Weights
+from ...core.mask import Mask, Weights, count_rows
 from ...core.precision import Precision
 from ...core.state import State
 from ...data.sources import on_device
@@ -101,7 +101,7 @@ class GPUEngine:
     def _works(self, s: State, orders: Iterable[tuple[Client, Order]], account: Counting) -> Iterator[Work]:
         """What each client that can take part has to do."""
         for client, order in orders:
-            account.sent(client, order)
+            order = account.sent(client, order)
             data = self.train_data[client.id]
             if self.config.dropout and self.vault is None and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
@@ -140,7 +140,9 @@ class GPUEngine:
         small = self.cuda and self.layout.size < _SMALL and not self.config.deterministic
         why_not = "lanes are at least as fast"
         if asked == "batched" or (asked == "auto" and small):
-            why_not = why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
+            whole = [type(part).__name__ for part in works[0].local.parts if overrides(part, "inputs")]
+            why_not = f"the part {whole[0]} ranks the inputs of a whole batch" if whole else ""
+            why_not = why_not or why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
         if asked == "batched" and why_not:
             raise ConfigError(f"crew = 'batched': {why_not}. Use crew = 'lanes' or 'auto'.")
         shared = (self.task, stack, self.train_data, self.capacity)
@@ -160,7 +162,10 @@ class GPUEngine:
         stack, rows, local = self.stack, len(works), works[0].local
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
-        opened = self._open(stack, works, starts, masks) if local.parts else None
+        opened = None
+        if local.parts:
+            opened = self._open(stack, works, starts, masks)
+            starts, masks = opened.vectors, opened.masks
         crew = self._chosen_crew(stack, works, opened)
         crew.prepare(works, opened)
         stack.load(starts, masks, rows)
@@ -202,7 +207,16 @@ class GPUEngine:
         vectors[:, : self.layout.prunable_size].masked_fill_(~masks, 0.0)
         keys, steps = [work.key for work in works], [work.steps for work in works]
         given, notes = [work.order.extra for work in works], [self.memory.notes(work.client.id) for work in works]
-        opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes)
+
+        def validate(row: int) -> float:
+            data = self.train_data[works[row].client.id]
+            return self.trainer.validate(Weights(works[row].mask, vectors[row]), data, works[row].local.statistics)
+
+        asked = (validate, self.task.draw)
+        opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes, *asked)
+        if opened.vectors is not vectors:
+            for row, (work, counts) in enumerate(zip(works, count_rows(self.layout, opened.masks), strict=True)):
+                work.mask, work.counts = Mask(self.layout, opened.masks[row].clone(), counts), counts
         opened.state = {name: stack.columns(value) for name, value in opened.state.items()}
         return opened
 
