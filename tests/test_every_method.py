@@ -51,6 +51,8 @@ VARIANTS = [
     ("jmwst", {"freeze_after": 2}),
     ("jmwst", {"aggregator": "wfa", "adapt": fl.PruneRegrow(growth="gradient")}),
     ("nst", {"adapt": fl.PruneRegrow(growth="momentum")}),
+    ("flashplus", {"r_int": 2, "server_momentum": 0.5, "look_ahead": True}),
+    ("flashplus", {"lr_first": 2.0, "lr_last": 0.0, "multiply": 1.0, "shrink": 0.001, "server_lr": 1.5}),
 ]
 variants = pytest.mark.parametrize(
     ("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS]

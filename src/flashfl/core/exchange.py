@@ -21,7 +21,7 @@ from .precision import Precision
 _WHOLE, _REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
 _RANGES = (
     *(("epochs", 1, _WHOLE), ("batch", 1, _WHOLE), ("max_steps", 0, _WHOLE)),
-    *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox")),
+    *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox", "lr_last", "multiply", "shrink")),
 )
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
 _PART = 1 << 20  # values that are added in double precision at a time
@@ -66,6 +66,9 @@ class Local:
     momentum: float = 0.0
     weight_decay: float = 0.0
     prox: float = 0.0
+    lr_last: float = 1.0  # within the round, the learning rate falls linearly from lr towards lr_last * lr
+    multiply: float = 0.0  # c of a multiplicative step after each step: w *= exp(-lr * (c * sign(w) * g + shrink))
+    shrink: float = 0.0  # what that step takes off every sparse weight; see `multiply`
     max_steps: int = 0  # at most this many batches an epoch; 0: all
     adapt: Adapt | None = None  # the rule that moves the mask during training; None: the mask is frozen
     start: Recipe | None = None  # the mask for a client that has no stored mask

@@ -23,6 +23,7 @@ class Method:
 
     name: ClassVar[str] = ""
     phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
+    recipe: ClassVar[Mapping[str, object]] = {}  # settings of the run it is meant for; the user's own win
     exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
 
     def init(self, plan: Plan) -> State:

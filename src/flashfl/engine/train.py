@@ -89,7 +89,7 @@ class Trainer:
         step = MaskedStep(
             self.vector[None, : self.layout.trained_size], self.layout.prunable_size, None if full else bits[None]
         )
-        step.begin(StepSettings.of(local), local.lr)
+        step.begin(StepSettings.of(local), local.lr, [schedule.steps])
         self.module.train()
         total, seen, done = torch.zeros((), device=self.device), 0, 0
         for epoch in range(local.epochs):

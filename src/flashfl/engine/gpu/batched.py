@@ -61,7 +61,7 @@ class Batched:
         """Take on new clients: their weights and masks are in the stack."""
         local = works[0].local
         self.loss.zero_()
-        self.step.begin(StepSettings.of(local), local.lr)
+        self.step.begin(StepSettings.of(local), local.lr, [work.steps for work in works])
         self._staged = -1
 
     def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:

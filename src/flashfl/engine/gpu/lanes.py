@@ -45,11 +45,11 @@ class Lane:
         self.target: Tensor | None = None
         self.graphs = Graphs("the training step", self.device)
 
-    def begin(self, settings: StepSettings, lr: float, seed: int) -> None:
+    def begin(self, settings: StepSettings, lr: float, seed: int, steps: int) -> None:
         """Take on a new client: its weights and mask are in the stack."""
         self.loss.zero_()
         self.replica.reset_buffers()
-        self.step.begin(settings, lr)
+        self.step.begin(settings, lr, [steps])
         self.generator.manual_seed(seed)
 
     def stage(self, inputs: Inputs, target: Tensor, capacity: int) -> None:
@@ -147,7 +147,7 @@ class Lanes:
         for lane, work in zip(self.lanes, works, strict=False):
             if any(lane.graphs.lacks((size, settings)) for size in sizes):
                 self._stage(lane, work, 0, 0)
-                lane.begin(settings, work.local.lr, 0)
+                lane.begin(settings, work.local.lr, 0, work.steps)
                 torch.cuda.synchronize(self.device)
                 for size in sizes:
                     lane.prepare(size)
@@ -158,7 +158,7 @@ class Lanes:
     def begin(self, works: Sequence[Work]) -> None:
         """Take on new clients: their weights and masks are in the stack."""
         for lane, work in zip(self.lanes, works, strict=False):
-            lane.begin(StepSettings.of(work.local), work.local.lr, work.seed)
+            lane.begin(StepSettings.of(work.local), work.local.lr, work.seed, work.steps)
 
     def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:
         """Steps first[i]..last[i]-1 of each client's work, counted from 0.
