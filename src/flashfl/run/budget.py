@@ -53,9 +53,12 @@ class Cost:
         order = Message("order", self.layout, tag, 0, start=tag, own="0" * 16, local=longest, carries=carries)
         update = Message("update", self.layout, tag, 0, metrics={"loss": 0.0}, carries=carries)
         sizes = [size_with(order, active, masks, down).total, size_with(update, active, masks, up).total]
-        first = getattr(self.method, "warmup_clients", 0) if len(self.method.phases) > 1 else 0
-        each = 1 + first / (self.plan.rounds * self.plan.per_round)
-        return math.ceil(sizes[0] * each) + _SLACK, sizes[1] + _SLACK
+        # A first phase sends the model to some clients, and static BatchNorm to all of them at the end.
+        more = getattr(self.method, "warmup_clients", 0) if len(self.method.phases) > 1 else 0
+        more += 0 if longest.statistics else self.plan.clients
+        last = 0 if longest.statistics else 4 * (self.layout.size - self.layout.trained_size)
+        share = more / (self.plan.rounds * self.plan.per_round)
+        return math.ceil(sizes[0] + share * (sizes[0] + last)) + _SLACK, math.ceil(sizes[1] + share * last) + _SLACK
 
     def fits(self, density: float, budget: int, down: Precision, up: Precision) -> bool:
         return max(self.bytes(density, down, up)) <= budget
