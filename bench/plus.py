@@ -1,7 +1,7 @@
 """Experiments for flashplus: accuracy at given bytes on CIFAR-10, judged on 5,000 training images that no client has.
 
     python bench/plus.py --out FOLDER [--only screen,a-int8] [--processes 3] [--budget-minutes 20] [--root DATA]
-    python bench/plus.py --out FOLDER --add 'mine: budget=545000 values=int4 upload=changes lr_first=2 lr_last=0'
+    python bench/plus.py --out FOLDER --add 'mine: budget=545000 values=int4 upload=changes weight_decay=0.001'
     python bench/plus.py --out FOLDER --only final --test --seeds 1,2        # the figures to report
     python bench/plus.py --list
 
@@ -44,7 +44,7 @@ HELD = 5000
 TAIL = 6  # evaluations whose mean is the tail
 A, B = {"budget": "2330000"}, {"budget": "545000"}  # bytes of SPDST at density 0.05 and 0.01
 INT8, INT4 = {"values": "int8", "rest": "fp16"}, {"values": "int4", "rest": "fp16", "upload": "changes"}
-FALL, SHORT = {"lr_first": "2", "lr_last": "0"}, {"rounds": "300"}
+FALL, SHORT = {"lr": "0.2", "lr_end": "0.002", "lr_last": "0"}, {"rounds": "300"}
 
 # Each experiment differs from its base by one change. `a` has SPDST 0.05's bytes, `b` SPDST 0.01's.
 GROUPS: dict[str, dict[str, dict[str, str]]] = {
@@ -53,8 +53,8 @@ GROUPS: dict[str, dict[str, dict[str, str]]] = {
         "s-a-fall": {**SHORT, **A, **INT8, **FALL},
         "s-b-int8": {**SHORT, **B, **INT8},
         "s-b-int4": {**SHORT, **B, **INT4},
-        "s-a-fall-step": {**SHORT, **A, **INT8, **FALL, "server_lr": "1.5"},
-        "s-a-ahead": {**SHORT, **A, **INT8, "server_momentum": "0.85", "look_ahead": "true"},
+        "s-a-fall-step": {**SHORT, **A, **INT8, **FALL, "server.lr": "1.5"},
+        "s-a-ahead": {**SHORT, **A, **INT8, "look_ahead": "0.85"},
         "s-a-ham": {**SHORT, **A, **INT8, "multiply": "100", "shrink": "0.001"},
         "s-b-int4-nearest": {**SHORT, **B, **INT4, "upload": "weights", "rounding": "nearest"},
         "s-a-decay": {**SHORT, **A, **INT8, "weight_decay": "0.001"},
@@ -69,7 +69,7 @@ GROUPS: dict[str, dict[str, dict[str, str]]] = {
         "b-fall": {**B, **INT4, **FALL},
     },
     "more": {
-        "a-momentum": {**A, **INT8, "server_momentum": "0.5", "server_lr": "0.7"},
+        "a-momentum": {**A, **INT8, "server.momentum": "0.5", "server.lr": "0.7"},
         "a-grow": {**A, **INT8, "grow": "0.5"},
         "a-average98": {**A, **INT8, "average": "0.98"},
         "b-move": {**B, **INT8, "r_int": "5", "freeze_after": "300"},

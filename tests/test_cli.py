@@ -149,7 +149,8 @@ def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     listed = {line[0][2:].replace("-", "_") for line in lines if line and line[0].startswith("--")}
     record = RunConfig().to_json()
-    assert listed == set(record["train"]) | set(record["task"])
+    server = {f"server.{name}" for name in record["train"].pop("server")}
+    assert listed == set(record["train"]) | set(record["task"]) | server
 
 
 # -- run ----------------------------------------------------------------------------------------------------------

@@ -51,13 +51,18 @@ VARIANTS = [
     ("jmwst", {"freeze_after": 2}),
     ("jmwst", {"aggregator": "wfa", "adapt": fl.PruneRegrow(growth="gradient")}),
     ("nst", {"adapt": fl.PruneRegrow(growth="momentum")}),
-    ("flashplus", {"r_int": 2, "server_momentum": 0.5, "look_ahead": True}),
-    ("flashplus", {"lr_first": 2.0, "lr_last": 0.0, "multiply": 1.0, "shrink": 0.001, "server_lr": 1.5}),
+    ("flashplus", {"r_int": 2, "look_ahead": 0.5}),
+    ("flashplus", {"multiply": 1.0, "shrink": 0.001, "init_scale": 0.5}),
+    ("fedspa", {"moving": True}),
+    ("zerofl", {"upload": "largest changes"}),
+    ("zerofl", {"upload": "changes of the largest weights"}),
 ]
 variants = pytest.mark.parametrize(
     ("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS]
 )
 methods = pytest.mark.parametrize("name", list(fl.METHODS))
+# Systems whose clients, by definition, report masks of no fixed size: drawn bits, or slices of several widths.
+ANY_SIZE = ("fedpm", "heterofl", "fjord")
 
 
 def run(method: Method, task: Task, **settings: Any) -> tuple[fl.Run, list[State]]:
@@ -111,7 +116,7 @@ def test_clients_of_every_round_have_their_exact_budget(name: str, small_task: T
     run(small(name), small_task)
     allowed = {weight_budget(small_task.layout, d) for d in (0.2, 0.3, 0.4, 1.0)}
     assert seen
-    assert {sum(counts) for counts in seen} <= allowed
+    assert name in ANY_SIZE or {sum(counts) for counts in seen} <= allowed
 
 
 @methods

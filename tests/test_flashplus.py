@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import flashfl as fl
+from flashfl.core.client import Place
 from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Local
+from flashfl.core.layout import Layout
 from flashfl.core.state import State
 from flashfl.data.sources import Arrays, Subset
-from flashfl.engine.step import MaskedStep, StepSettings
+from flashfl.engine.step import MaskedStep
+from flashfl.methods.ham import Multiply
 from flashfl.run.config import TrainConfig, make_config
 from tests.conftest import blobs, make_task
 from tests.engine.test_lanes import Plain, agree, devices
@@ -51,59 +54,26 @@ def test_recipe_applies_unless_it_is_set_otherwise() -> None:
     assert make_config({}, {"method": "spdst"}).train == TrainConfig()
 
 
-def test_server_momentum_by_hand() -> None:
-    """m = b m + mean change, w = w + lr m; the mean change is that of a run without momentum from the same state."""
-    method = small("flashplus", server_momentum=0.5, server_lr=0.8)
-    first, second, third = states_of(method, 3)[1:]
-    trained = first.layout.trained_size
-    start = method.init(first.plan)
-    begun = method.begin(start, [0.3] * len(first.layout.prunable))
-    assert first.round == begun.round + 1
-    m1 = first.extra["momentum"]
-    m2 = second.extra["momentum"]
-    assert isinstance(m1, torch.Tensor)
-    assert isinstance(m2, torch.Tensor)
-    step = second.weights.vector[:trained] - first.weights.vector[:trained]
-    torch.testing.assert_close(step, 0.8 * m2, rtol=1e-4, atol=1e-6)
-    change = m2 - 0.5 * m1  # the clients' mean change in the second round
-    assert float(change.norm()) > 0
-    assert third.weights.is_masked()
-
-
-def test_look_ahead_ends_at_the_clients_mean() -> None:
-    """With a server rate of 1, w + m is what the clients' models average to, wherever they started (FedACG)."""
-    method = small("flashplus", server_momentum=0.7, look_ahead=True)
-    states = states_of(method, 3)
-    last, before = states[-1], states[-2]
-    sent = method.ahead(before)
-    assert not torch.equal(sent.vector, before.weights.vector)
+def test_look_ahead_starts_from_the_last_step() -> None:
+    """Clients start from w + a * (w - w of the round before), inside the mask (FedACG)."""
+    method = small("flashplus", look_ahead=0.7)
+    *_, before, last = states_of(method, 3)
+    trained = last.layout.trained_size
+    step = last.weights.vector - before.weights.vector
+    expected = last.weights.vector + 0.7 * torch.cat([step[:trained], torch.zeros_like(step[trained:])])
+    sent = method.ahead(last)
+    torch.testing.assert_close(sent.vector, expected, rtol=1e-5, atol=1e-7)
     assert sent.is_masked()
-    moved = last.weights.vector - before.weights.vector
-    momentum = last.extra["momentum"]
-    assert isinstance(momentum, torch.Tensor)
-    torch.testing.assert_close(moved[: last.layout.trained_size], momentum, rtol=1e-4, atol=1e-6)
-
-
-def test_learning_rate_falls_linearly_within_a_round() -> None:
-    weights = torch.ones(2, 1)
-    step = MaskedStep(weights, 1)
-    step.begin(StepSettings.of(Local(lr_last=0.0)), 0.4, [4, 2])
-    seen = []
-    for busy in ([True, True], [True, True], [True, False], [True, False]):
-        before = weights.clone()
-        step(torch.ones(2, 1), torch.empty(2, 0), torch.tensor(busy)[:, None])
-        seen.append((before - weights).flatten().tolist())
-    torch.testing.assert_close(
-        torch.tensor(seen), torch.tensor([[0.4, 0.4], [0.3, 0.2], [0.2, 0.0], [0.1, 0.0]]), rtol=1e-5, atol=1e-6
-    )
+    assert all(order.weights.vector is not last.weights.vector for _, order in method.orders(last, [fl.Client(0, 11)]))
 
 
 def test_multiplicative_step_by_hand() -> None:
     """w = w * exp(-lr * (c * sign(w) * g + d)) after the SGD step, on sparse weights only; weight decay is not in g."""
     start, g, lr, c, d = [0.5, -0.5, 0.25], [0.1, 0.2, -0.3], 0.2, 3.0, 0.01
-    weights = torch.tensor([start])
-    step = MaskedStep(weights, 2, torch.tensor([[True, True]]))
-    step.begin(StepSettings.of(Local(multiply=c, shrink=d, weight_decay=0.5)), lr)
+    layout = Layout.build({"prunable": [("w", (2,))], "dense": [("b", (1,))]})
+    weights, part = torch.tensor([start]), Multiply(c, d)
+    step = MaskedStep(weights, 2, torch.tensor([[True, True]]), place=Place.logical(layout))
+    step.begin(Local(lr=lr, weight_decay=0.5, parts=(part,)), [1], [1], {"multiply gradient": torch.zeros(1, 3)})
     step(torch.tensor([g[:2]]), torch.tensor([g[2:]]))
     after = [w - lr * (x + 0.5 * w) for w, x in zip(start, g, strict=True)]
     expected = [w * math.exp(-lr * (c * math.copysign(1, w) * x + d)) for w, x in zip(after, g, strict=True)]
@@ -132,7 +102,7 @@ def test_mask_grows_over_the_run_and_keeps_what_it_has() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"grow": 1.0}, {"grow": 0.5, "nm": 4}, {"server_momentum": 1.0}, {"lr_first": 0.0}, {"r_int": -1}, {"density": 0}],
+    [{"grow": 1.0}, {"grow": 0.5, "nm": 4}, {"look_ahead": 1.0}, {"init_scale": 0.0}, {"r_int": -1}, {"density": 0}],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -141,8 +111,15 @@ def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
 
 @devices
 @pytest.mark.parametrize("crew", ["lanes", "batched"])
-@pytest.mark.parametrize("changes", [{"lr_first": 2.0, "lr_last": 0.0}, {"multiply": 2.0, "shrink": 0.01}])
+@pytest.mark.parametrize("changes", [{}, {"multiply": 2.0, "shrink": 0.01}])
 def test_crews_take_the_same_steps(changes: dict[str, Any], crew: str, device: str) -> None:
     x, y = blobs(88, (1, 5, 5), 1)
     parts = [Subset(Arrays((x,), y), torch.arange(11 * i, 11 * i + 7 + i % 4)) for i in range(8)]  # of unequal length
-    agree(small("flashplus", **changes), fl.Task(Plain(), parts, (x, y)), device, crew=crew, weight_decay=0.01)
+    agree(
+        small("flashplus", **changes),
+        fl.Task(Plain(), parts, (x, y)),
+        device,
+        crew=crew,
+        weight_decay=0.01,
+        lr_last=0.0,
+    )

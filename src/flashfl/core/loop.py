@@ -141,7 +141,7 @@ def _due(state: State, every: int) -> bool:
 
 def _aggregate(method: Method, s: State, outcome: Outcome) -> State:
     """The next state. With static BatchNorm nobody reports statistics, so the server keeps the model's own."""
-    after = checked(method, method.aggregate(s, outcome.sums), s)
+    after = s.plan.server.apply(s, checked(method, method.aggregate(s, outcome.sums), s))
     if s.plan.local.statistics or after.phase != s.phase:
         return after
     own = s.weights.statistics

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from .errors import unknown
-from .exchange import Client, Local, Order, Sums
+from .exchange import Client, Extra, Local, Order, Sums
 from .mask import Weights
 from .rng import choose
 from .state import TRAINING, Phase, Plan, State
@@ -48,8 +48,13 @@ class Method:
 
     def orders(self, s: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
         """The orders of a round, made as they are needed."""
+        extra = self.download(s)
         for client, weights in self.models(s, cohort):
-            yield client, s.order(client, self.work(s, client), weights)
+            yield client, replace(s.order(client, self.work(s, client), weights), extra=extra)
+
+    def download(self, s: State) -> Mapping[str, Extra]:
+        """What clients are sent beside the weights, by name. Their parts find it in `Clients.given`."""
+        return {}
 
     def aggregate(self, s: State, sums: Sums) -> State:
         """The next state, from the sums of this round's updates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,19 @@ class Phase:
 TRAINING = Phase("training", 2)  # 1 is left to phases that prepare it
 
 
+class Server(Protocol):
+    """How the server's model follows what a method made of a round; see `core.server.ServerStep`."""
+
+    def apply(self, before: State, after: State) -> State: ...
+
+
+class Follow:
+    """The model is what the method made."""
+
+    def apply(self, before: State, after: State) -> State:
+        return after
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is fixed for a run: layout, initial weights, seed, number of rounds and clients, learning rates."""
@@ -47,8 +60,9 @@ class Plan:
     per_round: int
     local: Local = field(default_factory=Local)
     lr_end: float = 0.001
-    average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
     device: torch.device | str = "cpu"
+    server: Server = field(default_factory=Follow)  # how the model follows the average
+    average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_round <= self.clients:

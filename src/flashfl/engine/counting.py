@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add, add_statistics
+from ..core.client import overrides, reports_changes
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
 from ..core.kernel import kernel
@@ -26,8 +27,9 @@ from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
 from .account import Account
-from .memory import ClientMemory
-from .robust import Row, add_rows, marked
+from .memory import ClientMemory, Kept
+from .pipeline import Notes, tallied
+from .robust import Row, add_rows, marked, nothing
 from .train import NOT_FINITE
 from .trust import Trust
 from .work import Work
@@ -58,10 +60,14 @@ class Counting(Account):
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
         self._held: dict[int, Row] = {}  # by client, where the cohort must be known before updates can be added
+        self._tallies: dict[int, Notes] = {}  # what the server derives from each update
         self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Parts]] = {}
 
-    def sent(self, client: Client, order: Order) -> None:
+    def sent(self, client: Client, order: Order) -> Order:
+        """Record an order; it is returned as it is sent."""
+        order = self.personal(client, order)
         self.orders.append((client, order))
+        return order
 
     def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
@@ -69,6 +75,9 @@ class Counting(Account):
         With clipping or trimming they are held until the round is closed.
         """
         local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
+        if any(overrides(part, "tally") for part in local.parts):
+            for seat, row, mine in zip(seats, values, bits.expand(len(seats), -1), strict=True):
+                self._tallies[seat.client.id] = tallied(local.parts, self.layout, row, mine)
         finite = kernel("collect", "finite") if values.is_cuda else None
         good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
         if local.report != "counts":  # else neither weights nor statistics travel
@@ -102,7 +111,9 @@ class Counting(Account):
     def _row(self, seat: Work, values: Tensor, bits: Tensor) -> Row:
         """An update, for clipping and trimming."""
         sent, start = seat.order.weights, None
-        if seat.order.local.report == "weights":
+        if reports_changes(seat.order.local.parts):
+            start = functools.partial(nothing, self.layout, values.device)
+        elif seat.order.local.report == "weights":
             start = functools.partial(Weights, sent.mask, sent.vector)
         else:
             values[: self.layout.trained_size] = 0
@@ -177,20 +188,24 @@ class Counting(Account):
         order, local = seat.order, seat.order.local
         steps = min(seat.batches * local.batch, seat.n) * local.epochs
         mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
-        add(self.sums, Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}))
+        extra = {**seat.extra, **self._tallies.get(seat.client.id, {})}
+        add(self.sums, Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}, extra), seat.mask)
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"
-        self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None)
+        notes = Kept(notes=seat.notes) if seat.notes else None
+        self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None, notes)
 
     def _up(self, seat: Work, mask_bytes: int, loss: float) -> Traffic:
         """What an update takes."""
         order, local, layout = seat.order, seat.order.local, self.layout
         message = Message(
             "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
-            carries="all" if local.statistics else "weights",
+            carries="all" if local.statistics else "weights", extra=seat.extra,
         )  # fmt: skip
-        values = local.upload or self.values
-        if local.report == "weights":
+        values = local.sends(self.values)
+        if local.report == "mask":
+            message = replace(message, carries="rest")
+        if local.report in ("weights", "mask"):
             return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":
             whole = replace(message, counts=seat.counts)

@@ -144,7 +144,7 @@ def _take(account: Encoding, client: int, result: Result | Died) -> None:
         raise CheckpointError(
             f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
         )
-    account.received(client, result.data)
+    account.received(client, result.data, result.memory[-1][3])
 
 
 def _shared_model(task: Task, path: str) -> Weights:

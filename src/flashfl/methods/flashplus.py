@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
@@ -14,10 +13,11 @@ from ..core.exchange import Client, Local, Order, Sums
 from ..core.mask import Weights
 from ..core.state import TRAINING, State
 from ..sparsity import calibrate, random_mask
+from .ham import Multiply
 from .jmwst import JMWST
 from .spdst import SPDST
 
-_MOMENTUM = "momentum"
+_STEP = "last step"
 _STAGES = 8  # the densities that a mask which grows goes through
 
 
@@ -33,22 +33,16 @@ class FlashPlus(JMWST):
     When: you have so many megabytes a client and round (`--budget 2.3MB`), and want the best model for them.
     Not to be confused with SPDST and JMWST, which are the paper's methods, with the paper's recipe.
 
-    r_int: masks move every r_int rounds, as JMWST's; 0: they are frozen, as SPDST's. lr_first, lr_last: within a round,
-    a client's learning rate falls from lr_first times the round's to lr_last times that. server_lr: how far the server
-    follows the clients' mean change. server_momentum: what the server keeps of its last step (FedAvgM). look_ahead:
-    clients start where momentum leads (FedACG). multiply, shrink: a multiplicative step after each step (HAM).
-    init_scale: initial sparse weights are multiplied by it. grow: the mask grows from density * (1 - grow) to density *
-    (1 + grow) over the run. The other settings are SPDST's.
+    r_int: masks move every r_int rounds, as JMWST's; 0: they are frozen, as SPDST's. look_ahead: clients start
+    from the server's model plus this share of its last step (FedACG). multiply, shrink: a multiplicative step after
+    each step (HAM). init_scale: initial sparse weights are multiplied by it. grow: the mask grows from density * (1 -
+    grow) to density * (1 + grow) over the run. The other settings are SPDST's.
     """
 
     name: ClassVar[str] = "flashplus"
     recipe: ClassVar[Mapping[str, object]] = {"average": 0.95, "weight_decay": 5e-4, "values": "int8"}
     r_int: int = 0
-    lr_first: float = 1.0
-    lr_last: float = 1.0
-    server_lr: float = 1.0
-    server_momentum: float = 0.0
-    look_ahead: bool = False
+    look_ahead: float = 0.0
     multiply: float = 0.0
     shrink: float = 0.0
     init_scale: float = 1.0
@@ -58,11 +52,10 @@ class FlashPlus(JMWST):
         SPDST.__post_init__(self)
         if self.r_int < 0 or self.freeze_after < 0:
             raise ConfigError(f"r_int = {self.r_int}, freeze_after = {self.freeze_after}: must be at least 0")
-        for name in ("lr_first", "server_lr", "init_scale"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be above 0")
-        if not 0 <= self.server_momentum < 1:
-            raise ConfigError(f"server_momentum = {self.server_momentum}: must be at least 0 and below 1")
+        if self.init_scale <= 0:
+            raise ConfigError(f"init_scale = {self.init_scale}: must be above 0")
+        if not 0 <= self.look_ahead < 1:
+            raise ConfigError(f"look_ahead = {self.look_ahead}: must be at least 0 and below 1")
         if not 0 <= self.grow < 1 or (1 + self.grow) * self.density > 1:
             raise ConfigError(f"grow = {self.grow}: must be at least 0 and below 1, and not lead to a density above 1")
         if self.grow and (self.nm or self.r_int or self.mask_init != "random"):
@@ -73,23 +66,20 @@ class FlashPlus(JMWST):
 
     def work(self, s: State, client: Client) -> Local:
         work = super().work(s, client)
-        if s.phase != TRAINING:
+        if s.phase != TRAINING or not (self.multiply or self.shrink):
             return work
-        return replace(
-            work, lr=self.lr_first * work.lr, lr_last=self.lr_last, multiply=self.multiply, shrink=self.shrink
-        )
+        return replace(work, parts=(*work.parts, Multiply(self.multiply, self.shrink)))
 
     def orders(self, s: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
         ahead = self.ahead(s)
         return ((client, s.order(client, self.work(s, client), ahead)) for client, _ in self.models(s, cohort))
 
     def ahead(self, s: State) -> Weights:
-        """The model that clients start from: the server's, or where its momentum leads."""
-        momentum, trained = s.extra.get(_MOMENTUM), s.layout.trained_size
-        if not self.look_ahead or not isinstance(momentum, Tensor):
+        """The model that clients start from: the server's, or where its last step leads."""
+        if _STEP not in s.extra:
             return s.weights
-        vector = s.weights.vector.clone()
-        vector[:trained] += self.server_momentum * momentum
+        vector, trained = s.weights.vector.clone(), s.layout.trained_size
+        vector[:trained] += self.look_ahead * s.kept(Tensor, _STEP)
         return Weights.masked(s.mask, vector)
 
     def begin(self, s: State, densities: Sequence[float]) -> State:
@@ -99,21 +89,13 @@ class FlashPlus(JMWST):
         return state
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        after = super().aggregate(s, sums)
-        return after if s.phase != TRAINING else self.grown(self.stepped(s, after))
-
-    def stepped(self, s: State, after: State) -> State:
-        """m = server_momentum * m + mean change; w = w + server_lr * m. Statistics are the clients' mean."""
-        if self.server_lr == 1 and not self.server_momentum:
+        after, trained = super().aggregate(s, sums), s.layout.trained_size
+        if s.phase != TRAINING:
             return after
-        trained, vector = s.layout.trained_size, after.weights.vector.clone()
-        change = vector[:trained] - self.ahead(s).vector[:trained]
-        old = s.extra.get(_MOMENTUM)
-        momentum = change + self.server_momentum * old if isinstance(old, Tensor) else change
-        momentum = torch.cat([momentum[: s.layout.prunable_size] * after.mask.bits, momentum[s.layout.prunable_size :]])
-        vector[:trained] = s.weights.vector[:trained] + self.server_lr * momentum
-        weights = Weights.masked(after.mask, vector)
-        return replace(after, weights=weights, extra={**after.extra, _MOMENTUM: momentum})
+        if self.look_ahead:
+            step = after.weights.vector[:trained] - s.weights.vector[:trained]
+            after = replace(after, extra={**after.extra, _STEP: step})
+        return self.grown(after)
 
     def density_at(self, s: State, round: int) -> float:
         """The density of a mask that grows, in a round of the training phase."""

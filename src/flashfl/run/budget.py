@@ -18,6 +18,7 @@ from ..core.state import TRAINING, Plan, State
 from ..data.task import Task
 from ..wire import Message, size_with
 from ..wire.geometry import geometry
+from ..wire.values import Carries
 from .config import TrainConfig, plan_of
 
 _SLACK = 96  # bytes: settings are texts whose numbers differ in length, and a first message has a longer mask
@@ -49,7 +50,7 @@ class Cost:
         share = sum(work.adapt is not None or "mask" in work.keep for work in self.work) / len(self.work)
         masks = math.ceil(share * _mask_bytes(self.layout, density)) + geometry(self.layout).known_size
         longest, tag = max(self.work, key=lambda work: len(repr(work))), (TRAINING.number, self.plan.rounds, 0)
-        carries = "all" if longest.statistics else "weights"
+        carries: Carries = "all" if longest.statistics else "weights"
         order = Message("order", self.layout, tag, 0, start=tag, own="0" * 16, local=longest, carries=carries)
         update = Message("update", self.layout, tag, 0, metrics={"loss": 0.0}, carries=carries)
         sizes = [size_with(order, active, masks, down).total, size_with(update, active, masks, up).total]

@@ -23,6 +23,7 @@ from ..core.method import Method
 from ..core.parts import build
 from ..core.precision import Form, Precision, Rest, Rounding
 from ..core.rng import fold
+from ..core.server import ServerStep
 from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
@@ -48,7 +49,9 @@ class TrainConfig:
     momentum: float = 0.0  # of SGD
     weight_decay: float = 0.0  # of SGD
     prox: float = 0.0  # FedProx's pull towards the server's model
+    lr_last: float = 1.0  # within a round, a client's learning rate falls linearly towards this share of it
     max_steps: int = 0  # at most this many batches an epoch; 0: all
+    server: ServerStep = field(default_factory=ServerStep)  # the server's own step: momentum, adam, lr
     static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
     seed: int = 0  # of everything random in the run
     eval_every: int = 5  # rounds between evaluations
@@ -102,7 +105,7 @@ class TrainConfig:
 
     def local(self) -> Local:
         """The clients' training recipe."""
-        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "max_steps")
+        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "lr_last", "max_steps")
         plain = self.up == self.down == Precision(self.values)  # then updates travel as orders do
         upload = None if plain else self.up
         return Local(statistics=not self.static_bn, upload=upload, **{name: getattr(self, name) for name in names})
@@ -126,8 +129,8 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end,
-        train.average, device,
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
+        train.server, train.average,
     )  # fmt: skip
 
 

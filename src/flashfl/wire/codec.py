@@ -19,7 +19,7 @@ from .masks import plan, read_mask
 from .message import Coding, Encoded, Message, Parts
 from .reader import Chunk, Limits, Reader, hash_bytes, pack
 from .settings import local_bytes, read_local
-from .tensors import extras_chunks, metrics_bytes, read_extras, read_metrics
+from .tensors import extras_chunks, extras_size, metrics_bytes, read_extras, read_metrics
 from .values import Carries, read_values, values_chunks, values_size
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def size_with(message: Message, active: int, mask_bytes: int, values: Precision 
     how = values if isinstance(values, Precision) else Precision(values)
     lengths["values"] = values_size(message.layout, active, message.carries, how)
     if message.extra:
-        lengths["extra"] = sum(map(len, extras_chunks(message.extra, active)))
+        lengths["extra"] = extras_size(message.extra)
     return split_parts(lengths)
 
 

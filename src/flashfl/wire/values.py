@@ -32,8 +32,8 @@ from .levels import (
 )
 from .reader import Chunk, Reader
 
-Carries = Literal["all", "weights", "statistics"]
-CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics")
+Carries = Literal["all", "weights", "statistics", "rest"]  # rest: all but the active weights
+CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics", "rest")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _REST16, _CHANGES = 16, 32  # flags beside the form
 
@@ -52,9 +52,11 @@ def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form
     out, at = [], 0
     for layer in layout.travelling:
         statistic = layer.kind == "statistic"
+        size = next(sizes, 0) if layer.kind == "prunable" else layer.size
         if (carries == "weights" and statistic) or (carries == "statistics" and not statistic):
             continue
-        size = next(sizes) if layer.kind == "prunable" else layer.size
+        if carries == "rest" and layer.kind == "prunable":
+            continue
         coarse = layer.kind == "prunable" or (not statistic and (form not in TOPS or len(layer.shape) >= 2))
         out.append(Segment(at, at + size, coarse and form != "fp32"))
         at += size
@@ -66,7 +68,8 @@ def count_values(layout: Layout, active: int, carries: Carries) -> int:
     statistics = layout.size - layout.trained_size
     if carries == "statistics":
         return statistics
-    return active + layout.trained_size - layout.prunable_size + (statistics if carries == "all" else 0)
+    dense = layout.trained_size - layout.prunable_size
+    return (active if carries != "rest" else 0) + dense + (statistics if carries != "weights" else 0)
 
 
 def values_size(layout: Layout, active: int, carries: Carries, how: Precision) -> int:
@@ -174,11 +177,11 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
     kind, code = reader.number(1), reader.number(1)
     flags, number = code & (_REST16 | _CHANGES), code & ~(_REST16 | _CHANGES)
     if kind >= len(CARRIES) or number >= len(FORMS):
-        raise BadField(f"values: kind {kind} or form {code} does not exist; kinds are 0 to 2, forms 0 to 4, plus flags")
+        raise BadField(f"values: kind {kind} or form {code} does not exist; kinds are 0 to 3, forms 0 to 4, plus flags")
     carries, form = CARRIES[kind], FORMS[number]
     how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))
-    if how.changes and carries == "statistics":
-        raise BadField("values: statistics alone are never changes")
+    if how.changes and carries not in ("all", "weights"):
+        raise BadField("values: only weights can be changes")
     if counts is None and carries != "statistics":
         raise BadSection("the message has values but no mask; values need the mask they belong to")
     counts = counts or ()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...core.client import Clients
 from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ...core.kernel import kernel
@@ -23,6 +24,7 @@ from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
 from ..cpu import drops, trust_in_simulated
 from ..memory import ClientMemory
+from ..pipeline import close_clients, open_clients
 from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
@@ -89,7 +91,7 @@ class GPUEngine:
     def _works(self, s: State, orders: Iterable[tuple[Client, Order]], account: Counting) -> Iterator[Work]:
         """What each client that can take part has to do."""
         for client, order in orders:
-            account.sent(client, order)
+            order = account.sent(client, order)
             data = self.train_data[client.id]
             if self.config.dropout and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
@@ -118,7 +120,7 @@ class GPUEngine:
         self.stack = Stack(self.layout, wanted, self.device, channels_last=self.cuda, half=self.half)
         return wanted
 
-    def _chosen_crew(self, stack: Stack, works: Sequence[Work]) -> Crew:
+    def _chosen_crew(self, stack: Stack, works: Sequence[Work], opened: Clients | None) -> Crew:
         """Lanes or batched: as the setting says, else whichever is faster for these clients."""
         if self.crew is not None:
             return self.crew
@@ -138,18 +140,20 @@ class GPUEngine:
                 crews.append(Batched(*shared, products=True))
         if asked != "batched":
             crews.append(Lanes(*shared, self.config.compile))
-        self.crew = crews[0] if len(crews) == 1 else faster(crews, works)
+        self.crew = crews[0] if len(crews) == 1 else faster(crews, works, opened)
         return self.crew
 
     def _train(self, works: list[Work], account: Counting) -> None:
         """Train a few clients side by side and add up their updates."""
         assert self.stack is not None
         stack, rows, local = self.stack, len(works), works[0].local
-        crew = self._chosen_crew(stack, works)
-        crew.prepare(works)
         starts = stacked([work.order.weights.vector for work in works])
-        stack.load(starts, stacked([work.mask.bits for work in works]), rows)
-        crew.begin(works)
+        masks = stacked([work.mask.bits for work in works])
+        opened = self._open(stack, works, starts, masks) if local.parts else None
+        crew = self._chosen_crew(stack, works, opened)
+        crew.prepare(works, opened)
+        stack.load(starts, masks, rows)
+        crew.begin(works, opened)
         run_steps(crew, stack, works)
         values = stack.read(rows)
         if not local.statistics:
@@ -159,11 +163,35 @@ class GPUEngine:
             for row, work in enumerate(works):
                 mine = bits[row].clone() if "mask" in local.keep else bits[row]  # a view would keep them all alive
                 work.mask = Mask(self.layout, mine, work.counts)
-        how = local.upload or self.config.down
+        if opened is not None:
+            opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
+            values = self._close(works, opened, values)
+        how = local.sends(self.config.down)
         if not how.exact and local.report == "weights":
             for row, work in enumerate(works):
                 values[row] = self._decoded(work, values[row], how)
         account.received(works, values, crew.losses(rows))
+
+    def _open(self, stack: Stack, works: Sequence[Work], starts: Tensor, masks: Tensor) -> Clients:
+        """Run the parts of some clients before training. What they carry through the steps lies as in the stack."""
+        vectors = starts.expand(len(works), -1).clone()
+        vectors[:, : self.layout.prunable_size].masked_fill_(~masks, 0.0)
+        keys, steps = [work.key for work in works], [work.steps for work in works]
+        given, notes = [work.order.extra for work in works], [self.memory.notes(work.client.id) for work in works]
+        opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes)
+        opened.state = {name: stack.columns(value) for name, value in opened.state.items()}
+        return opened
+
+    def _close(self, works: Sequence[Work], opened: Clients, values: Tensor) -> Tensor:
+        """Run the parts of some clients after training: the models that they report."""
+        opened.vectors, opened.masks = values, torch.stack([work.mask.bits for work in works])
+        finished = close_clients(works[0].local, opened)
+        for row, work in enumerate(works):
+            if finished.counts is not None:
+                work.counts = finished.counts[row]
+                work.mask = Mask(self.layout, opened.masks[row], work.counts)
+            work.extra, work.notes = finished.extras[row], finished.notes[row]
+        return opened.vectors
 
     def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
         """A trained model as the server will decode it."""
