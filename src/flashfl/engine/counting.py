@@ -208,7 +208,7 @@ class Counting(Account):
         )  # fmt: skip
         if local.report == "mask":
             message = replace(message, carries="rest")
-        values = local.upload or self.values
+        values = local.sends(self.values)
         if local.report in ("weights", "mask"):
             return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":

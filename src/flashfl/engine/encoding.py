@@ -109,8 +109,8 @@ class Encoding(Account):
         local, k = order.local or Local(), self.layout.prunable_size
         active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
         active = max(active, active_range(local.parts, self.layout, active)[1])
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, local.upload or self.server.values).total
-        limits = _limits(order)
+        values, limits = local.sends(self.server.values), _limits(order)
+        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
         return plain + (300 + 4 * limits.elements) * limits.extras
 
     def again(self, client: int) -> bytes:
@@ -219,10 +219,10 @@ def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
 
 def _restored(update: Message, order: Message) -> Message:
     """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
-    asked, coding = order.local.upload if order.local else None, update.coding
+    asked, coding = (order.local or Local()).sends(EXACT).changes, update.coding
     if update.values is None or update.mask is None or coding is None:
         return update
-    if coding.values.changes != bool(asked and asked.changes):
+    if coding.values.changes != asked:
         sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
         raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
     if not coding.values.changes:

@@ -19,6 +19,7 @@ from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.method import Method
 from ..data.task import Task
 from ..run import checkpoint
+from ..run.budget import within_budget
 from ..run.config import TrainConfig
 from ..run.progress import Display, Watch
 from ..run.run import Run
@@ -104,6 +105,9 @@ class FlashStrategy(Strategy):
         self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
         if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
+        if self.train.budget:
+            self.method, self.train, said = within_budget(method, task, self.train)
+            log.info("%s", said)
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
         self.run: Run | None = None

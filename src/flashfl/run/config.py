@@ -36,6 +36,7 @@ from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
 OUTSIDE = ("device", "workers", "checkpoint_every", "track", "data_root", "verify")
+_AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _MOST = 1024  # workers, threads or lanes: more than any machine can use
 
 
@@ -61,6 +62,7 @@ class TrainConfig:
     dropout: float = 0.0  # simulated failures: the share of clients that fail in each round
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
+    budget: int = 0  # bytes a client and round each way, on average; chooses density and bits (2.3MB); 0: none
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
     average: float = 0.0  # report a running average of the server's model, which keeps this share each round; 0: no
     values: Form = "fp32"  # how weights are encoded in messages, in both directions
@@ -93,7 +95,7 @@ class TrainConfig:
         for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
+        for name in ("budget", "max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
         for name in ("workers", "threads", "lanes"):
@@ -149,8 +151,8 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end,
-        train.average, device, weight_flops(task) if method is not None and method.counts_flops else (), train.server,
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
+        weight_flops(task) if method is not None and method.counts_flops else (), train.server, train.average,
     )  # fmt: skip
 
 
@@ -227,7 +229,9 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
     tables: dict[str, dict[str, Any]] = {k: copy.deepcopy(dict(data.get(k, {}))) for k in ("task", "train", "method")}
     if "method" in overrides:
         _switch_method(tables, overrides["method"])
-    homes = _homes(_known_method(tables["method"].get("name", "spdst")))
+    kind = _known_method(tables["method"].get("name", "spdst"))
+    tables["train"] = {**kind.recipe, **tables["train"]}
+    homes = _homes(kind)
     for option, text in overrides.items():
         if option == "method":
             continue
@@ -293,6 +297,8 @@ def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 def parse(text: str, hint: Any, name: str) -> Any:
     """A command-line text as the type of the field it is for."""
+    if name.rpartition(".")[2] in _AMOUNTS:
+        return parse_bytes(text, name)
     options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if str in options or get_origin(hint) is Literal:
         return text
@@ -304,6 +310,19 @@ def parse(text: str, hint: Any, name: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """An amount such as 2.3MB, 500 kB or 2300000, in bytes. MB = 10^6 bytes."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    unit = found[2].upper() if found else ""
+    try:
+        amount = float(found[1]) * _UNITS[unit] if found else math.nan
+    except (ValueError, KeyError):
+        amount = math.nan
+    if not amount >= 0:
+        raise ConfigError(f"{name} = {text!r}: expected a number of bytes, such as 2.3MB, 500kB or 2300000")
+    return int(amount)
 
 
 def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:

@@ -182,7 +182,7 @@ class GPUEngine:
         if opened is not None:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
-        how = local.upload or self.config.down
+        how = local.sends(self.config.down)
         if not how.exact and local.report == "weights":
             for row, work in enumerate(works):
                 values[row] = self._decoded(work, values[row], how)
