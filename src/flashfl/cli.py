@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    warnings.formatwarning = _warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that cannot be encoded must not end a command
             stream.reconfigure(errors="replace")
@@ -65,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # for example a full disk
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """On the command line a warning has no place in the user's code to point at."""
+    return f"flashfl: warning: {message}\n"
 
 
 def _interrupt(number: int, frame: Any) -> None:

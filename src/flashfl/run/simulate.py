@@ -215,8 +215,7 @@ def _loop(
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
-        every = 1 if config.private else config.checkpoint_every  # clients open each round's sum once only
-        if every and run.rounds % every == 0:
+        if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
     run.kept = keeper.keep()
     if not run.kept:
