@@ -107,12 +107,47 @@ def test_slow_client_gets_three_times_its_usual_time() -> None:
         attendance.replied("evaluate", 3, 1.0)
     assert attendance.usual("train", 3) == 30.0
     assert attendance.time_allowed("train", [3], [2.0, 4.0]) == 90.0
-    assert attendance.time_allowed("evaluate", [3], [2.0, 4.0]) == 14.0, "each kind of work has its own times"
+    assert attendance.time_allowed("evaluate", [3], [2.0, 4.0]) == 12.0, "each kind of work has its own times"
+    assert attendance.time_allowed("evaluate", [5], [2.0, 4.0]) == 14.0, "a client whose times are not known"
     attendance.replied("train", 3, 300.0)
     attendance.replied("train", 3, 300.0)
     assert attendance.time_allowed("train", [3], [2.0, 4.0]) == 600.0, "never above the timeout"
     assert Attendance(FlowerOptions(), need=3).time_allowed("train", [3], [2.0, 4.0]) == 600.0, "min_replies count"
     assert Attendance(FlowerOptions(enough=1.0)).time_allowed("train", [3], [2.0, 4.0, 5.0]) == 600.0
+
+
+def test_client_that_missed_a_round_gets_a_sixth_of_the_grace_period() -> None:
+    attendance = Attendance(FlowerOptions())
+    assert attendance.time_allowed("train", [3], [2.0, 4.0]) == 64.0
+    attendance.round_over([3])
+    assert attendance.time_allowed("train", [3], [2.0, 4.0]) == 14.0
+    assert attendance.time_allowed("train", [3, 5], [2.0, 4.0, 4.0]) == 64.0, "another one did not"
+    attendance.replied("train", 3, 40.0)
+    assert attendance.time_allowed("train", [3], [2.0, 4.0]) == 120.0
+    attendance.round_over([3])
+    assert attendance.time_allowed("train", [3], [2.0, 4.0]) == 50.0, "its usual time and a sixth of the grace period"
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("died", [0, 1, 7])
+def test_sleeping_and_killed_client_cost_less_than_20_s_a_round(seconds: float, died: int) -> None:
+    """Defaults, six clients, with a clock of numbers: client 5 never trains, client 4 dies in round `died`."""
+    attendance, lost, late = Attendance(FlowerOptions()), [], 0
+    for number in range(40):
+        asked = [client for client in range(6) if client not in attendance.passed_over]
+        missing = [client for client in asked if client == 5 or (client == 4 and number >= died)]
+        present = [client for client in asked if client not in missing]
+        times = [seconds * (1 + client / 10) for client in present]
+        allowed = attendance.time_allowed("train", missing, times) if missing else max(times)
+        lost.append(allowed - max(times))
+        late += len(missing) > 0
+        for client, took in zip(present, times, strict=True):
+            attendance.replied("train", client, took)
+        attendance.round_over(missing)
+    assert max(lost[2:]) < max(20, 2 * 1.5 * seconds), "where rounds are long, a first miss costs twice the usual time"
+    assert max(lost[max(2, died + 1) :]) < 20, lost
+    assert sum(lost[2:]) / 38 < 3, lost
+    assert late <= 12, "they are asked less and less often"
 
 
 def test_reply_ends_being_passed_over() -> None:

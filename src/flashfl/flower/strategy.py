@@ -24,6 +24,7 @@ from ..run import checkpoint
 from ..run.config import TrainConfig
 from ..run.progress import Display, Watch
 from ..run.run import Run
+from ..run.sealed import read_record
 from ..run.simulate import drive
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
@@ -189,7 +190,7 @@ def _load_latest(registry: Registry, folder: Path | None) -> None:
     """Take over the clients of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
     for path in checkpoint.found_in(folder / "checkpoints") if folder else ():
         with suppress(CheckpointError):
-            return registry.load(checkpoint.read_record(path)["clients"])
+            return registry.load(read_record(path)["clients"])
 
 
 def _result(run: Run) -> Result:

@@ -23,6 +23,7 @@ from .config import RunConfig, options_of
 from .progress import Display
 from .results import Results
 from .run import Run
+from .sealed import Unusable, read_record
 from .simulate import simulate
 from .track import check_installed
 
@@ -82,8 +83,8 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
         raise CheckpointError(str(error)) from None
     done = 0
     for point in points:
-        with suppress(checkpoints.Unusable):
-            done = max(done, checkpoints.read_record(point)["rounds"])
+        with suppress(Unusable):
+            done = max(done, read_record(point)["rounds"])
     if recorded < done:
         raise CheckpointError(f"its results lack {done - recorded} of the {done} rounds before its checkpoint")
 
