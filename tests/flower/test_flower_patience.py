@@ -7,11 +7,12 @@ import logging
 import os
 import re
 import stat
-import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from flashfl.core.errors import ConfigError
 from flashfl.engine.encoding import Encoding, Server
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
-from flashfl.flower import FlowerOptions, records, supernode
+from flashfl.flower import FlowerOptions, records, superlink, supernode
 from flashfl.flower.attendance import Attendance
 from flashfl.flower.registration import Terms
 from flashfl.flower.registry import Registry
@@ -320,12 +321,20 @@ def test_supernode_gives_up_after_a_while_and_on_other_errors() -> None:
     assert not supernode.not_activated(OSError("no route"))
 
 
-def test_documented_superlink_creates_its_database_for_its_user_only(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
-    [block] = [b for b in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "--database link.db" in b]
-    (tmp_path / "flower-superlink").write_text("#!/bin/sh\ntouch link.db\n")
-    (tmp_path / "flower-superlink").chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    script = "umask 022\n" + re.sub(r"sleep \d+", "wait", block)
-    subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, check=True)
+def test_superlink_creates_its_files_for_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> None:
+        (tmp_path / "link.db").touch()
+
+    command = SimpleNamespace(flower_superlink=start, uvicorn=SimpleNamespace(run=None))
+    monkeypatch.setitem(sys.modules, "flwr.superlink.cli.flower_superlink", command)
+    monkeypatch.setenv("FLWR_INTERNAL_GRPC_CONTROL_API", "1")
+    before = os.umask(0o022)
+    try:
+        superlink.main()
+    finally:
+        os.umask(before)
     assert stat.S_IMODE((tmp_path / "link.db").stat().st_mode) == 0o600
+    assert "FLWR_INTERNAL_GRPC_CONTROL_API" not in os.environ, "it would open another port"
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    [line] = [line for line in page.splitlines() if "--database link.db" in line]
+    assert line.startswith("python -m flashfl.flower.superlink ")
