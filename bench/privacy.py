@@ -9,8 +9,8 @@ nobody trains: both rounds would take the same time for that. The mask itself is
 of SPDST but the first.
 
 Bytes are those of one client, down and up. Seconds are processor time on one core, as wall time on a shared machine
-says little: of one client on average, and of the server for the whole round. Takes about ten minutes, most of it for the
-dense model and 100 clients.
+says little: of one client on average, and of the server for the whole round. Takes about ten minutes, most of it for
+the dense model and 100 clients.
 """
 
 from __future__ import annotations
