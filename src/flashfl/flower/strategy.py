@@ -84,6 +84,7 @@ class FlashStrategy(Strategy):
     header: the settings that the results file records.
     watch: called after every round.
     quiet: show no progress.
+    secure: use secure aggregation, whatever `train` says; see docs/privacy.md.
 
     Call `start`. Flower's hooks for single steps raise an error: they cannot send a client the masks it has lost.
     """
@@ -100,9 +101,12 @@ class FlashStrategy(Strategy):
         header: Mapping[str, Any] | None = None,
         watch: Watch | None = None,
         quiet: bool = False,
+        secure: bool | None = None,
     ) -> None:
         self.method, self.task = method, task
         self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
+        if secure is not None:
+            self.train = replace(self.train, secure=secure)
         if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
         if self.train.budget:
