@@ -22,10 +22,10 @@ from .client import ClientSide, Reply, said
 from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
 from .pool import Died, InProcess, Pool
+from .robust import Robust
 from .settings import EngineSettings
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
-from .trust import Trust
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,11 @@ class CPUEngine:
 
     device = torch.device("cpu")
 
-    def __init__(
-        self, task: Task, config: EngineSettings, folder: Path | None = None, trust: Trust | None = None
-    ) -> None:
-        """folder: where masks are stored. trust: by default every finite update is accepted."""
+    def __init__(self, task: Task, config: EngineSettings, folder: Path | None = None) -> None:
+        """folder: where masks are stored."""
         self.task, self.dropout, values, threads = task, config.dropout, config.values, config.threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, values, trust or trust_in_simulated(config))
+        self.server = Server(self.memory, values, Robust.of(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
@@ -172,11 +170,6 @@ def _worker(task: Task, store: MaskStore, values: Form, path: str) -> Callable[[
             return ClientFailed(said(error))  # the samples of one client: others may still work
 
     return work
-
-
-def trust_in_simulated(config: EngineSettings) -> Trust:
-    """Simulated clients are honest: every finite update is accepted."""
-    return Trust(factor=0, clip=config.clip, trim=config.trim)
 
 
 def drops(s: State, client: int, share: float) -> bool:

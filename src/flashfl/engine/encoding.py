@@ -16,8 +16,8 @@ from ..wire.values import Form
 from .account import Account
 from .held import Held
 from .memory import ClientMemory
-from .robust import Start, add_updates
-from .trust import Cohort, Trust, check_update
+from .robust import PLAIN, Robust, Start
+from .trust import check_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 
@@ -25,8 +25,8 @@ OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 class Server:
     """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
 
-    def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
-        self.memory, self.layout, self.values, self.trust = memory, memory.layout, values, trust or Trust()
+    def __init__(self, memory: ClientMemory, values: Form = "fp32", robust: Robust = PLAIN) -> None:
+        self.memory, self.layout, self.values, self.robust = memory, memory.layout, values, robust
         self._packed: tuple[Weights, Tensor] | None = None
 
     def open(self) -> Encoding:
@@ -58,7 +58,7 @@ class Server:
         own = self.memory.own(order.client) if order.own is not None else None
         known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
         update = decode(data, self.layout, known=known, limits=_limits(order))
-        check_update(update, order, self.trust.factor > 0, self._frozen(order))
+        check_update(update, order, self._frozen(order))
         return update
 
     def _frozen(self, order: Message) -> Mask | None:
@@ -82,12 +82,10 @@ class Encoding(Account):
     """
 
     def __init__(self, server: Server) -> None:
-        super().__init__(server.memory, server.trust)
+        super().__init__(server.memory, server.robust)
         self.server = server
         self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
         self._held = Held(self.layout, server.memory.store.folder)
-        self._cohort = Cohort(server.trust)
-        self._starts: dict[int, Start] = {}  # the models that clients were sent, where changes may be clipped
         self._reminded: set[int] = set()
 
     def sent(self, client: Client, order: Order) -> bytes:
@@ -148,24 +146,22 @@ class Encoding(Account):
             return
         assert update.parts is not None
         assert order.mask is not None
+        assert order.values is not None
         self.traffic += update.parts.traffic("update")
-        self._cohort.see(update, order)
         keeps = order.local is not None and "mask" in order.local.keep
         self.accepted(client, order.tag, order.mask, update.mask if keeps else None)
-        if self.trust.clip and update.mask is not None and update.values is not None:
-            self._starts[client] = order.weights
-        in_turn = next(iter(self._orders)) == client
         del self._orders[client]
-        if in_turn and not self.trust.needs_cohort:
-            add(self.sums, _update(update, order))
-        else:
-            self._held.put(_update(update, order), order.mask)
+        trained = update.mask is not None and update.values is not None
+        found = _update(update, order)
+        if self.cohort is not None:
+            self.cohort.see(found, Start(order.mask, order.values) if trained else None)
+        self._held.put(found, order.mask)
         self._add_ready()
 
     def _add_ready(self) -> None:
         """Add the updates of all clients before the first one that has not answered."""
         first = next(iter(self._orders), None)
-        for client in () if self.trust.needs_cohort else self._held.clients():
+        for client in self._held.clients() if self.cohort is None else ():
             if first is not None and client > first:
                 break
             add(self.sums, self._held.pop(client))
@@ -173,16 +169,8 @@ class Encoding(Account):
     def close(self) -> Outcome:
         for client in list(self._orders):
             self.failed(client, "no answer")
-        if self.trust.needs_cohort:
-            for client, why in self._cohort.rejected().items():
-                self.failed(client, f"{type(why).__name__}: {why}")
-            updates = (self._held.pop(client) for client in self._held.clients() if client not in self.failures)
-            if self.trust.clip or self.trust.trim:
-                add_updates(self.sums, updates, self._starts, self.trust, self.memory.store.folder)
-            else:
-                for update in updates:
-                    add(self.sums, update)
-        self._held.close()
+        if self.cohort is not None:
+            self.cohort.add(self.sums, map(self._held.pop, self._held.clients()))
         return super().close()
 
 

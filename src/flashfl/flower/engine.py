@@ -17,9 +17,9 @@ from ..core.state import State
 from ..data.task import Task, accuracy
 from ..engine.encoding import Server
 from ..engine.memory import ClientMemory
+from ..engine.robust import Robust
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
-from ..engine.trust import Trust
 from ..run.config import TrainConfig
 from .registry import Registry
 from .round import ClientEvaluation, Exchange, Post, Round
@@ -38,8 +38,7 @@ class FlowerEngine:
         """`train` says how values travel and how updates are clipped and trimmed; `folder` is for masks."""
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
-        trust = Trust(factor=self.options.trust, clip=train.clip, trim=train.trim)
-        self.server = Server(self.memory, train.values, trust)
+        self.server = Server(self.memory, train.values, Robust.of(train))
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
         self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for

@@ -101,7 +101,9 @@ class FlashStrategy(Strategy):
         quiet: bool = False,
     ) -> None:
         self.method, self.task = method, task
-        self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
+        train = train or TrainConfig(checkpoint_every=1)
+        self.train = replace(train, robust="on") if train.robust == "auto" else train
+        self.options = options or FlowerOptions()
         if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
         self.folder = Path(folder) if folder else None
@@ -149,7 +151,8 @@ class FlashStrategy(Strategy):
     def connect(self, grid: Grid) -> FlowerEngine:
         """Wait for clients. Returns the engine that sends them orders."""
         need, options = self.train.min_replies, self.options
-        terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples)
+        bounded = self.train.robust == "on"
+        terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples, bounded)
         registry = Registry(grid, terms, options, need)
         if self.resume and (record := _latest(self.folder)) is not None:
             registry.load(record["clients"])

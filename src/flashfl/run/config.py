@@ -55,8 +55,9 @@ class TrainConfig:
     retries: int = 2  # how often a round may be repeated
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
     values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights are encoded in messages
-    clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
-    trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
+    robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
+    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 1 with robust, else never
+    trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
     device: str = "auto"  # cpu or cuda; auto: cuda if there is one
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU uses fp32
     lanes: int = 0  # clients that train at once on a GPU; 0: all of a round, as far as memory allows, up to 16

@@ -19,8 +19,9 @@ from ...data.sources import on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
-from ..cpu import drops, trust_in_simulated
+from ..cpu import drops
 from ..memory import ClientMemory
+from ..robust import Robust
 from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
@@ -75,7 +76,7 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.values, trust_in_simulated(self.config))
+        account = Counting(self.memory, self.config.values, Robust.of(self.config))
         for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
             if local.report == "statistics":
                 self._gather(works, account)
