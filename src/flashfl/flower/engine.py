@@ -19,9 +19,9 @@ from ..core.state import State
 from ..data.task import Task, accuracy
 from ..engine.encoding import Server
 from ..engine.memory import ClientMemory
+from ..engine.robust import Robust
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
-from ..engine.trust import Trust
 from ..run.config import TrainConfig
 from .records import printable
 from .registry import Registry
@@ -44,8 +44,7 @@ class FlowerEngine:
         """`train` says how values travel and how updates are clipped and trimmed; `folder` is for masks."""
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
-        trust = Trust(factor=self.options.trust, clip=train.clip, trim=train.trim)
-        self.server = Server(self.memory, train.down, trust)
+        self.server = Server(self.memory, train.down, Robust.of(train))
         self.vault = None
         if train.private:
             from ..engine.private import open_vault  # only here, as it needs an extra

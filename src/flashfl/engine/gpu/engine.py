@@ -23,9 +23,10 @@ from ...data.sources import on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
-from ..cpu import drops, trust_in_simulated
+from ..cpu import drops
 from ..memory import ClientMemory
 from ..pipeline import close_clients, open_clients
+from ..robust import Robust
 from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
@@ -84,7 +85,7 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
+        account = Counting(self.memory, self.config.down, Robust.of(self.config))
         if self.vault is not None:
             from ..private_counting import PrivateCounting
 
