@@ -63,6 +63,7 @@ class Numbers:
     flops: float | None = None
     paper_bytes: float | None = None  # by the paper's formula, up and down
     paper_dense: float | None = None  # dense FedAvg by the same formula
+    personal: float | None = None  # mean metric of the clients' own models, where a method makes such
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numb
         flops=sum(r.flops for r in rounds) or None,
         paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
         paper_dense=dense or None,
+        personal=scores[-1]["personal"].metric if scores and "personal" in scores[-1] else None,
     )
 
 
