@@ -35,7 +35,7 @@ class FedSpa(Method):
     missing weights as 0 and sends the whole union down.
 
     density: of each client's model; the server's is the union. masks: one for each client, or one for all, which is
-    what FLASH's comparison ran and what is evaluated as one model. moving: whether clients move their masks. adapt: how.
+    what FLASH's comparison ran. moving: whether clients move their masks. adapt: how.
     """
 
     name: ClassVar[str] = "fedspa"
