@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.errors import CheckpointError, FlashError, warn
-from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
+from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.mask import Weights
+from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task
 from .client import ClientSide, Reply, said
 from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
+from .personal import personal_score
 from .pool import Died, InProcess, Pool
 from .robust import Robust
 from .settings import EngineSettings
@@ -153,6 +155,9 @@ class CPUEngine:
             if job.which not in failed and isinstance(found, tuple):
                 total = [total[0] + found[0], total[1] + found[1]]
         return Evaluation(total[0] / n, total[1] / n)
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        return personal_score(Trainer(self.task), self.memory, weights, clients)
 
     def _report(self, failed: Mapping[int, str]) -> None:
         """Warn about clients that could not evaluate the model. Without any other client that is an error."""

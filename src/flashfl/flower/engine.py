@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from flwr.app import Message
 
 from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
 from ..core.mask import Weights
+from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task, accuracy
 from ..engine.encoding import Server
@@ -159,6 +160,10 @@ class FlowerEngine:
                 log.warning("client %d replied after %.0f s, too late: dropped", late.client.id, seconds)
                 self.registry.attendance.replied(late.metadata.message_type, late.client.id, seconds)
         return bool(replies)
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        """The server has neither the clients' masks nor their labels."""
+        return None
 
     def close(self) -> None:
         pass

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...core.client import Clients, overrides
 from ...core.errors import ConfigError, warn
-from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
+from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
 from ...core.precision import Precision
+from ...core.record import Score
 from ...core.state import State
 from ...data.sources import on_device
 from ...data.task import Task
@@ -25,6 +26,7 @@ from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
 from ..cpu import drops
 from ..memory import ClientMemory
+from ..personal import personal_score
 from ..pipeline import close_clients, open_clients
 from ..robust import Robust
 from ..settings import EngineSettings
@@ -263,6 +265,9 @@ class GPUEngine:
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
         return self.evaluator.evaluate(weights, statistics)
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        return personal_score(self.trainer, self.memory, weights, clients)
 
     def close(self) -> None:
         """Free the device's memory and put torch's global settings back."""
