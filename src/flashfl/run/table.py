@@ -112,7 +112,7 @@ TRANSFER = "s at 1 / 10 / 100 Mbit/s"  # seconds that one client's bytes of one 
 def transfer(count: float) -> Entry:
     """How long so many bytes take on slow, medium and fast lines."""
     seconds = [8 * count / (rate * 1e6) for rate in (1, 10, 100)]
-    return Entry(" / ".join(f"{s:.3g}" for s in seconds), seconds[0])
+    return Entry(" / ".join(f"{s:.2g}" for s in seconds), seconds[0])
 
 
 COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
