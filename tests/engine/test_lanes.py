@@ -155,7 +155,8 @@ def test_batched_matrix_products_step_like_batched_convolutions(device: str) -> 
         stack.masks.fill_(True)
         model = batched.Batched(task, stack, [data.to(device) for data in task.train], 8, products)
         order = Order(Weights.dense(task.layout, torch.zeros(task.layout.size)), Local(batch=4), 1, (2, 0, 0))
-        works = [Work(order.local, i, n, 2, c, order, order.weights.mask, ()) for i, (c, n) in enumerate(clients)]
+        sent = order.weights
+        works = [Work(order.local, i, n, 2, c, order, sent.mask, (), sent) for i, (c, n) in enumerate(clients)]
         model.begin(works)
         model.advance(works, [0] * 3, [1] * 3)
         found.append(stack.values.clone())

@@ -27,6 +27,14 @@ class Method:
     personal: ClassVar[bool] = False  # whether clients end with models of their own, which are then evaluated too
     exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
 
+    @property
+    def common(self) -> bool:
+        """Whether in every round all clients get one model and return its mask unchanged, so that sums can be secret.
+
+        A method with its own `work` or `models` must say so itself.
+        """
+        return type(self).work is Method.work and type(self).models is Method.models
+
     def init(self, plan: Plan) -> State:
         """The server's state before the first round. `plan.initial()` draws the weights."""
         raise NotImplementedError
@@ -69,9 +77,13 @@ class Method:
         """The models to evaluate, by name; the first is reported. By default `weights`, and `before` if it is set."""
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
+    def reported(self, s: State) -> Mapping[str, Weights]:
+        """The views with the running average of the server's model before them, if the run keeps one."""
+        return self.views(s) if s.average is None else {"average": s.average, **self.views(s)}
+
     def view(self, s: State, name: str = "") -> Weights:
         """The view of this name; by default the reported one."""
-        views = self.views(s)
+        views = self.reported(s)
         if name and name not in views:
             raise unknown("view", name, views)
         return views[name or next(iter(views))]

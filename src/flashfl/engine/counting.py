@@ -22,10 +22,10 @@ from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
 from ..core.kernel import kernel
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
-from ..wire.values import Form
 from .account import Account
 from .memory import ClientMemory, Kept
 from .pipeline import Notes, tallied
@@ -53,21 +53,25 @@ class _Heard:
 class Counting(Account):
     """The account of a round whose updates lie on the device, many clients to a stack."""
 
-    def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
-        """trust: only its `clip` and `trim` count, as simulated clients are honest."""
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, trust: Trust | None = None) -> None:
+        """values: how those of orders travel. trust: only its `clip` and `trim` count: simulated clients are honest."""
         super().__init__(memory, trust or Trust(factor=0))
         self.values = values
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
         self._held: dict[int, Row] = {}  # by client, where the cohort must be known before updates can be added
         self._tallies: dict[int, Notes] = {}  # what the server derives from each update
-        self._sizes: dict[tuple[str | bool | int, ...], tuple[Local | None, Parts]] = {}
+        self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Parts]] = {}
 
     def sent(self, client: Client, order: Order) -> Order:
         """Record an order; it is returned as it is sent."""
         order = self.personal(client, order)
         self.orders.append((client, order))
         return order
+
+    def trains(self, client: int) -> bool:
+        """Whether a client gets as far as to train."""
+        return client not in self.failures
 
     def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
@@ -171,16 +175,16 @@ class Counting(Account):
             local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
             carries="all" if order.local.statistics else "weights", extra=order.extra,
         )  # fmt: skip
-        return self._sized(message, order.weights.mask.active).traffic("order")
+        return self._sized(message, order.weights.mask.active, self.values).traffic("order")
 
-    def _sized(self, message: Message, active: int) -> Parts:
+    def _sized(self, message: Message, active: int, values: Precision) -> Parts:
         """A message's size without its mask, worked out once for all clients whose messages are as long."""
         if message.extra:
-            return size_with(message, active, 0, self.values)
-        alike = (message.kind, message.start is None, message.own is None, message.carries, active)
+            return size_with(message, active, 0, values)
+        alike = (message.kind, message.start is None, message.own is None, message.carries, active, values)
         known = self._sizes.get(alike)
         if known is None or known[0] != message.local:
-            known = self._sizes[alike] = (message.local, size_with(message, active, 0, self.values))
+            known = self._sizes[alike] = (message.local, size_with(message, active, 0, values))
         return known[1]
 
     def _settle(self, seat: Work, mask_bytes: int, loss: float) -> None:
@@ -204,13 +208,14 @@ class Counting(Account):
         )  # fmt: skip
         if local.report == "mask":
             message = replace(message, carries="rest")
+        values = local.upload or self.values
         if local.report in ("weights", "mask"):
-            return replace(self._sized(message, sum(seat.counts)), mask=mask_bytes).traffic("update")
+            return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":
             whole = replace(message, counts=seat.counts)
         else:
             whole = replace(message, carries="statistics", values=torch.zeros(layout.size - layout.trained_size))
-        return encode(whole, (), self.values).parts.traffic("update")
+        return encode(whole, (), values).parts.traffic("update")
 
 
 @functools.lru_cache(maxsize=8)

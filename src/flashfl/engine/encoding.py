@@ -12,9 +12,11 @@ from ..aggregate import add
 from ..core.client import active_range, fields_of, moves_mask, overrides, reports_changes
 from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
 from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
-from ..wire.values import Form
+from ..wire.errors import NonFinite, WrongContent
+from ..wire.values import Carries
 from .account import Account
 from .held import Held
 from .memory import ClientMemory, Kept
@@ -28,7 +30,8 @@ OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 class Server:
     """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
 
-    def __init__(self, memory: ClientMemory, values: Form = "fp32", trust: Trust | None = None) -> None:
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, trust: Trust | None = None) -> None:
+        """values: how the values of orders travel."""
         self.memory, self.layout, self.values, self.trust = memory, memory.layout, values, trust or Trust()
         self._packed: tuple[Weights, Tensor] | None = None
 
@@ -61,6 +64,7 @@ class Server:
         own = self.memory.own(order.client) if order.own is not None else None
         known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
         update = decode(data, self.layout, known=known, limits=_limits(order))
+        update = _restored(update, order)
         check_update(update, order, self.trust.factor > 0, self._frozen(order))
         return update
 
@@ -105,7 +109,7 @@ class Encoding(Account):
         local, k = order.local or Local(), self.layout.prunable_size
         active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
         active = max(active, active_range(local.parts, self.layout, active)[1])
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, self.server.values).total
+        plain = size_with(replace(order, extra={}), active, k // 8 + 2, local.upload or self.server.values).total
         limits = _limits(order)
         return plain + (300 + 4 * limits.elements) * limits.extras
 
@@ -201,6 +205,32 @@ def _limits(order: Message) -> Limits:
     # The mask that a client kept may have been a recipe, and be unknown here by now.
     kept = "mask" in local.keep and order.start is not None and order.own is None
     return Limits(extras=count, elements=most, recipes=local.start is not None or kept)
+
+
+def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
+    """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
+    assert order.values is not None
+    layout, values = order.layout, order.values
+    if mask is not order.mask:
+        values = Weights(mask, order.weights().vector).packed()
+    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
+    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
+
+
+def _restored(update: Message, order: Message) -> Message:
+    """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
+    asked, coding = order.local.upload if order.local else None, update.coding
+    if update.values is None or update.mask is None or coding is None:
+        return update
+    if coding.values.changes != bool(asked and asked.changes):
+        sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
+        raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
+    if not coding.values.changes:
+        return update
+    values = update.values + base_values(order, update.mask, update.carries)
+    if not bool(values.isfinite().all()):
+        raise NonFinite(f"the changes of client {update.client} lead to weights that are not finite")
+    return replace(update, values=values)
 
 
 def _update(message: Message, order: Message) -> Update:

@@ -21,18 +21,17 @@ from ..data.sources import Inputs, Source, in_memory
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
 from .pipeline import Finished, Notes, close_clients, open_clients
-from .replica import Replica
+from .replica import EVALUATION_BATCH, Replica
 from .step import MaskedStep
 from .trust import all_finite
 from .work import Schedule
 
 NOT_FINITE = "its weights or its loss are not finite after training"
-_EVAL_BATCH = 250
 
 
 def evaluation_batches(n: int) -> Iterator[tuple[int, int]]:
     """Start and end of the batches in which n samples are evaluated: the same in every engine, as sums depend on it."""
-    return ((start, min(start + _EVAL_BATCH, n)) for start in range(0, n, _EVAL_BATCH))
+    return ((start, min(start + EVALUATION_BATCH, n)) for start in range(0, n, EVALUATION_BATCH))
 
 
 class ClientFailed(FlashError):

@@ -70,7 +70,7 @@ class Host:
     def train(self, context: Context, order: bytes) -> RecordDict:
         """Carry out an order."""
         memory, masks = recall(context.state)
-        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
+        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
         reply = side.work(client_id(context), self._samples(context), order, memory)
         names = {name for _, *names in reply.memory for name in names if name is not None}
         context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(reply.memory)})

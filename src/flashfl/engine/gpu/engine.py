@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
+from ...core.precision import Precision
 from ...core.record import Score
 from ...core.state import State
 from ...data.sources import on_device
@@ -37,6 +39,9 @@ from .evaluate import Evaluator
 from .lanes import Lanes
 from .stack import Stack
 
+if TYPE_CHECKING:
+    from ..private import Vault
+
 _SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
 
 
@@ -55,6 +60,7 @@ class GPUEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
+        self.vault = _vault(task, config, folder)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -80,7 +86,12 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.values, trust_in_simulated(self.config))
+        account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
+        if self.vault is not None:
+            from ..private_counting import PrivateCounting
+
+            orders = list(orders)
+            account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout)
         for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
             if local.report == "statistics":
                 self._gather(works, account)
@@ -94,18 +105,19 @@ class GPUEngine:
         for client, order in orders:
             order = account.sent(client, order)
             data = self.train_data[client.id]
-            if self.config.dropout and drops(s, client.id, self.config.dropout):
+            if self.config.dropout and self.vault is None and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
+            if not account.trains(client.id):
                 continue
             try:
                 batches = self.trainer.batches(data, order.local)
             except ClientFailed as error:
                 account.failed(client.id, str(error))
                 continue
-            order = self._received(client, order)
+            sent, order = order.weights, self._received(client, order)
             own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
             mask = own or starting_mask(order, self.device)
-            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts)
+            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, sent)
 
     def _rows(self, s: State) -> int:
         """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
@@ -172,11 +184,24 @@ class GPUEngine:
         if opened is not None:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
-        if self.config.values != "fp32" and local.report == "weights":
+        how = local.upload or self.config.down
+        if not how.exact and local.report == "weights":
             for row, work in enumerate(works):
-                key = value_key(work.key, "update", work.order.tag, work.client.id)
-                values[row] = self._rounded(Weights(work.mask, values[row]), key, local.statistics).vector
+                values[row] = self._decoded(work, values[row], how)
         account.received(works, values, crew.losses(rows))
+
+    def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
+        """A trained model as the server will decode it."""
+        key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
+        if not how.changes:
+            return self._rounded(Weights(work.mask, vector), key, work.local.statistics, how).vector
+        change, head = vector.clone(), slice(0, self.layout.prunable_size)
+        change[:trained] -= work.order.weights.vector[:trained]
+        change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
+        found = self._rounded(Weights(work.mask, change), key, work.local.statistics, how).vector
+        found[:trained] += work.sent.vector[:trained]
+        found[head].masked_fill_(~work.mask.bits, 0.0)
+        return found
 
     def _open(self, stack: Stack, works: Sequence[Work], starts: Tensor, masks: Tensor) -> Clients:
         """Run the parts of some clients before training. What they carry through the steps lies as in the stack."""
@@ -210,18 +235,18 @@ class GPUEngine:
 
     def _received(self, client: Client, order: Order) -> Order:
         """The order as it arrives: with its values rounded if they travel in fewer bits."""
-        if self.config.values == "fp32":
+        if self.config.down.exact:
             return order
         key = value_key(order.key, "order", order.tag, client.id)
-        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics))
+        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics, self.config.down))
 
-    def _rounded(self, weights: Weights, key: int, statistics: bool) -> Weights:
+    def _rounded(self, weights: Weights, key: int, statistics: bool, how: Precision) -> Weights:
         """A model as the other side will decode it."""
         packed, counts = weights.packed(), weights.mask.counts
         tail = 0 if statistics else self.layout.size - self.layout.trained_size
         travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
-        parts = segments(self.layout, counts, "all" if statistics else "weights", self.config.values)
-        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, self.config.values, key), stays]))
+        parts = segments(self.layout, counts, "all" if statistics else "weights", how.values)
+        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, how, key), stays]))
 
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
@@ -247,3 +272,16 @@ class GPUEngine:
         """Free the device's memory and put torch's global settings back."""
         self.crew = self.stack = None
         self._before.close()
+
+
+def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | None:
+    if not (config.secure or config.dp_epsilon or config.dp_noise):
+        return None
+    from ..private import open_vault  # only here, as it needs an extra
+
+    if config.secure:
+        warn(
+            "this engine does not encrypt: rounding, clipping, noise and bytes are those of secure aggregation, and "
+            "device = 'cpu' runs the real protocol"
+        )
+    return open_vault(config, len(task.train), folder)
