@@ -103,7 +103,7 @@ class Encoding(Account):
         active = max(sum(start.budgets) if start else 0, order.mask.active if order.mask else 0)
         plain = size_with(replace(order, extra={}), active, k // 8 + 2, self.server.values).total
         extras = max([k, *(extra.value.numel() for extra in order.extra.values())])
-        return plain + 4 * extras * len(order.extra)
+        return plain + 8 * extras * len(order.extra)
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""
