@@ -149,7 +149,9 @@ def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     listed = {line[0][2:].replace("-", "_") for line in lines if line and line[0].startswith("--")}
     record = RunConfig().to_json()
-    assert listed == set(record["train"]) | set(record["task"])
+    settings = {**record["train"], **record["task"]}
+    nested = {f"{name}.{part}" for name, value in settings.items() if isinstance(value, dict) for part in value}
+    assert listed == nested | {name for name, value in settings.items() if not isinstance(value, dict)}
 
 
 # -- run ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,7 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
                           "or choose another folder with --out")  # fmt: skip
     run = run_config(config, folder, resume=args.resume, quiet=args.quiet)
     print(
-        f"{config.method.name}: accuracy {100 * run.accuracy:.2f} % (best {100 * run.best:.2f} %), "
+        f"{config.method.name}: {run.scored}, "
         f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
         f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
@@ -229,10 +230,11 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
     )
     print(summary_table(found, _COMPARED, title).terminal())
-    print("\nBytes are those of the encoded messages, first phase included, averaged over rounds.")
-    print("Mask mismatch: between the server's masks of consecutive rounds, over the last\nsixth of the run.")
-    if text := verdict(found):
-        print(text)
+    said = (
+        "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mask mismatch: between "
+        "the server's masks of consecutive rounds, over the last sixth of the run."
+    )
+    print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")
     if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
         print(f"page: {page}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from .errors import ConfigError, DataError
-from .exchange import Traffic
+from .exchange import Spent, Traffic
 from .parts import build
 
 
@@ -45,6 +45,7 @@ class RoundRecord:
     metrics: Mapping[str, Score] = field(default_factory=dict)  # by view; empty if the round was not evaluated
     evaluation_bytes: int = 0  # sent to clients that evaluated the model; not part of `bytes`
     seconds: Mapping[str, float] = field(default_factory=dict)
+    privacy: Spent | None = None  # of a private round
 
     total: Traffic = field(default_factory=Traffic)  # bytes of the run so far
     density: float = 1.0  # of the server's mask after the round

@@ -39,7 +39,7 @@ class FlowerEngine:
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
         trust = Trust(factor=self.options.trust, clip=train.clip, trim=train.trim)
-        self.server = Server(self.memory, train.values, trust)
+        self.server = Server(self.memory, train.down, trust)
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
         self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for

@@ -70,7 +70,7 @@ class Host:
     def train(self, context: Context, order: bytes) -> RecordDict:
         """Carry out an order."""
         memory, masks = recall(context.state)
-        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
+        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
         reply = side.work(client_id(context), self._samples(context), order, memory)
         names = {name for _, *names in reply.memory for name in names if name is not None}
         context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(reply.memory)})
@@ -123,7 +123,7 @@ def client_id(context: Context) -> int:
 
 
 def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
-    """A client's last rounds, each with the hashes of the order's mask and of its own, and those masks, packed.
+    """A client's last rounds, each with the hashes of the order's mask, its own mask and its notes; and those, packed.
 
     Both are empty if the records are damaged.
     """
@@ -131,7 +131,8 @@ def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
     if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
         return [], {}
     try:
-        memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in json.loads(str(rounds["rounds"]))]
+        saved = json.loads(str(rounds["rounds"]))
+        memory = [((tag[0], tag[1], tag[2]), order, own, notes) for tag, order, own, notes in saved]
         return memory, {digest: records.read_array(array) for digest, array in masks.items()}
     except (LookupError, ValueError, TypeError, records.BadRecord):
         return [], {}

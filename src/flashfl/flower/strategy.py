@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.method import Method
-from ..core.record import RoundRecord
-from ..core.state import State
 from ..data.task import Task
 from ..run import checkpoint
 from ..run.config import TrainConfig
@@ -26,6 +24,7 @@ from ..run.progress import Display, Watch
 from ..run.run import Run
 from ..run.sealed import read_record
 from ..run.simulate import drive
+from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
 from .registration import Terms, fingerprint
@@ -132,16 +131,11 @@ class FlashStrategy(Strategy):
                 "`holdout` above 0"
             )
         self.summary()
-        display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
-
-        def watch(state: State, record: RoundRecord) -> None:
-            display(state, record)
-            if self.watch is not None:
-                self.watch(state, record)
-
+        shown = Metric.of_task(self.task)
+        display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, watch, self.header
+                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header
             )
         finally:
             display.close()
@@ -172,8 +166,9 @@ class FlashStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what is about to run."""
-        log.info("%r on %r: %d rounds of %d clients, values as %s; %r", self.method, self.task.name, self.train.rounds,
-                 self.train.per_round, self.train.values, self.options)  # fmt: skip
+        train = self.train
+        log.info("%r on %r: %d rounds of %d clients, values as %s down and %s up; %r", self.method, self.task.name,
+                 train.rounds, train.per_round, train.down.values, train.up.values, self.options)  # fmt: skip
 
 
 def _check(train: TrainConfig) -> None:

@@ -65,7 +65,8 @@ class Keeper:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            shutil.rmtree(self.folder.with_name("snapshots"), ignore_errors=True)
+            for name in ("snapshots", "private"):
+                shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
             for name in ("model.safetensors", "model.masks.safetensors"):
                 self.folder.with_name(name).unlink(missing_ok=True)
 
@@ -214,6 +215,8 @@ def found_in(folder: Path) -> list[Path]:
 def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state as tensors (packed) and JSON."""
     tensors: dict[str, Tensor] = {"weights": state.weights.packed().cpu()}
+    if state.average is not None:  # under the same mask; a copy, as in its first round it is the weights themselves
+        tensors["average"] = state.average.packed().cpu().clone()
     recipes: dict[str, Any] = {}  # of every mask, or None
     for name, value in {"mask": state.mask, **{f"extra {name}": value for name, value in state.extra.items()}}.items():
         if isinstance(value, Mask):
@@ -231,18 +234,19 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         found: dict[str, Mask | Tensor] = {name: value.to(plan.device) for name, value in tensors.items()}
         for name, recipe in described["masks"].items():
             found[name] = _mask(plan, tensors[name], recipe)
-        mask, values = found.pop("mask"), found.pop("weights")
+        mask, values, average = found.pop("mask"), found.pop("weights"), found.pop("average", None)
         if not (isinstance(mask, Mask) and isinstance(values, Tensor)):
             raise ValueError("its mask or its weights are missing")
         if values.shape != (mask.active + plan.layout.size - plan.layout.prunable_size,):
             raise ValueError(f"{tuple(values.shape)} weights for a mask of {mask.active}")
+        kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
         rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
         counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
         if min(*counters.values(), *astuple(traffic)) < 0 or max(counters.values()) > rounds:
             raise ValueError("a counter is below 0, or above the number of rounds")
         state = State(
             plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
-            extra={name.removeprefix("extra "): value for name, value in found.items()},
+            average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},
         )  # fmt: skip
         return Checkpoint(state, record["memory"], record["clients"], rounds, traffic)
     except Exception as error:  # the content may be a stranger's, and fail in any way

@@ -25,6 +25,7 @@ from .results import Results
 from .run import Run
 from .sealed import Unusable, read_record
 from .simulate import simulate
+from .summary import Metric
 from .track import check_installed
 
 
@@ -43,22 +44,19 @@ def run_config(
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     check_installed(config.train.track)
-    display = Display(label or config.method.name, config.train.rounds, quiet=quiet)
 
-    def watch(state: State, record: RoundRecord) -> None:
-        display(state, record)
+    def stop(state: State, record: RoundRecord) -> None:
         if time.monotonic() > until and not config.method.done(state):
             raise OutOfTime
 
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
-            run = simulate(
-                config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
-                watch=watch, header=config.to_json(),
-            )  # fmt: skip
-    finally:
-        display.close()
+    shown = Metric.of_task(task)
+    display = Display(label or config.method.name, config.train.rounds, quiet=quiet, then=stop, shown=shown)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
+        run = simulate(
+            config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
+            progress=display, header=config.to_json(),
+        )  # fmt: skip
     if run.stopped == "interrupted":
         raise KeyboardInterrupt  # several runs must not go on with the next one
     return run
