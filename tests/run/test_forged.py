@@ -30,6 +30,7 @@ METHODS: dict[str, fl.Method] = {
     "nst": fl.NST(density=0.3),
     "jmwst": fl.JMWST(density=0.3, warmup_clients=2, warmup_epochs=1),
     "hetero-spdst": fl.HeteroSPDST(densities=(0.3, 0.1), shares=(0.5, 0.5), warmup_clients=2, warmup_epochs=1),
+    "scaffold": fl.METHODS["scaffold"](),  # clients remember tensors too
 }
 ODD: list[Any] = [
     None, True, -1, 0, 1, 7, 2**31, 2**64, 10**30, 0.5, -0.0, float("nan"), 1e308, "", "x", "../../victim", "a" * 16,
