@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.engine import JSON
 from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ..core.mask import Weights
@@ -23,6 +24,7 @@ from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
 from .pool import Died, InProcess, Pool
 from .settings import EngineSettings
+from .sparse import choose
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
 from .trust import Trust
@@ -35,6 +37,7 @@ class Training:
     client: int
     data: bytes
     memory: Rounds
+    sparse: bool  # compute active weights only, where possible
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class CPUEngine:
     ) -> None:
         """folder: where masks are stored. trust: by default every finite update is accepted."""
         self.task, self.dropout, values, threads = task, config.dropout, config.values, config.threads
+        self._may_be_sparse, self._threads = config.sparse_compute, threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
         self.server = Server(self.memory, values, trust or trust_in_simulated(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
@@ -76,6 +80,9 @@ class CPUEngine:
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
+    def prepare(self, s: State) -> dict[str, JSON]:
+        return choose(self.task, s, self.memory, self._threads) if self._may_be_sparse else {}
+
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         account, asked, died = self.server.open(), list[int](), list[int]()
         for number, result in self.pool.each(self._jobs(s, orders, account, asked)):
@@ -85,7 +92,7 @@ class CPUEngine:
                 _take(account, asked[number], result)
         # A worker may have died for lack of memory, so its client gets a second try when the others are done. No real
         # client died, so nothing is counted twice.
-        again = (Training(client, account.again(client), self.memory.rounds(client)) for client in died)
+        again = (self._training(client, account.again(client)) for client in died)
         for number, result in self.pool.each(again):
             _take(account, died[number], result)
         return account.close()
@@ -99,7 +106,10 @@ class CPUEngine:
                 account.failed(client.id, DROPPED)
                 continue
             asked.append(client.id)
-            yield Training(client.id, data, self.memory.rounds(client.id))
+            yield self._training(client.id, data)
+
+    def _training(self, client: int, data: bytes) -> Training:
+        return Training(client, data, self.memory.rounds(client), self.memory.sparse)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
@@ -161,6 +171,7 @@ def _worker(task: Task, store: MaskStore, values: Form, path: str) -> Callable[[
     def work(job: Job) -> Result:
         try:
             if isinstance(job, Training):
+                trainer.sparse = job.sparse
                 return side.work(job.client, task.train[job.client], job.data, job.memory)
             index = torch.arange(job.start, job.stop)
             return trainer.evaluate(model, task.evaluation[job.which], index, job.statistics)

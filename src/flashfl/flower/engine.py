@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from flwr.app import Message
 
+from ..core.engine import JSON
 from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
 from ..core.mask import Weights
 from ..core.state import State
 from ..data.task import Task, accuracy
 from ..engine.encoding import Server
 from ..engine.memory import ClientMemory
+from ..engine.sparse import choose
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..engine.trust import Trust
@@ -42,7 +44,12 @@ class FlowerEngine:
         self.server = Server(self.memory, train.values, trust)
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
+        self._may_be_sparse = train.sparse_compute
         self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for
+
+    def prepare(self, s: State) -> dict[str, JSON]:
+        """The server measures; clients without native kernels train dense."""
+        return choose(self.task, s, self.memory, threads=1) if self._may_be_sparse else {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Send every order to its client and wait for replies, as long as the options and past rounds allow."""

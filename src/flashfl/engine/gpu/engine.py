@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ...core.engine import JSON
 from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ...core.kernel import kernel
@@ -73,6 +74,9 @@ class GPUEngine:
         ):
             self._before.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
+
+    def prepare(self, s: State) -> dict[str, JSON]:
+        return {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         account = Counting(self.memory, self.config.values, trust_in_simulated(self.config))
