@@ -89,6 +89,7 @@ class TrainConfig:
     deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
+    sparse_compute: bool = True  # on a CPU: compute active weights only, if that is measured to be faster
     checkpoint_every: int = 25  # most rounds between checkpoints (or 20 s); 0: only at the end and when interrupted
     track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
