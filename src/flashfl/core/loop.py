@@ -49,7 +49,7 @@ def run_rounds(
             state = trips.repeat(state, outcome)
             continue
         trained = time.perf_counter()
-        after = _aggregate(method, state, outcome)
+        after = _aggregate(method, state, outcome).averaged(state)
         traffic, failures, privacy = trips.lost + outcome.traffic, dict(outcome.failures), outcome.privacy
         last = method.done(after) or enough(traffic) or (privacy is not None and privacy.over)
         if last and not after.plan.local.statistics:
@@ -126,7 +126,10 @@ class _Trips:
             asked = asked.again()
         outcome = replace(outcome, traffic=traffic)
         # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
-        return self.method.with_statistics(replace(s, before=None), outcome.sums), outcome
+        after = self.method.with_statistics(replace(s, before=None), outcome.sums)
+        if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now
+            after = replace(after, average=after.average.with_statistics(after.weights.statistics))
+        return after, outcome
 
 
 def _reasons(outcome: Outcome) -> str:
@@ -139,7 +142,7 @@ def _due(state: State, every: int) -> bool:
 
 def _aggregate(method: Method, s: State, outcome: Outcome) -> State:
     """The next state. With static BatchNorm nobody reports statistics, so the server keeps the model's own."""
-    after = checked(method, method.aggregate(s, outcome.sums), s)
+    after = s.plan.server.apply(s, checked(method, method.aggregate(s, outcome.sums), s))
     if s.plan.local.statistics or after.phase != s.phase:
         return after
     own = s.weights.statistics
@@ -173,7 +176,7 @@ def _evaluate(method: Method, state: State, engine: Engine, last: bool) -> tuple
     """The scores of all views, and the bytes that were sent for them."""
     use_running = state.plan.local.statistics or last  # static BatchNorm has no statistics before the end
     scores, sent = {}, 0
-    for name, weights in method.views(state).items():
+    for name, weights in method.reported(state).items():
         if not weights.is_masked():
             raise FlashError(
                 f"{_name(method)}.views[{name!r}] has weights outside its mask. They never travel, so the score would "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 from .errors import ConfigError, DataError
 from .exchange import Spent, Traffic
@@ -70,9 +70,9 @@ class RoundRecord:
     @staticmethod
     def from_json(line: Mapping[str, object]) -> RoundRecord:
         """The record that `to_json` described, or a DataError that names what is wrong with it."""
-        known = {f.name: _or_nan(line[f.name]) for f in fields(RoundRecord) if f.name in line}
+        given = {name: _or_nan(value) for name, value in line.items() if name != "type"}
         try:
-            return build(RoundRecord, {"failures": {}, **known}, "round")
+            return build(RoundRecord, {"failures": {}, **given}, "round")
         except (ConfigError, ValueError, OverflowError) as error:
             raise DataError(f"a round's record cannot be read ({error})") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,19 @@ class Phase:
 TRAINING = Phase("training", 2)  # 1 is left to phases that prepare it
 
 
+class Server(Protocol):
+    """How the server's model follows what a method made of a round; see `core.server.ServerStep`."""
+
+    def apply(self, before: State, after: State) -> State: ...
+
+
+class Follow:
+    """The model is what the method made."""
+
+    def apply(self, before: State, after: State) -> State:
+        return after
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is fixed for a run: layout, initial weights, seed, number of rounds and clients, learning rates."""
@@ -47,7 +60,10 @@ class Plan:
     per_round: int
     local: Local = field(default_factory=Local)
     lr_end: float = 0.001
+    average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
     device: torch.device | str = "cpu"
+    flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
+    server: Server = field(default_factory=Follow)  # how the model follows the average
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_round <= self.clients:
@@ -80,6 +96,7 @@ class State:
     extra: Mapping[str, Mask | Tensor] = field(default_factory=dict)
     counted: int = 0  # finished rounds of all phases that count
     before: Weights | None = None  # the average before the server cut it to its mask, if it did; not in checkpoints
+    average: Weights | None = None  # the running average of `weights` over rounds, which the loop keeps; see `averaged`
 
     def __post_init__(self) -> None:
         for name, value in self.extra.items():
@@ -113,8 +130,11 @@ class State:
 
     def kept(self, kind: type[T], name: str) -> T:
         """The mask or tensor that the method stored under this name."""
-        found = self.extra[name]
-        assert isinstance(found, kind)
+        found = self.extra.get(name)
+        if not isinstance(found, kind):
+            raise FlashError(
+                f"the state has no {kind.__name__} {name!r}: its checkpoint was not written by this method"
+            )
         return found
 
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:
@@ -128,8 +148,25 @@ class State:
         """The first round of another phase."""
         counted = self.counted + self.phase.counts
         return replace(
-            self, weights=weights, phase=phase, round=0, attempt=0, before=None, extra=extra, counted=counted
-        )
+            self, weights=weights, phase=phase, round=0, attempt=0, before=None, average=None, extra=extra,
+            counted=counted,
+        )  # fmt: skip
+
+    def averaged(self, last: State) -> State:
+        """The state with the running average after one more round; `last` is the state before that round.
+
+        Statistics are averaged like weights. A weight that leaves the mask leaves the average, and one that enters
+        starts at its current value. Each phase has an average of its own, which starts after its first round.
+        """
+        old, new, keep = last.average, self.weights, self.plan.average
+        if not keep or self.phase != last.phase:
+            return replace(self, average=None)
+        if old is None:
+            return replace(self, average=new)
+        vector, k = new.vector.lerp(old.vector, keep), self.layout.prunable_size
+        if old.mask is not new.mask:
+            vector[:k] = torch.where(old.mask.bits & new.mask.bits, vector[:k], new.vector[:k])
+        return replace(self, average=Weights(new.mask, vector))
 
     def again(self) -> State:
         """The same round again with new random keys, and so with another cohort."""

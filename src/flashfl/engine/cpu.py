@@ -18,7 +18,6 @@ from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ..core.mask import Weights
 from ..core.state import State
 from ..data.task import Task
-from ..wire.values import Form
 from .client import ClientSide, Reply, said
 from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
@@ -74,9 +73,9 @@ class CPUEngine:
         self, task: Task, config: EngineSettings, folder: Path | None = None, trust: Trust | None = None
     ) -> None:
         """folder: where masks are stored. trust: by default every finite update is accepted."""
-        self.task, self.dropout, values, threads = task, config.dropout, config.values, config.threads
+        self.task, self.dropout, threads = task, config.dropout, config.threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, values, trust or trust_in_simulated(config))
+        self.server = Server(self.memory, config.down, trust or trust_in_simulated(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
@@ -88,7 +87,7 @@ class CPUEngine:
             count = 1
         self.private = _private(task, config, folder)
         simulated = None if self.private is None else self.private.simulated
-        make = functools.partial(_worker, task, self.memory.store, values, self._file.name, simulated)
+        make = functools.partial(_worker, task, self.memory.store, self._file.name, simulated)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
@@ -182,7 +181,7 @@ def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) 
         raise CheckpointError(
             f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
         )
-    account.received(client, result.data)
+    account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 
 
 def _shared_model(task: Task, path: str) -> Weights:
@@ -190,12 +189,10 @@ def _shared_model(task: Task, path: str) -> Weights:
     return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
 
 
-def _worker(
-    task: Task, store: MaskStore, values: Form, path: str, simulated: Simulated | None
-) -> Callable[[Job], Result]:
+def _worker(task: Task, store: MaskStore, path: str, simulated: Simulated | None) -> Callable[[Job], Result]:
     """The function that does jobs; `path` leads to the model that is evaluated."""
     trainer, model = Trainer(task), _shared_model(task, path)
-    side = ClientSide(trainer, store, values)
+    side = ClientSide(trainer, store)
 
     def work(job: Job) -> Result:
         try:

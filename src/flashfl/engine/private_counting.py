@@ -58,9 +58,8 @@ class PrivateCounting(Counting):
             self.failed(client, DROPPED)
         return self._ends[client] > MASKED
 
-    def sent(self, client: Client, order: Order) -> None:
-        if self._ends[client.id] >= MASKED:
-            super().sent(client, order)
+    def sent(self, client: Client, order: Order) -> Order:
+        return super().sent(client, order) if self._ends[client.id] >= MASKED else order
 
     def failed(self, client: int, why: str) -> None:
         super().failed(client, why)

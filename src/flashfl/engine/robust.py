@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..aggregate import add, add_statistics
 from ..core.exchange import Sums, Update
+from ..core.layout import Layout
 from ..core.mask import Weights
 from .trust import Trust
 
@@ -55,6 +56,11 @@ def add_updates(
         if rows:
             matrix = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=(len(rows), sums.layout.size)))
             add_rows(sums, [replace(row, values=values) for row, values in zip(rows, matrix, strict=True)], trust)
+
+
+def nothing(layout: Layout, device: torch.device | str = "cpu") -> Weights:
+    """Where clients start that report changes: at 0."""
+    return Weights.dense(layout, torch.zeros(layout.size, device=device))
 
 
 def marked(vector: Tensor, bits: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ..core.precision import Precision
 from ..privacy.settings import PrivacySettings
-from ..wire.values import Form
 
 
 class EngineSettings(PrivacySettings, Protocol):
@@ -14,7 +14,7 @@ class EngineSettings(PrivacySettings, Protocol):
     @property
     def device(self) -> str: ...
     @property
-    def values(self) -> Form: ...
+    def down(self) -> Precision: ...
     @property
     def dropout(self) -> float: ...
     @property

@@ -45,7 +45,7 @@ class FlowerEngine:
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
         trust = Trust(factor=self.options.trust, clip=train.clip, trim=train.trim)
-        self.server = Server(self.memory, train.values, trust)
+        self.server = Server(self.memory, train.down, trust)
         self.vault = None
         if train.private:
             from ..engine.private import open_vault  # only here, as it needs an extra

@@ -77,7 +77,7 @@ class Host:
                 "this node has an identity key, so it takes part in secure rounds only: set secure = true"
             )
         memory, masks = recall(context.state)
-        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
+        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
         return self._reply(
             context, side.work(client_id(context), self._samples(context), order, memory), masks, "update"
         )
@@ -87,7 +87,7 @@ class Host:
         from .private import answer  # only here, as it needs an extra
 
         memory, masks = recall(context.state)
-        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
+        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
         reply = answer(context, client_id(context), side, self._samples(context), request, memory)
         return self._reply(context, reply, masks, "answer")
 
@@ -144,7 +144,7 @@ def client_id(context: Context) -> int:
 
 
 def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
-    """A client's last rounds, each with the hashes of the order's mask and of its own, and those masks, packed.
+    """A client's last rounds, each with the hashes of the order's mask, its own mask and its notes; and those, packed.
 
     Both are empty if the records are damaged.
     """
@@ -152,7 +152,8 @@ def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
     if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
         return [], {}
     try:
-        memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in json.loads(str(rounds["rounds"]))]
+        saved = json.loads(str(rounds["rounds"]))
+        memory = [((tag[0], tag[1], tag[2]), order, own, notes) for tag, order, own, notes in saved]
         return memory, {digest: records.read_array(array) for digest, array in masks.items()}
     except (LookupError, ValueError, TypeError, records.BadRecord):
         return [], {}

@@ -21,10 +21,13 @@ from ..core.errors import ConfigError, unknown, warn
 from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
+from ..core.precision import Form, Precision, Rest, Rounding
 from ..core.rng import fold
+from ..core.server import ServerStep
 from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
+from ..measure.flops import weight_flops
 from ..methods import METHODS
 from ..privacy.policy import Policy
 from ..privacy.settings import check_settings
@@ -49,7 +52,9 @@ class TrainConfig:
     momentum: float = 0.0  # of SGD
     weight_decay: float = 0.0  # of SGD
     prox: float = 0.0  # FedProx's pull towards the server's model
+    lr_last: float = 1.0  # within a round, a client's learning rate falls linearly towards this share of it
     max_steps: int = 0  # at most this many batches an epoch; 0: all
+    server: ServerStep = field(default_factory=ServerStep)  # the server's own step: momentum, adam, lr
     static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
     seed: int = 0  # of everything random in the run
     eval_every: int = 5  # rounds between evaluations
@@ -57,7 +62,13 @@ class TrainConfig:
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
-    values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights are encoded in messages
+    average: float = 0.0  # report a running average of the server's model, which keeps this share each round; 0: no
+    values: Form = "fp32"  # how weights are encoded in messages, in both directions
+    values_up: Literal["", Form] = ""  # how those of updates are encoded; empty: as `values` says
+    values_down: Literal["", Form] = ""  # how those of orders are encoded; empty: as `values` says
+    rest: Rest = "fp32"  # the form of BatchNorm statistics, and under int8 and int4 of biases and other vectors
+    rounding: Rounding = "unbiased"  # to fewer bits: up or down at random, without bias, or to the nearest
+    upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
     clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
     trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
     secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
@@ -90,16 +101,21 @@ class TrainConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
+        if not 0 <= self.average < 1:
+            raise ConfigError(
+                f"average = {self.average}: must be at least 0 and below 1 (0.95 averages about 20 rounds)"
+            )
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
-        if self.private and (self.values != "fp32" or self.clip or self.trim):
-            raise ConfigError(
-                f"values = {self.values!r}, clip = {self.clip}, trim = {self.trim}: `secure` and `dp_*` send whole "
-                "numbers that the server cannot look into. Use fp32, 0 and 0; dp_clip clips on the client."
-            )
+        for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim") if self.private else ():
+            if getattr(self, name) != (default := getattr(TrainConfig, name)):
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "
+                    f"look into. Use {name} = {default!r}; dp_clip clips on the client."
+                )
         check_names(self.track)
         self.local()
 
@@ -110,8 +126,20 @@ class TrainConfig:
 
     def local(self) -> Local:
         """The clients' training recipe."""
-        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "max_steps")
-        return Local(statistics=not self.static_bn, **{name: getattr(self, name) for name in names})
+        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "lr_last", "max_steps")
+        plain = self.up == self.down == Precision(self.values)  # then updates travel as orders do
+        upload = None if plain else self.up
+        return Local(statistics=not self.static_bn, upload=upload, **{name: getattr(self, name) for name in names})
+
+    @property
+    def down(self) -> Precision:
+        """How the values of orders travel."""
+        return Precision(self.values_down or self.values, self.rest, self.rounding)
+
+    @property
+    def up(self) -> Precision:
+        """How the values of updates travel."""
+        return Precision(self.values_up or self.values, self.rest, self.rounding, self.upload == "changes")
 
 
 def plan_of(
@@ -122,8 +150,9 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device
-    )
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end,
+        train.average, device, weight_flops(task) if method is not None and method.counts_flops else (), train.server,
+    )  # fmt: skip
 
 
 def _check_sparse(method: Any, task: Task) -> None:

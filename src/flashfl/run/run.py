@@ -26,7 +26,7 @@ class Run:
     def __init__(self, method: Method, task: Task, train: TrainConfig, folder: Path | None = None) -> None:
         self.method, self.task, self.train, self.folder = method, task, train, folder
         self.results = Results(folder / RESULTS if folder else None)
-        self.shown = Metric(task.metric_name, task.higher_is_better)
+        self.shown = Metric.of_task(task)
         self.state: State | None = None
         self.traffic = Traffic()
         self.rounds = 0  # finished rounds of all phases
@@ -75,6 +75,11 @@ class Run:
         """The best metric of any evaluated round: the highest, or the lowest if the task says so."""
         best = max if self.shown.higher_is_better else min
         return best(self._scores(), default=float("nan"))
+
+    @property
+    def scored(self) -> str:
+        """The last and the best metric as text, such as "accuracy 97.22 % (best 97.50 %)"."""
+        return f"{self.shown.name} {self.shown.label(self.metric)} (best {self.shown.label(self.best)})"
 
     def _scores(self) -> list[float]:
         return [record.score.metric for record in self.history if record.score is not None]

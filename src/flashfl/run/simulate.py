@@ -21,12 +21,12 @@ from ..core.parts import build, check_fields
 from ..core.state import Plan, State
 from ..data.task import Task
 from ..engine import make_engine
-from ..engine.replica import warn_of_buffers
+from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
 from .checkpoint import Keeper
 from .code import code_of, joined
 from .config import TrainConfig, plan_of
-from .identity import identity_of
+from .identity import identity_of, samples_of
 from .lock import alone
 from .observe import Observer
 from .progress import Display, WarnOfDropped, Watch, is_live
@@ -44,7 +44,7 @@ def simulate(
     folder: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: bool | None = None,
+    progress: bool | Display | None = None,
     watch: Watch | None = None,
     header: Mapping[str, Any] | None = None,
     **settings: Any,
@@ -55,7 +55,7 @@ def simulate(
     folder: where results, checkpoints and the final model go. If it holds a run already, choose: resume=True continues
     that run from its last checkpoint, to the same result as without the interruption; overwrite=True replaces it.
     A resumed run may have more `rounds` than before; the learning rate then follows the longer schedule from there on.
-    progress: show it on a terminal and in notebooks (None), always (True) or never (False).
+    progress: show it on a terminal and in notebooks (None), always (True), never (False) or as this Display does.
     watch: called with the state and the record after every round.
 
     Ctrl-C ends the run early: its finished rounds are kept and returned.
@@ -67,15 +67,14 @@ def simulate(
     if not task.evaluation:
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
+    warn_of_metric(task)
     place = Path(folder) if folder else None
-    quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
-    display = Display(
-        method.name or type(method).__name__,
-        config.rounds,
-        quiet=quiet,
-        then=watch or WarnOfDropped(),
-        shown=Metric(task.metric_name, task.higher_is_better),
-    )
+    if isinstance(progress, Display):
+        display = progress
+    else:
+        quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
+        label, then = method.name or type(method).__name__, watch or WarnOfDropped()
+        display = Display(label, config.rounds, quiet=quiet, then=then, shown=Metric.of_task(task))
     with closing(display), closing(make_engine(task, config, place / "masks" if place else None)) as engine:
         clients = FixedPopulation(task.clients)
         run = drive(method, task, config, engine, clients, place, resume, display, header, display.tick, overwrite)
@@ -109,7 +108,7 @@ def drive(
     clients.admit(method, plan.key)
     keeper = Keeper(run, engine, clients, identity)
     with alone(folder):
-        if not (resume or overwrite) and run.results.earned():
+        if run.results.earned() and not (resume or overwrite):  # refuses a linked file before anything is removed
             raise ConfigError(
                 f"{folder} already holds a run: continue it with resume=True, replace it with overwrite=True, or "
                 "choose another folder"
@@ -247,6 +246,7 @@ def _about(task: Task, clients: Population) -> dict[str, Any]:
     layout, present = task.layout, clients.present()
     return {
         "name": task.name,
+        "model": task.model_name,
         "metric": {"name": task.metric_name, "higher_is_better": task.higher_is_better},
         "clients": len(present),
         "samples": sum(c.n for c in present),
@@ -254,6 +254,7 @@ def _about(task: Task, clients: Population) -> dict[str, Any]:
         "prunable": layout.prunable_size,
         "values": layout.size,
         "trained": layout.trained_size,
+        "data": samples_of(task, floats=True) if clients.fixed is not None else "",
         "info": task.info,
     }
 
