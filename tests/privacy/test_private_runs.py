@@ -177,9 +177,9 @@ def test_server_never_sees_sample_counts_or_plain_values(task: fl.Task, monkeypa
     seen: list[bytes] = []
     original = PrivateRound.received
 
-    def received(self: PrivateRound, client: int, data: bytes) -> None:
+    def received(self: PrivateRound, client: int, data: bytes, notes: str | None = None) -> None:
         seen.append(data)
-        original(self, client, data)
+        original(self, client, data, notes)
 
     monkeypatch.setattr(PrivateRound, "received", received)
     run = simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)

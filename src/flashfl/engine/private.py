@@ -124,7 +124,9 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
         moves = (local.adapt is not None and local.report != "counts") or local.report == "mask" or local.personal
         moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
         if any(part.changes or part.reports(layout) for part in local.parts):
-            raise ConfigError(f"client {client.id} is asked for more than its weights, and secure sums hold nothing else")
+            raise ConfigError(
+                f"client {client.id} is asked for more than its weights, and secure sums hold nothing else"
+            )
         if moves or local.keep or local.start is not None:
             raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")
         if not order.weights.mask.equal(first.weights.mask) or order.local != first.local or order.extra:
