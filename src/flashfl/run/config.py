@@ -114,11 +114,12 @@ class TrainConfig:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
-        if self.private and (self.values != "fp32" or self.clip or self.trim):
-            raise ConfigError(
-                f"values = {self.values!r}, clip = {self.clip}, trim = {self.trim}: `secure` and `dp_*` send whole "
-                "numbers that the server cannot look into. Use fp32, 0 and 0; dp_clip clips on the client."
-            )
+        for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim") if self.private else ():
+            if getattr(self, name) != (default := getattr(TrainConfig, name)):
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "
+                    f"look into. Use {name} = {default!r}; dp_clip clips on the client."
+                )
         check_names(self.track)
         self.local()
 
