@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands
 from .run.datacli import add_data
+from .run.sealed import KEY
 
 if TYPE_CHECKING:
     from .run.config import RunConfig
@@ -43,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .run.loaded import load_file
 
             load_file(args.load)
+        if getattr(args, "checkpoint_key", None):
+            os.environ[KEY] = str(args.checkpoint_key)
         return int(args.go(args, overrides) or 0)
     except FlashError as error:
         print(f"flashfl: {error}", file=sys.stderr)
@@ -138,6 +143,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command.add_argument("--central", action="store_true", help="one client holds all data; a round is an epoch")
         said = "folder of data sets (default: FLASHFL_DATA, or ./data)"
         command.add_argument("--data-root", dest="root", help=said)
+    for command in (run, comparison, export):
+        said = f"file with a secret key: sign checkpoints, and use only signed ones (default: {KEY})"
+        command.add_argument("--checkpoint-key", type=Path, metavar="FILE", help=said)
     for command in (run, comparison, export, methods):
         said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
         command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
@@ -186,7 +194,7 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
                           "or choose another folder with --out")  # fmt: skip
     run = run_config(config, folder, resume=args.resume, quiet=args.quiet)
     print(
-        f"{config.method.name}: accuracy {100 * run.accuracy:.2f} % (best {100 * run.best:.2f} %), "
+        f"{config.method.name}: {run.scored}, "
         f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
         f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
@@ -224,10 +232,11 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
     )
     print(summary_table(found, _COMPARED, title).terminal())
-    print("\nBytes are those of the encoded messages, first phase included, averaged over rounds.")
-    print("Mask mismatch: between the server's masks of consecutive rounds, over the last\nsixth of the run.")
-    if text := verdict(found):
-        print(text)
+    said = (
+        "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mask mismatch: between "
+        "the server's masks of consecutive rounds, over the last sixth of the run."
+    )
+    print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")
     if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
         print(f"page: {page}")

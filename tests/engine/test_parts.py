@@ -34,7 +34,8 @@ def opened(layout: Layout, parts: tuple[Part, ...], start: list[float], **more: 
     local = Local(lr=0.1, parts=parts)
     masks = torch.ones(1, layout.prunable_size, dtype=torch.bool)
     given, notes = more.get("given", {}), more.get("notes", {})
-    return local, open_clients(layout, local, [1], [4], torch.tensor([start]), masks, [given], [notes])
+    asked = (lambda row: 0.5, lambda key: torch.full((layout.size,), float(key)))
+    return local, open_clients(layout, local, [1], [4], torch.tensor([start]), masks, [given], [notes], *asked)
 
 
 def test_top_k_sends_the_largest_changes_and_remembers_the_rest(eight: Layout) -> None:

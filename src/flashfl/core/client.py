@@ -7,7 +7,7 @@ are called in that order. A part defines only the functions it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -77,6 +77,8 @@ class Clients:
     masks: Tensor  # [clients, prunable]
     given: Mapping[str, Tensor]  # what the order brought beside the weights, [clients, ...]
     memory: dict[str, Tensor]  # what they remember, [clients, size of the field]; zeros at first
+    validate: Callable[[int], float]  # row -> the metric of its model on the last fifth of the client's samples
+    initial: Callable[[int], Tensor]  # key -> weights drawn as the model's initial ones, [size]
     state: dict[str, Tensor] = field(default_factory=dict)  # for steps: [clients, trained] or [clients, prunable]
     report: dict[str, Tensor] = field(default_factory=dict)  # [clients, size of the field]
 
@@ -109,7 +111,7 @@ class Part:
     # -- once a round, in logical order --
 
     def begin(self, c: Clients) -> None:
-        """Before the first step. Tensors put into `c.state` are there in every step."""
+        """Before the first step: change `vectors` and `masks`. Tensors put into `c.state` are there in every step."""
 
     def finish(self, c: Clients) -> None:
         """After the last step: change what is reported (`vectors`, `masks`, `report`) and remembered (`memory`)."""

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .client import Form, Part
+from .client import Form, Part, reports_changes
 from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
@@ -90,6 +90,8 @@ class Local:
             raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
         if tuple(self.keep) not in ((), ("mask",)):
             raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
+        if self.upload and self.upload.changes and (reports_changes(self.parts) or self.report == "mask"):
+            raise ConfigError("upload = 'changes': this method's clients do not send weights. Use upload = 'weights'.")
 
     def sends(self, order: Precision) -> Precision:
         """How the update's values travel, in answer to an order whose values travelled like `order`.
@@ -233,6 +235,20 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What is known about privacy after a private round.
+
+    known: epsilon against somebody who knows the cohorts, such as the server. sampled: against somebody who does not.
+    """
+
+    known: float = 0.0
+    sampled: float = 0.0
+    delta: float = 0.0  # 0: no differential privacy
+    clamped: int = 0  # values beyond their declared range; not reported under differential privacy
+    over: bool = False  # the budget allows no other round
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What an engine brings back from one round."""
 
@@ -240,6 +256,8 @@ class Outcome:
     traffic: Traffic
     failures: Mapping[int, str]  # client id -> why it was dropped
     seconds: Mapping[str, float] = field(default_factory=dict)
+    privacy: Spent | None = None  # of a private round
+    revealed: bool = False  # clients gave away shares of a sum that could not be opened: they open no other this round
 
 
 @dataclass(frozen=True)

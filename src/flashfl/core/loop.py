@@ -50,11 +50,12 @@ def run_rounds(
             continue
         trained = time.perf_counter()
         after = _aggregate(method, state, outcome).averaged(state)
-        traffic, failures = trips.lost + outcome.traffic, dict(outcome.failures)
-        last = method.done(after) or enough(traffic)
+        traffic, failures, privacy = trips.lost + outcome.traffic, dict(outcome.failures), outcome.privacy
+        last = method.done(after) or enough(traffic) or (privacy is not None and privacy.over)
         if last and not after.plan.local.statistics:
             after, gathered = trips.gather_statistics(after, present)
             traffic, failures = traffic + gathered.traffic, failures | dict(gathered.failures)
+            privacy = gathered.privacy
         aggregated = time.perf_counter()
         metrics, sent = _evaluate(method, after, engine, last) if last or _due(after, eval_every) else ({}, 0)
         seconds = {
@@ -66,7 +67,7 @@ def run_rounds(
         ids = tuple(c.id for c in cohort)
         record = RoundRecord(
             state.phase.name, state.phase.counts, state.round, state.attempt, ids, failures, outcome.sums.mean_loss,
-            traffic, trips.missed, metrics, sent, seconds,
+            traffic, trips.missed, metrics, sent, seconds, privacy,
         )  # fmt: skip
         state, trips.lost, trips.missed = after, Traffic(), {}
         yield state, record
@@ -105,7 +106,7 @@ class _Trips:
             )
         self.missed |= outcome.failures
         self.lost += outcome.traffic
-        return s.again()
+        return s.skip() if outcome.revealed else s.again()
 
     def gather_statistics(self, s: State, clients: Sequence[Client]) -> tuple[State, Outcome]:
         """The last step with static BatchNorm: every client reports its data's statistics under the final weights."""

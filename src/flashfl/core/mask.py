@@ -43,6 +43,8 @@ class Mask:
         layout: Layout, packed: np.ndarray[Any, Any], device: torch.device | str = "cpu", recipe: Recipe | None = None
     ) -> Mask:
         """The mask that `packed` described."""
+        if packed.dtype != np.uint8 or packed.shape != ((layout.prunable_size + 7) // 8,):
+            raise ValueError(f"a mask of {packed.shape} {packed.dtype} for {layout.prunable_size} weights")
         bits = np.unpackbits(packed, count=layout.prunable_size, bitorder="little").astype(bool)
         return Mask(layout, torch.from_numpy(bits).to(device), recipe=recipe)
 

@@ -24,7 +24,17 @@ class Method:
     name: ClassVar[str] = ""
     phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
     recipe: ClassVar[Mapping[str, object]] = {}  # settings of the run it is meant for; the user's own win
+    counts_flops: ClassVar[bool] = False  # whether it reads `plan.flops`
+    personal: ClassVar[bool] = False  # whether clients end with models of their own, which are then evaluated too
     exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
+
+    @property
+    def common(self) -> bool:
+        """Whether in every round all clients get one model and return its mask unchanged, so that sums can be secret.
+
+        A method with its own `work` or `models` must say so itself.
+        """
+        return type(self).work is Method.work and type(self).models is Method.models
 
     def init(self, plan: Plan) -> State:
         """The server's state before the first round. `plan.initial()` draws the weights."""

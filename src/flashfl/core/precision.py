@@ -19,8 +19,8 @@ class Precision:
     """How values travel in one direction.
 
     values: the form of the weights. rest: the form of what `values` does not round (statistics, and under int8 and int4
-    vectors); under fp32 it is fp32. rounding: up or down at random, without bias, or to the nearest. changes: weights as their difference to
-    the model that the client was sent.
+    vectors); fp32 under fp32. rounding: up or down at random, without bias, or to the nearest. changes: weights as
+    their difference to the model that the client was sent.
     """
 
     values: Form = "fp32"

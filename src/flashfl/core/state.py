@@ -61,6 +61,7 @@ class Plan:
     local: Local = field(default_factory=Local)
     lr_end: float = 0.001
     device: torch.device | str = "cpu"
+    flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
     server: Server = field(default_factory=Follow)  # how the model follows the average
     average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
 
@@ -129,8 +130,11 @@ class State:
 
     def kept(self, kind: type[T], name: str) -> T:
         """The mask or tensor that the method stored under this name."""
-        found = self.extra[name]
-        assert isinstance(found, kind)
+        found = self.extra.get(name)
+        if not isinstance(found, kind):
+            raise FlashError(
+                f"the state has no {kind.__name__} {name!r}: its checkpoint was not written by this method"
+            )
         return found
 
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:
@@ -170,6 +174,10 @@ class State:
     def again(self) -> State:
         """The same round again with new random keys, and so with another cohort."""
         return replace(self, attempt=self.attempt + 1)
+
+    def skip(self) -> State:
+        """The next round with the same model, as clients take no further part in this one."""
+        return replace(self, round=self.round + 1, attempt=self.attempt + 1)
 
     def order(self, client: Client, local: Local, weights: Weights | None = None) -> Order:
         """An order of this round for one client, with a random key for this client."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..core.errors import FlashError
 from ..core.exchange import Extra, Order, Tag, Update
@@ -24,6 +26,7 @@ from .store import MaskStore
 from .train import ClientFailed, Trainer
 
 log = logging.getLogger("flashfl")
+Pack = Callable[[Update, Message, Tensor], bytes]  # an update, its order, and the packed values that were sent
 _TORCH = Path(torch.__file__).parent
 
 
@@ -82,10 +85,11 @@ class ClientSide:
     def __init__(self, trainer: Trainer, store: MaskStore) -> None:
         self.trainer, self.layout, self.store = trainer, trainer.layout, store
 
-    def work(self, client: int, data: Source, order_bytes: bytes, memory: Rounds) -> Reply:
+    def work(self, client: int, data: Source, order_bytes: bytes, memory: Rounds, pack: Pack | None = None) -> Reply:
         """Carry out an order. Raises ClientFailed if training fails.
 
-        The traceback of what training raised goes to the logger `flashfl`, at level debug.
+        pack: makes the answer's bytes, in a private round. The traceback of what training raised goes to the logger
+        `flashfl`, at level debug.
         """
         ledger = self._recall(memory)
         try:
@@ -101,7 +105,7 @@ class ClientSide:
         assert coding is not None
         # Values and weights may each be as large as the model: release them before training.
         orders, how = [Order(message.weights(), local, message.key, message.tag, extra)], local.sends(coding.values)
-        start = message if how.changes else None
+        start = message if how.changes or pack is not None else None
         message = replace(message, values=None)
         own = ledger.own(message.start) if "mask" in local.keep else None
         try:
@@ -111,12 +115,15 @@ class ClientSide:
         except Exception as error:  # most likely in the user's model, loss or data: other clients may still work
             log.debug("client %d failed", client, exc_info=True)
             raise ClientFailed(said(error)) from error
-        answer = update_message(update, message, self.layout)
-        if start is not None and answer.mask is not None and answer.values is not None:
-            answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
-        encoded = encode(answer, ledger.bases(message), how)
+        if pack is not None and start is not None and start.values is not None:
+            data_up = pack(update, message, start.values)
+        else:
+            answer = update_message(update, message, self.layout)
+            if start is not None and answer.mask is not None and answer.values is not None:
+                answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
+            data_up = encode(answer, ledger.bases(message), how).data
         ledger.finish(message, update.mask if "mask" in local.keep else None, update.notes)
-        return Reply(encoded.data, self._keep(ledger))
+        return Reply(data_up, self._keep(ledger))
 
     def _recall(self, memory: Rounds) -> ClientLedger:
         ledger = ClientLedger()

@@ -69,6 +69,10 @@ class Counting(Account):
         self.orders.append((client, order))
         return order
 
+    def trains(self, client: int) -> bool:
+        """Whether a client gets as far as to train."""
+        return client not in self.failures
+
     def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
 
@@ -202,9 +206,9 @@ class Counting(Account):
             "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
             carries="all" if local.statistics else "weights", extra=seat.extra,
         )  # fmt: skip
-        values = local.sends(self.values)
         if local.report == "mask":
             message = replace(message, carries="rest")
+        values = local.sends(self.values)
         if local.report in ("weights", "mask"):
             return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,10 @@ from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
 from .trust import Trust
 
+if TYPE_CHECKING:
+    from .party import PrivateRun, Simulated
+    from .private import PrivateRound
+
 
 @dataclass(frozen=True)
 class Training:
@@ -33,6 +38,15 @@ class Training:
 
     client: int
     data: bytes
+    memory: Rounds
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a private round."""
+
+    client: int
+    request: bytes
     memory: Rounds
 
 
@@ -46,7 +60,7 @@ class Evaluating:
     statistics: bool
 
 
-Job = Training | Evaluating
+Job = Training | Asked | Evaluating
 Result = Reply | tuple[float, float] | ClientFailed  # of evaluating: loss and metric, summed over samples
 
 
@@ -71,11 +85,15 @@ class CPUEngine:
         count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
             count = 1
-        make = functools.partial(_worker, task, self.memory.store, self._file.name)
+        self.private = _private(task, config, folder)
+        simulated = None if self.private is None else self.private.simulated
+        make = functools.partial(_worker, task, self.memory.store, self._file.name, simulated)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
+        if self.private is not None:
+            return self._train_privately(self.private.open(self.server, s, list(orders)), s)
         account, asked, died = self.server.open(), list[int](), list[int]()
         for number, result in self.pool.each(self._jobs(s, orders, account, asked)):
             if isinstance(result, Died):
@@ -88,6 +106,23 @@ class CPUEngine:
         for number, result in self.pool.each(again):
             _take(account, died[number], result)
         return account.close()
+
+    def _train_privately(self, account: PrivateRound, s: State) -> Outcome:
+        """Every step of a private round. A client whose process dies is dropped, as a real one would be."""
+        while True:
+            asked: list[int] = []
+            for number, result in self.pool.each(self._requests(account, s, asked)):
+                _take(account, asked[number], result)
+            if not account.advance():
+                return account.close()
+
+    def _requests(self, account: PrivateRound, s: State, asked: list[int]) -> Iterator[Job]:
+        for client, request in account.requests():
+            if self.dropout and drops(s, client, self.dropout) and account.step >= dropout_step(s, client):
+                account.failed(client, DROPPED)
+                continue
+            asked.append(client)
+            yield Asked(client, request, self.memory.rounds(client))
 
     def _jobs(
         self, s: State, orders: Iterable[tuple[Client, Order]], account: Encoding, asked: list[int]
@@ -132,9 +167,11 @@ class CPUEngine:
     def close(self) -> None:
         self.pool.close()
         self._file.close()
+        if self.private is not None:
+            self.private.close()
 
 
-def _take(account: Encoding, client: int, result: Result | Died) -> None:
+def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) -> None:
     """Hand a client's answer, or the lack of one, to the account of the round."""
     if isinstance(result, ClientFailed | Died):
         account.failed(client, str(result))
@@ -152,7 +189,7 @@ def _shared_model(task: Task, path: str) -> Weights:
     return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
 
 
-def _worker(task: Task, store: MaskStore, path: str) -> Callable[[Job], Result]:
+def _worker(task: Task, store: MaskStore, path: str, simulated: Simulated | None) -> Callable[[Job], Result]:
     """The function that does jobs; `path` leads to the model that is evaluated."""
     trainer, model = Trainer(task), _shared_model(task, path)
     side = ClientSide(trainer, store)
@@ -161,12 +198,15 @@ def _worker(task: Task, store: MaskStore, path: str) -> Callable[[Job], Result]:
         try:
             if isinstance(job, Training):
                 return side.work(job.client, task.train[job.client], job.data, job.memory)
+            if isinstance(job, Asked):
+                assert simulated is not None
+                return simulated.side(side, job.client).answer(task.train[job.client], job.request, job.memory)
             index = torch.arange(job.start, job.stop)
             return trainer.evaluate(model, task.evaluation[job.which], index, job.statistics)
         except ClientFailed as error:
             return error
         except Exception as error:
-            if isinstance(job, Training) or task.test is not None:
+            if not isinstance(job, Evaluating) or task.test is not None:
                 raise
             return ClientFailed(said(error))  # the samples of one client: others may still work
 
@@ -176,6 +216,19 @@ def _worker(task: Task, store: MaskStore, path: str) -> Callable[[Job], Result]:
 def trust_in_simulated(config: EngineSettings) -> Trust:
     """Simulated clients are honest: every finite update is accepted."""
     return Trust(factor=0, clip=config.clip, trim=config.trim)
+
+
+def _private(task: Task, config: EngineSettings, folder: Path | None) -> PrivateRun | None:
+    if not (config.secure or config.dp_epsilon or config.dp_noise):
+        return None
+    from .party import PrivateRun  # only here, as it needs an extra
+
+    return PrivateRun(config, len(task.train), folder)
+
+
+def dropout_step(s: State, client: int) -> int:
+    """In which of the five steps of a private round a client fails that is chosen to fail."""
+    return s.key("dropout step", client) % 5
 
 
 def drops(s: State, client: int, share: float) -> bool:

@@ -258,15 +258,23 @@ class ClientMemory:
         self._now, self._saved = table, table.copy()
 
     def _read(self, saved: Mapping[str, Any]) -> _Table:
-        kept = [Kept(str(digest)) for digest in saved["masks"]]
-        table = _Table(history=dict.fromkeys(kept[: saved["known"]], 0))
-        for client, ((phase, round, attempt), order, own, notes) in saved["clients"].items():
-            held = _Round(
-                (phase, round, attempt), Kept() if order is None else kept[order],
-                None if own is None else kept[own], None if notes is None else kept[notes],
-            )  # fmt: skip
+        masks, known = saved["masks"], saved["known"]
+        if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
+            raise ValueError(f"{known!s:.20} of {len(masks)} masks are known")
+        kept = [Kept(digest) for digest in masks]
+        table = _Table(history=dict.fromkeys(kept[:known], 0))
+        for client, ((phase, round, attempt), *places) in saved["clients"].items():
+            tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))
+            order, own, notes = (None if at is None else kept[_whole(at, len(kept))] for at in places)
+            held = _Round(tag, order or Kept(), own, notes)
             if own is not None:
-                kept[own].own = True
-            table.clients[int(client)] = held
+                own.own = True
+            table.clients[_whole(int(client), 1 << 64)] = held
             table.count(held, 1)
         return table
+
+
+def _whole(value: object, end: int) -> int:
+    if type(value) is not int or not 0 <= value < end:
+        raise ValueError(f"{value!s:.20} where a number from 0 to {end - 1} was expected")
+    return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,10 @@ def open_clients(
     masks: Tensor,
     given: Sequence[Notes],
     notes: Sequence[Notes],
+    validate: Callable[[int], float],
+    initial: Callable[[int], Tensor],
 ) -> Clients:
-    """Some clients before training, after `begin` of all their parts."""
+    """Some clients before training, after `begin` of all their parts; it may have changed their models and masks."""
     device, count = start.device, len(keys)
     memory = {}
     for name, declared in fields_of(local.parts, "remembers", layout).items():
@@ -48,9 +50,14 @@ def open_clients(
     names = sorted(set.intersection(*(set(one) for one in given))) if given else []
     brought = {name: torch.stack([one[name].value.to(device) for one in given]) for name in names}
     keys = [fold(key, "parts") for key in keys]
-    c = Clients(layout, keys, steps, local.lr, start, start, masks.expand(count, -1), brought, memory)
+    rows = (start, start, masks.expand(count, -1))
+    c = Clients(layout, keys, steps, local.lr, *rows, brought, memory, validate, lambda key: initial(key).to(device))
     for part in local.parts:
         part.begin(c)
+    if c.masks is not rows[2]:
+        c.vectors = c.vectors.clone()
+        c.vectors[:, : layout.prunable_size].masked_fill_(~c.masks, 0.0)
+    c.start = c.vectors
     return c
 
 

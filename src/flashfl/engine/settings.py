@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..core.precision import Precision
+from ..privacy.settings import PrivacySettings
 
 
-class EngineSettings(Protocol):
+class EngineSettings(PrivacySettings, Protocol):
     """The settings engines read; `run.config.TrainConfig` has them all."""
 
     @property

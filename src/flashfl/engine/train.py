@@ -21,18 +21,17 @@ from ..data.sources import Inputs, Source, in_memory
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
 from .pipeline import Finished, Notes, close_clients, open_clients
-from .replica import Replica
+from .replica import EVALUATION_BATCH, Replica
 from .step import MaskedStep
 from .trust import all_finite
 from .work import Schedule
 
 NOT_FINITE = "its weights or its loss are not finite after training"
-_EVAL_BATCH = 250
 
 
 def evaluation_batches(n: int) -> Iterator[tuple[int, int]]:
     """Start and end of the batches in which n samples are evaluated: the same in every engine, as sums depend on it."""
-    return ((start, min(start + _EVAL_BATCH, n)) for start in range(0, n, _EVAL_BATCH))
+    return ((start, min(start + EVALUATION_BATCH, n)) for start in range(0, n, EVALUATION_BATCH))
 
 
 class ClientFailed(FlashError):
@@ -77,7 +76,12 @@ class Trainer:
             tail.copy_(self.replica.statistics)
         given = order.extra
         del order  # its weights are as large as the model, and no longer needed
-        opened = self._open(schedule, mask, given, notes or {}) if local.parts else None
+        opened = None
+        if local.parts:
+            opened = self._open(schedule, data, mask, given, notes or {})
+            self.vector.copy_(opened.vectors[0])
+            if opened.masks.data_ptr() != mask.bits.data_ptr():
+                mask = Mask(self.layout, opened.masks[0])
         with seeded(schedule.seed, self.device):
             if local.report == "statistics":
                 loss = self._gather(schedule, data)
@@ -96,10 +100,19 @@ class Trainer:
         update = Update.of(client, len(data), weights, mask.counts, {"loss": loss})
         return replace(update, extra=extra, notes=kept) if extra or kept else update
 
-    def _open(self, schedule: Schedule, mask: Mask, given: Notes, notes: Notes) -> Clients:
+    def _open(self, schedule: Schedule, data: Source, mask: Mask, given: Notes, notes: Notes) -> Clients:
         """Run the parts of the client in this replica, before training."""
-        rows = (self.vector.clone()[None], mask.bits[None])
-        return open_clients(self.layout, schedule.local, [schedule.key], [schedule.steps], *rows, [given], [notes])
+        local, model = schedule.local, Weights(mask, self.vector.clone())
+        return open_clients(
+            self.layout, local, [schedule.key], [schedule.steps], model.vector[None], mask.bits[None], [given], [notes],
+            lambda row: self.validate(model, data, local.statistics), self.task.draw,
+        )  # fmt: skip
+
+    def validate(self, weights: Weights, data: Source, statistics: bool) -> float:
+        """The metric of a model on the last fifth of a client's samples."""
+        n = len(data)
+        index = torch.arange(n - math.ceil(n / 5), n)
+        return self.evaluate(weights, data, index, statistics)[1] / len(index)
 
     def _close(self, schedule: Schedule, mask: Mask, opened: Clients) -> tuple[Mask, Finished]:
         """Run its parts after training. What it reports is then in this replica."""

@@ -33,6 +33,8 @@ class FlowerOptions:
     # to the weights; 0: every change is accepted.
     trust: float = 10.0  # limit for suspicious changes, in multiples of the cohort's median; 0: accept all
     max_samples: int = 0  # refuse clients with more samples than this; 0: refuse only above 2^32
+    # A node keeps the client id and the numbers of samples it registered first, and a client id keeps its node.
+    rebind: bool = False  # let a node register anew with other data, and a new node replace one that has left
 
     def __post_init__(self) -> None:
         for name in ("clients", "wait", "timeout", "grace", "poll", "trust", "max_samples"):

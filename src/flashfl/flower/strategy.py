@@ -15,17 +15,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.method import Method
-from ..core.record import RoundRecord
-from ..core.state import State
 from ..data.task import Task
 from ..run import checkpoint
 from ..run.budget import within_budget
 from ..run.config import TrainConfig
 from ..run.progress import Display, Watch
 from ..run.run import Run
+from ..run.sealed import read_record
 from ..run.simulate import drive
+from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
 from .registration import Terms, fingerprint
@@ -135,16 +135,11 @@ class FlashStrategy(Strategy):
                 "`holdout` above 0"
             )
         self.summary()
-        display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
-
-        def watch(state: State, record: RoundRecord) -> None:
-            display(state, record)
-            if self.watch is not None:
-                self.watch(state, record)
-
+        shown = Metric.of_task(self.task)
+        display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, watch, self.header
+                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header
             )
         finally:
             display.close()
@@ -155,15 +150,16 @@ class FlashStrategy(Strategy):
         need, options = self.train.min_replies, self.options
         terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples)
         registry = Registry(grid, terms, options, need)
-        if self.resume and (record := _latest(self.folder)) is not None:
-            registry.load(record["clients"])
+        if self.resume:
+            _load_latest(registry, self.folder)
         registry.gather(options.clients or min(self.train.per_round, registry.size or self.train.per_round))
         if self.train.per_round > registry.size:
             raise ConfigError(
                 f"per_round = {self.train.per_round} and {registry.size} clients registered: start more SuperNodes, "
                 "or lower per_round"
             )
-        log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in registry.present()))
+        for _, entry in sorted(registry.entries.items()):
+            log.info("node %d is %s", entry.node, entry)
         return FlowerEngine(self.task, registry, self.train, self.folder / "masks" if self.folder else None)
 
     def _no_step(self, *unused: Any, **also_unused: Any) -> NoReturn:
@@ -189,12 +185,11 @@ def _check(train: TrainConfig) -> None:
         raise ConfigError(f"device = {train.device!r}: clients on Flower train on the CPU. Set it to auto or cpu.")
 
 
-def _latest(folder: Path | None) -> dict[str, Any] | None:
-    """The record of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
+def _load_latest(registry: Registry, folder: Path | None) -> None:
+    """Take over the clients of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
     for path in checkpoint.found_in(folder / "checkpoints") if folder else ():
-        with suppress(checkpoint.Unusable):
-            return checkpoint.read_record(path)
-    return None
+        with suppress(CheckpointError):
+            return registry.load(read_record(path)["clients"])
 
 
 def _result(run: Run) -> Result:

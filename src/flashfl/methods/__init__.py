@@ -14,8 +14,10 @@ from .flashplus import FlashPlus
 from .hetero import HeteroJMWST, HeteroSPDST
 from .heterofl import HeteroFL
 from .jmwst import JMWST
+from .lotteryfl import LotteryFL
 from .nst import NST
 from .pdst import PDST
+from .prunefl import PruneFL
 from .scaffold import Scaffold
 from .sparse import Sparse
 from .sparsyfed import SparsyFed
@@ -25,7 +27,7 @@ from .topk import TopK
 from .zerofl import ZeroFL
 
 _FLASH = (Dense, NST, PDST, SPDST, JMWST, FlashPlus, HeteroSPDST, HeteroJMWST, Sparse, Disagree)
-_OTHERS = (TopK, FedDST, FedSpa, SSFL, FedRTS, SparsyFed, ZeroFL, FedPM, Scaffold, HeteroFL, FjORD)
+_OTHERS = (TopK, FedDST, FedSpa, SSFL, FedRTS, SparsyFed, ZeroFL, FedPM, Scaffold, HeteroFL, FjORD, PruneFL, LotteryFL)
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (*_FLASH, *_OTHERS)}
 
 __all__ = [
@@ -46,6 +48,8 @@ __all__ = [
     "HeteroFL",
     "HeteroJMWST",
     "HeteroSPDST",
+    "LotteryFL",
+    "PruneFL",
     "Scaffold",
     "Sparse",
     "SparsyFed",

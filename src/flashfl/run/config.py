@@ -27,7 +27,11 @@ from ..core.server import ServerStep
 from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
+from ..measure.flops import weight_flops
 from ..methods import METHODS
+from ..privacy.policy import Policy
+from ..privacy.settings import check_settings
+from ..privacy.vector import Ranges
 from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
@@ -69,6 +73,13 @@ class TrainConfig:
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
     clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
     trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
+    secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
+    dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
+    dp_delta: float = 1e-5  # the delta that epsilon is counted for
+    dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
+    dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: what dp_epsilon allows for `rounds`
+    ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
+    policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
     device: str = "auto"  # cpu or cuda; auto: cuda if there is one
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU uses fp32
     lanes: int = 0  # clients that train at once on a GPU; 0: all of a round, as far as memory allows, up to 16
@@ -100,8 +111,19 @@ class TrainConfig:
             raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
+        check_settings(self)
+        if self.private and (self.values != "fp32" or self.clip or self.trim):
+            raise ConfigError(
+                f"values = {self.values!r}, clip = {self.clip}, trim = {self.trim}: `secure` and `dp_*` send whole "
+                "numbers that the server cannot look into. Use fp32, 0 and 0; dp_clip clips on the client."
+            )
         check_names(self.track)
         self.local()
+
+    @property
+    def private(self) -> bool:
+        """Whether clients' reports are protected: by secure aggregation, differential privacy, or both."""
+        return self.secure or self.dp_epsilon > 0 or self.dp_noise > 0
 
     def local(self) -> Local:
         """The clients' training recipe."""
@@ -130,7 +152,7 @@ def plan_of(
     key = fold(train.seed, "run")
     return Plan(
         task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
-        train.server, train.average,
+        weight_flops(task) if method is not None and method.counts_flops else (), train.server, train.average,
     )  # fmt: skip
 
 
@@ -305,12 +327,14 @@ def parse_bytes(text: str, name: str) -> int:
 
 def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
     """Option -> (type, default, explanation) of a method or a table of settings, for help texts."""
-    said = _explained(cls)
+    said, hints = _explained(cls), get_type_hints(cls)
     out = {}
     for path, hint, default in _walk(cls):
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         kind = "|".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
-        out[".".join(path)] = (kind, "required" if default is MISSING else default, said.get(path[0], ""))
+        inner = _explained(hints[path[0]]).get(path[1]) if len(path) > 1 else None
+        what = inner or said.get(path[0], "")
+        out[".".join(path)] = (kind, "required" if default is MISSING else default, what)
     return out
 
 

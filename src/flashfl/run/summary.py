@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.record import RoundRecord
+from ..data.task import Task
 
 PHASES = ("train", "aggregate", "evaluate", "record")
 
@@ -24,6 +25,14 @@ class Metric:
     def of(header: Mapping[str, Any]) -> Metric:
         """The metric of a run. A task that does not name one measures accuracy."""
         return Metric(**header["task"].get("metric") or {})
+
+    @staticmethod
+    def of_task(task: Task) -> Metric:
+        return Metric(task.metric_name, task.higher_is_better)
+
+    @property
+    def direction(self) -> str:
+        return "higher is better" if self.higher_is_better else "lower is better"
 
     @property
     def scale(self) -> int:

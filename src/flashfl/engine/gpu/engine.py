@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...core.client import Clients
+from ...core.client import Clients, overrides
 from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
 from ...core.kernel import kernel
-from ...core.mask import Mask, Weights
+from ...core.mask import Mask, Weights, count_rows
 from ...core.precision import Precision
 from ...core.state import State
 from ...data.sources import on_device
@@ -36,6 +37,9 @@ from .evaluate import Evaluator
 from .lanes import Lanes
 from .stack import Stack
 
+if TYPE_CHECKING:
+    from ..private import Vault
+
 _SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
 
 
@@ -54,6 +58,7 @@ class GPUEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
+        self.vault = _vault(task, config, folder)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -80,6 +85,11 @@ class GPUEngine:
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
+        if self.vault is not None:
+            from ..private_counting import PrivateCounting
+
+            orders = list(orders)
+            account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout)
         for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
             if local.report == "statistics":
                 self._gather(works, account)
@@ -93,8 +103,9 @@ class GPUEngine:
         for client, order in orders:
             order = account.sent(client, order)
             data = self.train_data[client.id]
-            if self.config.dropout and drops(s, client.id, self.config.dropout):
+            if self.config.dropout and self.vault is None and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
+            if not account.trains(client.id):
                 continue
             try:
                 batches = self.trainer.batches(data, order.local)
@@ -129,7 +140,9 @@ class GPUEngine:
         small = self.cuda and self.layout.size < _SMALL and not self.config.deterministic
         why_not = "lanes are at least as fast"
         if asked == "batched" or (asked == "auto" and small):
-            why_not = why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
+            whole = [type(part).__name__ for part in works[0].local.parts if overrides(part, "inputs")]
+            why_not = f"the part {whole[0]} ranks the inputs of a whole batch" if whole else ""
+            why_not = why_not or why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
         if asked == "batched" and why_not:
             raise ConfigError(f"crew = 'batched': {why_not}. Use crew = 'lanes' or 'auto'.")
         shared = (self.task, stack, self.train_data, self.capacity)
@@ -149,7 +162,10 @@ class GPUEngine:
         stack, rows, local = self.stack, len(works), works[0].local
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
-        opened = self._open(stack, works, starts, masks) if local.parts else None
+        opened = None
+        if local.parts:
+            opened = self._open(stack, works, starts, masks)
+            starts, masks = opened.vectors, opened.masks
         crew = self._chosen_crew(stack, works, opened)
         crew.prepare(works, opened)
         stack.load(starts, masks, rows)
@@ -178,7 +194,16 @@ class GPUEngine:
         vectors[:, : self.layout.prunable_size].masked_fill_(~masks, 0.0)
         keys, steps = [work.key for work in works], [work.steps for work in works]
         given, notes = [work.order.extra for work in works], [self.memory.notes(work.client.id) for work in works]
-        opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes)
+
+        def validate(row: int) -> float:
+            data = self.train_data[works[row].client.id]
+            return self.trainer.validate(Weights(works[row].mask, vectors[row]), data, works[row].local.statistics)
+
+        asked = (validate, self.task.draw)
+        opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes, *asked)
+        if opened.vectors is not vectors:
+            for row, (work, counts) in enumerate(zip(works, count_rows(self.layout, opened.masks), strict=True)):
+                work.mask, work.counts = Mask(self.layout, opened.masks[row].clone(), counts), counts
         opened.state = {name: stack.columns(value) for name, value in opened.state.items()}
         return opened
 
@@ -242,3 +267,16 @@ class GPUEngine:
         """Free the device's memory and put torch's global settings back."""
         self.crew = self.stack = None
         self._before.close()
+
+
+def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | None:
+    if not (config.secure or config.dp_epsilon or config.dp_noise):
+        return None
+    from ..private import open_vault  # only here, as it needs an extra
+
+    if config.secure:
+        warn(
+            "this engine does not encrypt: rounding, clipping, noise and bytes are those of secure aggregation, and "
+            "device = 'cpu' runs the real protocol"
+        )
+    return open_vault(config, len(task.train), folder)
