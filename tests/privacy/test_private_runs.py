@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("cryptography", reason="pip install 'flashfl[privacy]'")
+pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
+
 import flashfl as fl
 from flashfl.core.errors import ConfigError, FlashError, RunStopped
 from flashfl.core.exchange import Client, Local

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .client import Form, Part, reports_changes
+from .client import Form, Part
 from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
@@ -90,8 +90,6 @@ class Local:
             raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
         if tuple(self.keep) not in ((), ("mask",)):
             raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
-        if self.upload and self.upload.changes and (reports_changes(self.parts) or self.report == "mask"):
-            raise ConfigError("upload = 'changes': this method's clients do not send weights. Use upload = 'weights'.")
 
     def sends(self, order: Precision) -> Precision:
         """How the update's values travel, in answer to an order whose values travelled like `order`.

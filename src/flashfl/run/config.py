@@ -71,8 +71,9 @@ class TrainConfig:
     rest: Rest = "fp32"  # the form of BatchNorm statistics, and under int8 and int4 of biases and other vectors
     rounding: Rounding = "unbiased"  # to fewer bits: up or down at random, without bias, or to the nearest
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
-    clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
-    trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
+    robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
+    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 1 with robust, else never
+    trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
     secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
     dp_delta: float = 1e-5  # the delta that epsilon is counted for
@@ -88,7 +89,7 @@ class TrainConfig:
     deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
-    checkpoint_every: int = 25  # rounds between checkpoints; 0: only at the end and when interrupted
+    checkpoint_every: int = 25  # most rounds between checkpoints (or 20 s); 0: only at the end and when interrupted
     track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
     def __post_init__(self) -> None:

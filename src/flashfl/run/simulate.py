@@ -73,10 +73,10 @@ def simulate(
     warn_of_buffers(task)
     warn_of_metric(task)
     place = Path(folder) if folder else None
+    quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
     if isinstance(progress, Display):
         display = progress
     else:
-        quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
         if config.budget and not quiet:
             print(chosen, file=sys.stderr)
         label, then = method.name or type(method).__name__, watch or WarnOfDropped()
@@ -215,8 +215,7 @@ def _loop(
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
-        every = 1 if config.private else config.checkpoint_every  # clients open each round's sum once only
-        if every and run.rounds % every == 0:
+        if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
     run.kept = keeper.keep()
     if not run.kept:

@@ -14,18 +14,21 @@ from torch import Tensor
 
 from ...core.client import Clients, overrides
 from ...core.errors import ConfigError, warn
-from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
+from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
 from ...core.precision import Precision
+from ...core.record import Score
 from ...core.state import State
 from ...data.sources import on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
-from ..cpu import drops, trust_in_simulated
+from ..cpu import drops
 from ..memory import ClientMemory
+from ..personal import personal_score
 from ..pipeline import close_clients, open_clients
+from ..robust import Robust
 from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
@@ -84,7 +87,7 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
+        account = Counting(self.memory, self.config.down, Robust.of(self.config))
         if self.vault is not None:
             from ..private_counting import PrivateCounting
 
@@ -188,6 +191,19 @@ class GPUEngine:
                 values[row] = self._decoded(work, values[row], how)
         account.received(works, values, crew.losses(rows))
 
+    def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
+        """A trained model as the server will decode it."""
+        key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
+        if not how.changes:
+            return self._rounded(Weights(work.mask, vector), key, work.local.statistics, how).vector
+        change, head = vector.clone(), slice(0, self.layout.prunable_size)
+        change[:trained] -= work.order.weights.vector[:trained]
+        change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
+        found = self._rounded(Weights(work.mask, change), key, work.local.statistics, how).vector
+        found[:trained] += work.sent.vector[:trained]
+        found[head].masked_fill_(~work.mask.bits, 0.0)
+        return found
+
     def _open(self, stack: Stack, works: Sequence[Work], starts: Tensor, masks: Tensor) -> Clients:
         """Run the parts of some clients before training. What they carry through the steps lies as in the stack."""
         vectors = starts.expand(len(works), -1).clone()
@@ -217,19 +233,6 @@ class GPUEngine:
                 work.mask = Mask(self.layout, opened.masks[row], work.counts)
             work.extra, work.notes = finished.extras[row], finished.notes[row]
         return opened.vectors
-
-    def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
-        """A trained model as the server will decode it."""
-        key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
-        if not how.changes:
-            return self._rounded(Weights(work.mask, vector), key, work.local.statistics, how).vector
-        change, head = vector.clone(), slice(0, self.layout.prunable_size)
-        change[:trained] -= work.order.weights.vector[:trained]
-        change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
-        found = self._rounded(Weights(work.mask, change), key, work.local.statistics, how).vector
-        found[:trained] += work.sent.vector[:trained]
-        found[head].masked_fill_(~work.mask.bits, 0.0)
-        return found
 
     def _received(self, client: Client, order: Order) -> Order:
         """The order as it arrives: with its values rounded if they travel in fewer bits."""
@@ -262,6 +265,9 @@ class GPUEngine:
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
         return self.evaluator.evaluate(weights, statistics)
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        return personal_score(self.trainer, self.memory, weights, clients)
 
     def close(self) -> None:
         """Free the device's memory and put torch's global settings back."""
