@@ -290,5 +290,5 @@ def test_setting_of_one_method_reaches_that_method_only() -> None:
     assert settings_for("jmwst", words) == {"density": "0.1", "rounds": "7"}
     assert settings_for("hetero-spdst", words)["lr"] == "0.3"
     check_settings(["spdst", "hetero-spdst"], words)
-    with pytest.raises(ConfigError, match="--hetero-spdst.lr: hetero-spdst is not among the methods spdst"):
+    with pytest.raises(ConfigError, match=r"--hetero-spdst\.lr: hetero-spdst is not among the methods spdst"):
         check_settings(["spdst"], words)

@@ -113,10 +113,11 @@ class TrainConfig:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
-        if self.private and (self.values != "fp32" or self.clip or self.trim):
+        if self.private and not (self.down.exact and self.up.exact and not self.clip and not self.trim):
             raise ConfigError(
-                f"values = {self.values!r}, clip = {self.clip}, trim = {self.trim}: `secure` and `dp_*` send whole "
-                "numbers that the server cannot look into. Use fp32, 0 and 0; dp_clip clips on the client."
+                f"values {self.down.values} down and {self.up.values} up, upload = {self.upload}, clip = {self.clip}, "
+                f"trim = {self.trim}: `secure` and `dp_*` send whole numbers that the server cannot look into. Use "
+                "fp32, weights, 0 and 0; dp_clip clips on the client."
             )
         check_names(self.track)
         self.local()
