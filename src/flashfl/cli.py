@@ -110,6 +110,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
     def add(name: str, go: Callable[..., Any], help: str, settings: bool = False) -> argparse.ArgumentParser:
         epilog = "Give any setting as --name value; `flashfl methods` and `flashfl settings` list them."
+        if name == "compare":
+            epilog += " --METHOD.name value is for one method only, for instance --spdst.density 0.1."
         sub = commands.add_parser(
             name, help=help, description=help, allow_abbrev=False, epilog=epilog if settings else None
         )
