@@ -57,6 +57,10 @@ class SPDST(Method):
         check_pattern(self.nm)
         check_rule(self.adapt)
 
+    @property
+    def common(self) -> bool:
+        return True  # in the first phase masks move, and clients report nothing but layer counts
+
     def init(self, plan: Plan) -> State:
         budgets = allocate(plan.layout, "uniform", self.density)
         mask = random_mask(plan, budgets, fold(plan.key, "mask"))

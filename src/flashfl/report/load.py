@@ -53,9 +53,9 @@ class RunData:
         identity = self.header["identity"]
         # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
         # name says which data it has, and may be split again for each seed.
-        digests = {name: identity.get(name) for name in ("layout", "clients", "samples")}
-        if self.info:
-            del digests["samples"]
+        digests = {name: identity.get(name) for name in ("layout", "clients")}
+        if not self.info:
+            digests |= {"samples": identity.get("samples"), "data": self.header["task"].get("data")}
         task = {"dataset": self.header["task"]["name"], **self.info, "digests": digests}
         task.pop("histogram", None)
         return flat({"method": identity["method"], "task": task, "train": identity["settings"]})
@@ -77,6 +77,20 @@ class RunData:
     def key(self) -> str:
         """Equal for runs that differ only in their seed."""
         return json.dumps({k: v for k, v in self.settings.items() if k not in ELSEWHERE}, sort_keys=True)
+
+    @property
+    def dataset(self) -> str:
+        return str(self.info.get("dataset") or self.header["task"]["name"])
+
+    @property
+    def model(self) -> str:
+        return str(self.info.get("model") or self.header["task"].get("model", ""))
+
+    @property
+    def density(self) -> str:
+        """The density that the method was asked for. Empty: it has none, as dense FedAvg."""
+        found = self.settings.get("method.density", self.settings.get("method.densities", ""))
+        return " / ".join(map(str, found)) if isinstance(found, list) else str(found)
 
     @property
     def layers(self) -> list[str]:
