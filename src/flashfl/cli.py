@@ -207,7 +207,8 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     print(
         f"{config.method.name}: {run.scored}, "
         f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
-        f"{run.spent}{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
+        f"{run.spent}{run.seconds:.1f} s, checksum {run.checksum}"
+        + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
