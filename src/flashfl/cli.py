@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import signal
 import sys
@@ -17,12 +18,13 @@ from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands
 from .run.datacli import add_data
+from .run.sealed import KEY
 
 if TYPE_CHECKING:
     from .run.config import RunConfig
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
-_COMPARED = ("accuracy %", "best %", "density", "up / round", "down / round", "mask mismatch", "time (s)")
+_COMPARED = ("accuracy %", "best %", "personal %", "density", "up / round", "down / round")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .run.loaded import load_file
 
             load_file(args.load)
+        if getattr(args, "checkpoint_key", None):
+            os.environ[KEY] = str(args.checkpoint_key)
         return int(args.go(args, overrides) or 0)
     except FlashError as error:
         print(f"flashfl: {error}", file=sys.stderr)
@@ -106,6 +110,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
     def add(name: str, go: Callable[..., Any], help: str, settings: bool = False) -> argparse.ArgumentParser:
         epilog = "Give any setting as --name value; `flashfl methods` and `flashfl settings` list them."
+        if name == "compare":
+            epilog += " --METHOD.name value is for one method only, for instance --spdst.density 0.1."
         sub = commands.add_parser(
             name, help=help, description=help, allow_abbrev=False, epilog=epilog if settings else None
         )
@@ -124,7 +130,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     run.add_argument("--quiet", action="store_true", help="show only the final line")
 
     comparison = add("compare", _compare, "train several methods with several seeds and print a table", settings=True)
-    comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
+    comparison.add_argument(
+        "--methods", default=_DEMO_METHODS, help=f"comma-separated or all (default: {_DEMO_METHODS})"
+    )
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
     said = "replace runs with other settings or code in that folder"
@@ -146,6 +154,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command.add_argument("--central", action="store_true", help="one client holds all data; a round is an epoch")
         said = "folder of data sets (default: FLASHFL_DATA, or ./data)"
         command.add_argument("--data-root", dest="root", help=said)
+    for command in (run, comparison, export):
+        said = f"file with a secret key: sign checkpoints, and use only signed ones (default: {KEY})"
+        command.add_argument("--checkpoint-key", type=Path, metavar="FILE", help=said)
     for command in (run, comparison, export, methods):
         said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
         command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
@@ -201,20 +212,24 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     print(
         f"{config.method.name}: {run.scored}, "
         f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
-        f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
+        f"{run.spent}{run.seconds:.1f} s, checksum {run.checksum}"
+        + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .methods import METHODS
     from .paper.verdict import verdict
     from .report.command import page_for
     from .run.compare import check_settings, compare, replace_seed, settings_for
+    from .run.progress import amount
     from .run.summary import Metric, numbers_of, summarise
-    from .run.table import summary_table
+    from .run.table import TRANSFER, summary_table
 
-    names = list(dict.fromkeys(name.strip() for name in args.methods.split(",") if name.strip()))
+    asked = ",".join(METHODS) if args.methods.strip() == "all" else args.methods
+    names = list(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
     if not names:
         raise ConfigError("--methods names no method: `flashfl methods` lists them")
     if args.seeds < 1:
@@ -232,14 +247,21 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     }
     train, task = first[0].train, first[0].task
     density = {c.to_json()["method"].get("density", 1.0) for c in first} - {1.0}
+    size = f"density {', '.join(map(str, sorted(density))) or '1'}"
+    if train.budget:
+        size = f"{amount(train.budget)} a client and round each way"
     title = (
-        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, "
-        f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
+        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, {size}, "
+        f"{args.seeds} seed(s)"
     )
-    print(summary_table(found, _COMPARED, title).terminal())
+    personal = any(one.personal is not None for one in found.values())
+    columns = [name for name in _COMPARED if personal or name != "personal %"]
+    costs = (TRANSFER, "FLOPs", "mask mismatch", "time (s)")
+    print(summary_table(found, columns, title).terminal(), summary_table(found, costs).terminal(), sep="\n\n")
     said = (
-        "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mask mismatch: between "
-        "the server's masks of consecutive rounds, over the last sixth of the run."
+        "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mbit/s: seconds that the "
+        "bytes of one client and round take, up and down together. Mask mismatch: between the server's masks of "
+        "consecutive rounds, over the last sixth of the run."
     )
     print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")

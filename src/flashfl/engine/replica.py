@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ..core.client import Part
 from ..core.errors import FlashError, warn
 from ..core.layout import Layer, tensors_of
 from ..data.task import Task, accuracy
+from .inputs import PrunedInputs
 
 EVALUATION_BATCH = 250  # samples
 _NORMS = nn.modules.batchnorm._NormBase  # every layer that may keep statistics: BatchNorm, InstanceNorm
@@ -39,11 +41,18 @@ class Replica:
         for layer in statistics:
             self._set_buffer(layer.name, place(layer))
         bound = {layer.name for layer in statistics}
+        self._inputs: PrunedInputs | None = None
         self._others = [(n, b, b.clone()) for n, b in self.module.named_buffers() if n not in bound]
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
         owner, _, leaf = name.rpartition(".")
         self.module.get_submodule(owner)._buffers[leaf] = value
+
+    def keep_inputs(self, parts: Sequence[Part]) -> None:
+        """From now on, layers keep as much of their inputs for the gradient as the parts say."""
+        if self._inputs is None:
+            self._inputs = PrunedInputs(self.module, {layer.name for layer in self.layers if layer.kind == "prunable"})
+        self._inputs.use(parts)
 
     def reset_buffers(self) -> None:
         """Buffers outside the layout (counters, tables) start every client's work as the model defines them."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError, FlashError
 from ..core.files import put
+from ..core.loop import checked
 from ..core.mask import Weights
 from ..core.rng import fold
 
@@ -68,7 +69,7 @@ def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path
     config = RunConfig.from_json(header["config"])
     task = build_task(config.task, fold(config.train.seed, "task"))
     point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, len(task.clients)), header["identity"])
-    weights = config.method.view(point.state, view)
+    weights = config.method.view(checked(config.method, point.state), view)
     about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
     name = f"model-{view.replace(' ', '-')}.safetensors" if view else "model.safetensors"
     return export_weights(weights, task.build(), target or folder / name, about)

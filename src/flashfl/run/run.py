@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch import nn
 
-from ..core.exchange import Traffic
+from ..core.exchange import Spent, Traffic
 from ..core.mask import Weights
 from ..core.method import Method
 from ..core.record import RoundRecord
 from ..core.state import State
 from ..data.task import Task
 from .config import TrainConfig
-from .progress import amount, duration
+from .progress import amount, duration, epsilons
 from .results import RESULTS, Results
 from .summary import Metric
 
@@ -49,6 +49,8 @@ class Run:
             found |= {"rounds": f"{state.counted}/{state.plan.rounds}", "density": f"{self.weights.mask.density:.4f}"}
             found |= {self.shown.name: self._label(self.metric), "best": self._label(self.best)}
         found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
+        if (spent := self.privacy) is not None and spent.delta:
+            found["epsilon"] = epsilons(spent)
         return found | ({"stopped": self.stopped} if self.stopped else {})
 
     @property
@@ -106,7 +108,23 @@ class Run:
     def over_budget(self, more: Traffic) -> bool:
         """Whether this much more traffic reaches the run's limit."""
         total = self.traffic + more
-        return bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes
+        return bool(self.why_over) or (bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes)
+
+    @property
+    def privacy(self) -> Spent | None:
+        """What the run spent of its clients' privacy; None if it is not private."""
+        return self.history[-1].privacy if self.history else None
+
+    @property
+    def spent(self) -> str:
+        """The privacy spent, for a line of text; empty without differential privacy."""
+        return f"epsilon {epsilons(found)}, " if (found := self.privacy) is not None and found.delta else ""
+
+    @property
+    def why_over(self) -> str:
+        """What to say about a privacy budget that is spent; empty if it is not."""
+        spent = self.privacy
+        return f"spent its privacy budget of epsilon {self.train.dp_epsilon:g}" if spent and spent.over else ""
 
     @property
     def history(self) -> list[RoundRecord]:

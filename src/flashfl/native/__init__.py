@@ -1,0 +1,8 @@
+"""Sparse training on a CPU: kernels whose work and memory follow the active weights, and models that use them."""
+
+from .library import kernels, status
+from .model import SparseModel
+from .planes import Planes
+from .weight import SparseWeight
+
+__all__ = ["Planes", "SparseModel", "SparseWeight", "kernels", "status"]
