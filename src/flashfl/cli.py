@@ -188,7 +188,12 @@ def _resumed_config(folder: Path, overrides: dict[str, str]) -> RunConfig | None
         recorded = Results.read(folder).header.get("config")
     except FlashError:
         return None
-    return make_config(recorded, overrides) if isinstance(recorded, dict) and recorded else None
+    if recorded == {}:
+        raise ConfigError(
+            f"{folder} was made in Python: continue it there, with fl.simulate(method, task, rounds, "
+            f"folder={str(folder)!r}, resume=True)"
+        )
+    return make_config(recorded, overrides) if isinstance(recorded, dict) else None
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
