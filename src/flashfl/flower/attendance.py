@@ -32,15 +32,12 @@ class FlowerOptions:
     enough: float = 0.5  # share of clients that must have replied before a round can close early; 1: wait for everyone
     grace: float = 60.0  # seconds to wait after that
     poll: float = 0.2  # seconds between two checks for replies
-    # A change per step above this many times the cohort's median is refused, unless the whole change is small compared
-    # to the weights; 0: every change is accepted.
-    trust: float = 10.0  # limit for suspicious changes, in multiples of the cohort's median; 0: accept all
     max_samples: int = 0  # refuse clients with more samples than this; 0: refuse only above 2^32
     # A node keeps the client id and the numbers of samples it registered first, and a client id keeps its node.
     rebind: bool = False  # let a node register anew with other data, and a new node replace one that has left
 
     def __post_init__(self) -> None:
-        for name in ("clients", "wait", "timeout", "grace", "poll", "trust", "max_samples"):
+        for name in ("clients", "wait", "timeout", "grace", "poll", "max_samples"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} = {value}: must be a number of at least 0")

@@ -51,7 +51,7 @@ function problems() {
 // How the task's metric is shown: accuracy in percent, any other as a plain number.
 function measured() {
   const { name, percent, direction } = data.metric, title = name[0].toUpperCase() + name.slice(1);
-  const axis = percent ? { yTick: text.share, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
+  const axis = percent ? { yTick: text.tick, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
   return { name, title, direction, axis: { yLabel: name, ...axis } };
 }
 
@@ -121,7 +121,7 @@ function layers() {
 function densities() {
   const dense = section("Layer densities", "The share of each prunable layer's weights that the final server mask keeps (log scale); for NST the union over its last cohort.", { half: true });
   const names = data.groups.length ? data.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
-  chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.share, names: brief(names), title: (v) => `layer ${v}: ${names[v - 1]}`,
+  chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.tick, yText: text.share, names: brief(names), title: (v) => `layer ${v}: ${names[v - 1]}`,
     series: shown().filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
 }
 
@@ -139,6 +139,15 @@ function costs() {
     chart(node, (host) => bars(host, { label: "bytes by part", parts: ["values", "mask", "overhead"], text: text.bytes, markName: "paper's formula",
       rows: counted.map((g) => ({ label: g.label, colour: g.colour, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
   }
+}
+
+function ends() {
+  const groups = shown().filter((g) => g.points.some((p) => p.accuracy !== null)), metric = measured();
+  if (!groups.length) return;
+  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. Upper left is better.", { half: true });
+  chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: metric.name, xType: "log", xTick: text.bytes, nearest: true, ...metric.axis, xDomain: padded(groups, "bytes"), title: (v, s) => s.label,
+    series: groups.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
+      more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "seed", String(g.points[i].seed)]] })) }));
 }
 
 function times() {
@@ -179,7 +188,7 @@ function render() {
   problems();
   if (!data.table.rows.length) main.append(make("section", {}, make("h2", {}, "No runs to show"), make("p", { class: "about" }, "A run appears here after its first round.")));
   else table();
-  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, times, clients, settings]) part();
+  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, ends, times, clients, settings]) part();
   for (const draw of draws) draw();
   scrollTo(0, at);
 }
