@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from .run.config import RunConfig
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
-_COMPARED = ("accuracy %", "best %", "density", "up / round", "down / round", "mask mismatch", "time (s)")
+_COMPARED = (
+    "accuracy %", "best %", "personal %", "density", "up / round", "down / round", "s at 1 / 10 / 100 Mbit/s", "FLOPs",
+    "mask mismatch", "time (s)",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    warnings.formatwarning = _warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that cannot be encoded must not end a command
             stream.reconfigure(errors="replace")
@@ -65,6 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # for example a full disk
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """On the command line a warning has no place in the user's code to point at."""
+    return f"flashfl: warning: {message}\n"
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -119,7 +131,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     run.add_argument("--quiet", action="store_true", help="show only the final line")
 
     comparison = add("compare", _compare, "train several methods with several seeds and print a table", settings=True)
-    comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
+    comparison.add_argument(
+        "--methods", default=_DEMO_METHODS, help=f"comma-separated or all (default: {_DEMO_METHODS})"
+    )
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
     said = "replace runs with other settings or code in that folder"
@@ -193,21 +207,23 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     run = run_config(config, folder, resume=args.resume, quiet=args.quiet)
     print(
         f"{config.method.name}: {run.scored}, "
-        f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
-        f"{run.spent}{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
+        f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, {run.spent}"
+        f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .methods import METHODS
     from .paper.verdict import verdict
     from .report.command import page_for
     from .run.compare import check_settings, compare, replace_seed, settings_for
     from .run.summary import Metric, numbers_of, summarise
     from .run.table import summary_table
 
-    names = list(dict.fromkeys(name.strip() for name in args.methods.split(",") if name.strip()))
+    asked = ",".join(METHODS) if args.methods.strip() == "all" else args.methods
+    names = list(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
     if not names:
         raise ConfigError("--methods names no method: `flashfl methods` lists them")
     if args.seeds < 1:
@@ -229,10 +245,13 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, "
         f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
     )
-    print(summary_table(found, _COMPARED, title).terminal())
+    personal = any(one.personal is not None for one in found.values())
+    columns = [name for name in _COMPARED if personal or name != "personal %"]
+    print(summary_table(found, columns, title).terminal())
     said = (
-        "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mask mismatch: between "
-        "the server's masks of consecutive rounds, over the last sixth of the run."
+        "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mbit/s: seconds that the "
+        "bytes of one client and round take, up and down together. Mask mismatch: between the server's masks of "
+        "consecutive rounds, over the last sixth of the run."
     )
     print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")

@@ -96,7 +96,10 @@ class Deployment:
         )
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """A process in a session of its own, in a neutral folder, with a log; known by a name and its id."""
+        """A process in a session of its own, in a neutral folder, with a log; known by a name and its id.
+
+        What it creates may be read by everyone, unless it takes care itself.
+        """
         where = self.folder / name
         where.mkdir(exist_ok=True)
         log = (self.folder / f"{name}.log").open("ab")
@@ -107,7 +110,7 @@ class Deployment:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            umask=0o077,
+            umask=0o022,
         )
         log.close()
         self.processes[name] = process
@@ -122,9 +125,10 @@ class Deployment:
         (self.folder / f"{name}.log").write_bytes(b"")
 
     def superlink(self) -> None:
-        """Start the SuperLink and wait until it serves."""
+        """Start the SuperLink and wait until it serves, to other machines too."""
         self.start(
-            "superlink", "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
+            "superlink", sys.executable, "-m", "flashfl.flower.superlink",
+            "--host", "0.0.0.0", "--port", str(self.port),
             "--ssl-certfile", str(self.folder / "server.pem"), "--ssl-keyfile", str(self.folder / "server.key"),
             "--ssl-ca-certfile", str(self.folder / "ca.crt"), "--enable-supernode-auth",
             "--disable-runtime-dependency-installation", "--database", str(self.folder / "link.db"),

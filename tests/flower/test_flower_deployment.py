@@ -30,6 +30,7 @@ from flashfl.run.config import TrainConfig
 pytestmark = pytest.mark.slow
 
 TRAIN: dict[str, Any] = {"per_round": 3, "batch": 16, "eval_every": 1, "min_replies": 2, "checkpoint_every": 1}
+TRAIN |= {"robust": "on"}
 SPDST = fl.SPDST(density=0.05, warmup_epochs=3)
 SETTINGS = "warmup_epochs=3"
 

@@ -243,3 +243,17 @@ def test_linked_results_file_is_one_clear_error(to: str, resume: bool, tmp_path:
     assert path.is_symlink()
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == points
     assert before is None or other.read_bytes() == before
+
+
+def test_links_in_a_run_folder_do_not_lead_to_other_files(tmp_path: Path) -> None:
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    victim.write_text("mine")
+    run.mkdir()
+    (run / "lock").symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"lock is a link.*remove it"):
+        go(run)
+    (run / "lock").unlink()
+    for name in ("model.safetensors", "model.masks.safetensors", f"results.jsonl.{os.getpid()}.partial"):
+        (run / name).symlink_to(victim)
+    go(run)
+    assert victim.read_text() == "mine"

@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
-from .exchange import Client, Evaluation, Order, Outcome
+from .exchange import Client, Evaluation, Local, Order, Outcome
 from .mask import Weights
 from .method import Method
+from .record import Score
 from .state import State
 
 # What checkpoints hold beside tensors: plain JSON.
@@ -49,6 +50,9 @@ class Engine(Protocol):
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """How good a model is; without `statistics` BatchNorm uses each batch's own."""
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        """How good the model is under each client's own mask, on samples like the client's; None: cannot be told."""
 
     def close(self) -> None: ...
 

@@ -58,6 +58,10 @@ def run_rounds(
             privacy = gathered.privacy
         aggregated = time.perf_counter()
         metrics, sent = _evaluate(method, after, engine, last) if last or _due(after, eval_every) else ({}, 0)
+        if last and method.personal:
+            works = [(client, method.work(after, client)) for client in present]
+            if (own := engine.evaluate_personal(after.weights, works)) is not None:
+                metrics["personal"] = own
         seconds = {
             **outcome.seconds,
             "train": trained - began,

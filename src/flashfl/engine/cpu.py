@@ -6,7 +6,7 @@ import functools
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.errors import CheckpointError, FlashError, warn
-from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
+from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.mask import Weights
+from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task
 from .client import ClientSide, Reply, said
 from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
+from .personal import personal_score
 from .pool import Died, InProcess, Pool
+from .robust import Robust
 from .settings import EngineSettings
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
-from .trust import Trust
 
 if TYPE_CHECKING:
     from .party import PrivateRun, Simulated
@@ -69,13 +71,11 @@ class CPUEngine:
 
     device = torch.device("cpu")
 
-    def __init__(
-        self, task: Task, config: EngineSettings, folder: Path | None = None, trust: Trust | None = None
-    ) -> None:
-        """folder: where masks are stored. trust: by default every finite update is accepted."""
+    def __init__(self, task: Task, config: EngineSettings, folder: Path | None = None) -> None:
+        """folder: where masks are stored."""
         self.task, self.dropout, threads = task, config.dropout, config.threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, config.down, trust or trust_in_simulated(config))
+        self.server = Server(self.memory, config.down, Robust.of(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
@@ -156,6 +156,9 @@ class CPUEngine:
                 total = [total[0] + found[0], total[1] + found[1]]
         return Evaluation(total[0] / n, total[1] / n)
 
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        return personal_score(Trainer(self.task), self.memory, weights, clients)
+
     def _report(self, failed: Mapping[int, str]) -> None:
         """Warn about clients that could not evaluate the model. Without any other client that is an error."""
         if failed and (self.task.test is not None or len(failed) == len(self.task.evaluation)):
@@ -211,11 +214,6 @@ def _worker(task: Task, store: MaskStore, path: str, simulated: Simulated | None
             return ClientFailed(said(error))  # the samples of one client: others may still work
 
     return work
-
-
-def trust_in_simulated(config: EngineSettings) -> Trust:
-    """Simulated clients are honest: every finite update is accepted."""
-    return Trust(factor=0, clip=config.clip, trim=config.trim)
 
 
 def _private(task: Task, config: EngineSettings, folder: Path | None) -> PrivateRun | None:

@@ -30,8 +30,8 @@ from ..privacy.vector import Packing
 from ..wire import WireError, decode, encode
 from .account import Account
 from .encoding import Server
+from .robust import PLAIN
 from .settings import EngineSettings
-from .trust import Trust
 
 LENGTH = struct.Struct("<BI")  # step, and the length of the part that follows
 PRIVATE = "private"  # the folder of a run's private state
@@ -171,7 +171,7 @@ class PrivateRound(Account):
     """
 
     def __init__(self, vault: Vault, server: Server, s: State, orders: Sequence[tuple[Client, Order]]) -> None:
-        super().__init__(server.memory, Trust(factor=0))
+        super().__init__(server.memory, PLAIN)
         check_common(orders)
         self.vault, self.server, self.privacy, self.tag = vault, server, vault.privacy, s.tag
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients

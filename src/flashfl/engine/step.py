@@ -74,7 +74,7 @@ class MaskedStep:
         self._views = tuple(part for part in self._parts if overrides(part, "view"))
         self.lr.fill_(local.lr)
         self.count.zero_()
-        if steps:
+        if steps and (self._parts or local.lr_last != 1):
             self.steps[: len(steps), 0] = torch.tensor(steps)
         if self._parts and keys:
             self._keys[: len(keys)] = words(keys, self._keys.device)

@@ -210,6 +210,14 @@ class Trainer:
                 m.momentum = momentum
         return total / seen
 
+    @torch.no_grad()
+    def outputs(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> Tensor:
+        """What a model makes of some samples."""
+        self.load(weights.vector)
+        self.replica.evaluation_mode(statistics)
+        output: Tensor = self.module(*(x.to(self.device) for x in data.fetch(index)[0]))
+        return output
+
     def evaluate(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> tuple[float, float]:
         """Loss and metric of a model on some samples, times their number."""
         self.load(weights.vector)

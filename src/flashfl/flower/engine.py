@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +15,14 @@ from flwr.app import Message
 
 from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
 from ..core.mask import Weights
+from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task, accuracy
 from ..engine.encoding import Server
 from ..engine.memory import ClientMemory
+from ..engine.robust import Robust
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
-from ..engine.trust import Trust
 from ..run.config import TrainConfig
 from .records import printable
 from .registry import Registry
@@ -44,8 +45,7 @@ class FlowerEngine:
         """`train` says how values travel and how updates are clipped and trimmed; `folder` is for masks."""
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
-        trust = Trust(factor=self.options.trust, clip=train.clip, trim=train.trim)
-        self.server = Server(self.memory, train.down, trust)
+        self.server = Server(self.memory, train.down, Robust.of(train))
         self.vault = None
         if train.private:
             from ..engine.private import open_vault  # only here, as it needs an extra
@@ -160,6 +160,10 @@ class FlowerEngine:
                 log.warning("client %d replied after %.0f s, too late: dropped", late.client.id, seconds)
                 self.registry.attendance.replied(late.metadata.message_type, late.client.id, seconds)
         return bool(replies)
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        """The server has neither the clients' masks nor their labels."""
+        return None
 
     def close(self) -> None:
         pass

@@ -13,6 +13,7 @@ from flwr.app import Message, Metadata, RecordDict
 from ..core.errors import FlashError, RunStopped
 from ..core.exchange import Client, Evaluation, Order, Outcome, Traffic
 from ..engine.encoding import Server
+from ..engine.robust import most_samples
 from ..engine.trust import LARGEST_METRIC
 from ..wire import encode
 from . import records
@@ -157,6 +158,8 @@ class Round(Exchange):
     def close(self) -> Outcome:
         """What the good updates add up to."""
         outcome = self.account.close()
+        for client, what in sorted(self.account.cohort.notes.items()) if self.account.cohort else ():
+            log.warning("client %d: %s", client, what)
         return replace(outcome, failures=self.dropped())
 
 
@@ -193,9 +196,14 @@ class ClientEvaluation(Exchange):
         return None
 
     def close(self) -> Evaluation:
-        """The mean over all samples of the clients that replied."""
+        """The mean over all samples of the clients that replied. Samples are bounded as in training."""
         self.dropped()
         found = [self._found[c] for c in sorted(self._found)]
+        if self.server.robust.bounded and found:
+            most = most_samples([n for n, _, _ in found])
+            found = [
+                (min(n, most), loss * min(1.0, most / n), metric * min(1.0, most / n)) for n, loss, metric in found
+            ]
         total = sum(n for n, _, _ in found)
         if not total:
             raise RunStopped("no client could evaluate the model. The state before this round is kept.")

@@ -11,13 +11,13 @@ from typing import Any
 
 from ..run.progress import amount
 from ..run.summary import summarise
-from ..run.table import COLUMNS, Entry, Table, percent
+from ..run.table import COLUMNS, TRANSFER, Entry, Table, percent, transfer
 from .cells import Cell, load_table, table_names
 from .results import Record, Stored, numbers_of, stale
 
 _COLUMNS = (
     "method", "ours %", "best %", "before %", "paper %", "difference", "spreads", "seeds", "up / client",
-    "down / client", "seconds",
+    "down / client", TRANSFER, "seconds",
 )  # fmt: skip
 ABOUT = (
     "Ours after the last round beside the paper's, mean ± standard deviation over seeds. Best: a run's best "
@@ -96,6 +96,7 @@ def _row(cell: Cell, found: Sequence[Record]) -> dict[str, Entry]:
         each, saving = sent / ours.orders, ours.dense / 2 / sent
         said = f", paper {theirs[way]:g}x" if way in theirs else ""
         row[f"{way} / client"] = Entry(f"{amount(each)} ({saving:.1f}x{said})", each)
+    row[TRANSFER] = transfer((ours.up + ours.down) / ours.orders)
     return row | {"seconds": Entry(f"{ours.seconds:.0f}", ours.seconds)}
 
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 FORMATS = ("html", "png", "csv", "md")
 FIGURES = "sm-heatmap, sm-layers, accuracy-rounds, accuracy-bytes, layer-sensitivity, flops-bytes, mismatch-rounds"
 _RUNS = "folders of runs, or folders that contain runs"
-_TABLES = "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa or sst2"
+_TABLES = (
+    "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa, sst2, feddst, fedspa, zerofl, rivals "
+    "or rivals_lr"
+)
 _FILTERS = ("dataset", "alpha", "density", "method")
 _PLOTS, _TEXTS = (".png", ".svg", ".pdf"), (".md", ".html")
 

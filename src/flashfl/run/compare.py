@@ -18,6 +18,7 @@ from ..core.state import State
 from ..data.tasks import build_task
 from ..methods import METHODS
 from . import checkpoint as checkpoints
+from .budget import within_budget
 from .code import code_of
 from .config import RunConfig, options_of
 from .progress import Display
@@ -44,6 +45,11 @@ def run_config(
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     check_installed(config.train.track)
+    if config.train.budget:
+        method, train, said = within_budget(config.method, task, config.train)
+        config = replace(config, method=method, train=train)
+        if not quiet:
+            print(f"{label or method.name}: {said}", file=sys.stderr)
 
     def stop(state: State, record: RoundRecord) -> None:
         if time.monotonic() > until and not config.method.done(state):

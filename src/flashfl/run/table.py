@@ -106,17 +106,28 @@ def percent(mean: float, std: float | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
+TRANSFER = "s at 1 / 10 / 100 Mbit/s"  # seconds that one client's bytes of one round take
+
+
+def transfer(count: float) -> Entry:
+    """How long so many bytes take on slow, medium and fast lines."""
+    seconds = [8 * count / (rate * 1e6) for rate in (1, 10, 100)]
+    return Entry(" / ".join(f"{s:.3g}" for s in seconds), seconds[0])
+
+
 COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
     "seeds": lambda s: Entry(str(s.seeds), s.seeds),
     "accuracy %": lambda s: number(s.accuracy, lambda v: s.metric.text(v, s.std)),
     "best %": lambda s: number(s.best, s.metric.text),
     "not averaged %": lambda s: number(s.plain, s.metric.text),
     "before %": lambda s: number(s.before, s.metric.text),
+    "personal %": lambda s: number(s.personal, s.metric.text),
     "density": lambda s: number(s.density, lambda v: f"{v:.4f}"),
     "up": lambda s: number(s.up, amount),
     "down": lambda s: number(s.down, amount),
     "up / round": lambda s: number(s.up / max(1, s.rounds), amount),
     "down / round": lambda s: number(s.down / max(1, s.rounds), amount),
+    TRANSFER: lambda s: transfer((s.up + s.down) / max(1, s.orders)),
     "saving": lambda s: number(s.saving, lambda v: f"{v:.1f}×"),
     "paper's formula": lambda s: number(s.paper_saving, lambda v: f"{v:.1f}×"),
     "FLOPs": lambda s: number(s.flops, lambda v: f"{v:.3g}"),

@@ -14,18 +14,21 @@ from torch import Tensor
 
 from ...core.client import Clients, overrides
 from ...core.errors import ConfigError, warn
-from ...core.exchange import DROPPED, Client, Evaluation, Order, Outcome
+from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
 from ...core.precision import Precision
+from ...core.record import Score
 from ...core.state import State
 from ...data.sources import on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
-from ..cpu import drops, trust_in_simulated
+from ..cpu import drops
 from ..memory import ClientMemory
+from ..personal import personal_score
 from ..pipeline import close_clients, open_clients
+from ..robust import Robust
 from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
@@ -84,7 +87,7 @@ class GPUEngine:
             setattr(owner, name, value)
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
+        account = Counting(self.memory, self.config.down, Robust.of(self.config))
         if self.vault is not None:
             from ..private_counting import PrivateCounting
 
@@ -182,7 +185,7 @@ class GPUEngine:
         if opened is not None:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
-        how = local.upload or self.config.down
+        how = local.sends(self.config.down)
         if not how.exact and local.report == "weights":
             for row, work in enumerate(works):
                 values[row] = self._decoded(work, values[row], how)
@@ -262,6 +265,9 @@ class GPUEngine:
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
         return self.evaluator.evaluate(weights, statistics)
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        return personal_score(self.trainer, self.memory, weights, clients)
 
     def close(self) -> None:
         """Free the device's memory and put torch's global settings back."""
