@@ -57,6 +57,7 @@ GROUPS: dict[str, dict[str, dict[str, str]]] = {
         "s-a-ahead": {**SHORT, **A, **INT8, "look_ahead": "0.85"},
         "s-a-ham": {**SHORT, **A, **INT8, "multiply": "100", "shrink": "0.001"},
         "s-b-int4-nearest": {**SHORT, **B, **INT4, "upload": "weights", "rounding": "nearest"},
+        "s-b-int4-feedback": {**SHORT, **B, **INT4, "rounding": "nearest", "feedback": "true"},
         "s-a-decay": {**SHORT, **A, **INT8, "weight_decay": "0.001"},
         "s-b-scale": {**SHORT, **B, **INT8, "init_scale": "0.5"},
     },
