@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from flwr.app import Message
 
+from ..core.engine import JSON
 from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
 from ..core.mask import Weights
 from ..core.record import Score
@@ -21,6 +22,7 @@ from ..data.task import Task, accuracy
 from ..engine.encoding import Server
 from ..engine.memory import ClientMemory
 from ..engine.robust import Robust
+from ..engine.sparse import choose
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..run.config import TrainConfig
@@ -53,7 +55,12 @@ class FlowerEngine:
             self.vault = open_vault(train, registry.size, folder)
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
+        self._may_be_sparse = train.sparse_compute
         self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for
+
+    def prepare(self, s: State) -> dict[str, JSON]:
+        """The server measures; clients without native kernels train dense."""
+        return choose(self.task, s, self.memory, threads=1) if self._may_be_sparse else {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Send every order to its client and wait for replies, as long as the options and past rounds allow."""

@@ -51,6 +51,7 @@ class Host:
             if kind == "query":
                 return self.about(context)
             order = records.read_blob(message.content, "order")[1]
+            self.trainer.sparse = bool(records.read_fields(message.content, "compute").get("sparse"))
             return self.train(context, order) if kind == "train" else self.evaluate(context, order)
         except FlashError as error:
             return records.fields("failed", {"why": f"{type(error).__name__}: {error}"})

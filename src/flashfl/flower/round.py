@@ -79,6 +79,8 @@ class Exchange(ABC):
 
     def _message(self, client: Client, order: Order, data: bytes) -> Message:
         content, group = records.blob(self.content, data), ".".join(map(str, order.tag))
+        if self.server.memory.sparse:
+            content.update(records.fields("compute", {"sparse": 1}))
         return Message(content, self.entries[client.id].node, self.kind, ttl=self.timeout, group_id=group)
 
     @property

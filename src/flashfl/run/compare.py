@@ -45,6 +45,7 @@ def run_config(
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     check_installed(config.train.track)
+    asked = config  # a budget's choice follows from what was asked for
     if config.train.budget:
         method, train, said = within_budget(config.method, task, config.train)
         config = replace(config, method=method, train=train)
@@ -61,7 +62,7 @@ def run_config(
         warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
         run = simulate(
             config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
-            progress=display, header=config.to_json(),
+            progress=display, header=asked.to_json(),
         )  # fmt: skip
     if run.stopped == "interrupted":
         raise KeyboardInterrupt  # several runs must not go on with the next one

@@ -91,6 +91,7 @@ class TrainConfig:
     deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
+    sparse_compute: bool = True  # on a CPU: compute active weights only, if that is measured to be faster
     checkpoint_every: int = 25  # most rounds between checkpoints (or 20 s); 0: only at the end and when interrupted
     track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
@@ -115,12 +116,12 @@ class TrainConfig:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
-        if self.private and not (self.down.exact and self.up.exact and not self.clip and not self.trim):
-            raise ConfigError(
-                f"values {self.down.values} down and {self.up.values} up, upload = {self.upload}, clip = {self.clip}, "
-                f"trim = {self.trim}: `secure` and `dp_*` send whole numbers that the server cannot look into. Use "
-                "fp32, weights, 0 and 0; dp_clip clips on the client."
-            )
+        for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim") if self.private else ():
+            if getattr(self, name) != (default := getattr(TrainConfig, name)):
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "
+                    f"look into. Use {name} = {default!r}; dp_clip clips on the client."
+                )
         if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
             raise ConfigError(
                 f"feedback with values {self.up.values} up and rounding = {self.rounding!r}: only what rounding to the "

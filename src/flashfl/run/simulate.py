@@ -12,7 +12,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.engine import Engine, FixedPopulation, Population
+from ..core.engine import JSON, Engine, FixedPopulation, Population
 from ..core.errors import ConfigError, FlashError, warn
 from ..core.exchange import Traffic
 from ..core.loop import Tick, checked, run_rounds
@@ -120,12 +120,14 @@ def drive(
                 "choose another folder"
             )
         start = _resume(run, keeper, plan) if resume else None
+        computes: Mapping[str, JSON] = {}
         if start is None:
             start = checked(method, method.init(plan))
             keeper.begin()
+            computes = engine.prepare(start)
         if not run.results.header:
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
-            run.results.begin({**about, "code": code_of(method)})
+            run.results.begin({**about, **computes, "code": code_of(method)})
         run.state = start
         tracking = Tracking(
             config.track, folder, folder.name if folder else "", header or identity, start.counted, task.metric_name

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.client import Clients, overrides
+from ...core.engine import JSON
 from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
@@ -85,6 +86,9 @@ class GPUEngine:
         ):
             self._before.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
+
+    def prepare(self, s: State) -> dict[str, JSON]:
+        return {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         account = Counting(self.memory, self.config.down, Robust.of(self.config))
