@@ -51,6 +51,8 @@ VARIANTS = [
     ("jmwst", {"freeze_after": 2}),
     ("jmwst", {"aggregator": "wfa", "adapt": fl.PruneRegrow(growth="gradient")}),
     ("nst", {"adapt": fl.PruneRegrow(growth="momentum")}),
+    ("flashplus", {"r_int": 2, "look_ahead": 0.5}),
+    ("flashplus", {"multiply": 1.0, "shrink": 0.001, "init_scale": 0.5}),
     ("fedspa", {"moving": True}),
     ("zerofl", {"upload": "largest changes"}),
     ("zerofl", {"upload": "changes of the largest weights"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import flashfl as fl
 from flashfl.aggregate import add, average
 from flashfl.core.engine import FixedPopulation
-from flashfl.core.exchange import Client, Local, Order, Sums, Update
+from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.data.task import Task
@@ -20,9 +21,8 @@ from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Server
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import add_updates, trimmed_mean
+from flashfl.engine.robust import Cohort, Robust, Start, trimmed_mean
 from flashfl.engine.store import MaskStore
-from flashfl.engine.trust import Trust
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.simulate import drive
@@ -38,33 +38,42 @@ def update(client: int, n: int, bits: list[int], values: list[float]) -> Update:
     return Update.of(client, n, Weights.masked(mask, torch.tensor(values)), mask.counts, {"loss": 1.0})
 
 
-def trimmed_sums(updates: Iterable[Update], trim: float) -> Sums:
-    sums = Sums(LAYOUT)
-    add_updates(sums, updates, {}, Trust(factor=0, trim=trim))
+def sums_of(updates: Iterable[Update], robust: Robust, start: Start | None = None) -> Sums:
+    sums, cohort = Sums(LAYOUT), Cohort(robust)
+    given = list(updates)
+    for each in given:
+        cohort.see(each, start)
+    cohort.add(sums, given)
     return sums
 
 
+def trimmed_sums(updates: Iterable[Update], trim: float) -> Sums:
+    return sums_of(updates, Robust(trim=trim))
+
+
 @pytest.mark.parametrize(
-    ("values", "held", "trim", "mean"),
+    ("values", "shares", "trim", "mean"),
     [
         ([1, 2, 3, 100], [1, 1, 1, 1], 0.25, 2.5),
         ([1, 2, 3, 100], [1, 1, 1, 1], 0.0, 26.5),
         ([1, 2, 3, 100], [1, 1, 1, 0], 0.25, 2.0),
         ([-9, 2, 3, 100, 4], [1, 1, 1, 1, 1], 0.2, 3.0),
-        ([-9, 2, 3, 100, 4], [1, 1, 1, 1, 1], 0.49, 3.0),
+        ([-9, 2, 3, 100, 4], [1, 1, 1, 1, 1], 0.5, 3.0),
         ([7, 8, 9], [0, 1, 0], 0.4, 8.0),
         ([7, 8, 9], [0, 0, 0], 0.4, 0.0),
+        ([1, 2, 3e38], [2, 6, 2], 0.2, 2.0),  # a rounding error times 3e38 would be seen
+        ([0, 4, 8], [1, 1, 2], 0.25, 6.0),  # by samples, not by clients
     ],
 )
-def test_trimmed_mean_over_holders(values: list[float], held: list[int], trim: float, mean: float) -> None:
-    column = torch.tensor([value if bit else torch.nan for value, bit in zip(values, held, strict=True)])[:, None]
-    assert trimmed_mean(column, trim).tolist() == [mean]
+def test_trimmed_mean_over_holders(values: list[float], shares: list[int], trim: float, mean: float) -> None:
+    column = torch.tensor([value if share else torch.nan for value, share in zip(values, shares, strict=True)])[:, None]
+    assert trimmed_mean(column, torch.tensor(shares), trim).tolist() == pytest.approx([mean], rel=1e-7)
 
 
 def test_trim_of_three_tenths_drops_three_of_ten() -> None:
     column = torch.arange(10.0)[:, None]
     column[7:] = 1e9
-    assert trimmed_mean(column, 0.3).tolist() == [4.5]
+    assert trimmed_mean(column, torch.full((10,), 144), 0.3).tolist() == pytest.approx([4.5])
 
 
 def test_sums_serve_every_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +118,16 @@ MASK = Mask.full(LAYOUT)
 START = Weights(MASK, torch.zeros(12))
 
 
-def clipped_and_trimmed(trust: Trust, steps: tuple[float, ...]) -> Sums:
-    """Clients that move one weight by these steps; a statistic becomes 3."""
-    account = Server(ClientMemory(MaskStore(LAYOUT, {})), trust=trust).open()
-    for client, step in enumerate(steps):
+def account_sums(robust: Robust, changes: tuple[float, ...], counts: tuple[int, ...] = ()) -> Sums:
+    """Clients that move one weight by these changes; a statistic becomes 3."""
+    account = Server(ClientMemory(MaskStore(LAYOUT, {})), robust=robust).open()
+    for client, change in enumerate(changes):
+        n = counts[client] if counts else 5
         order = Order(START, Local(), 1, (2, 0, 0))
-        account.sent(Client(client, 5), order)
+        account.sent(Client(client, n), order)
         vector = torch.zeros(12)
-        vector[4], vector[11] = step, 3.0
-        done = Update.of(client, 5, Weights(MASK, vector), MASK.counts, {"loss": 0.0})
+        vector[4], vector[11] = change, 3.0
+        done = Update.of(client, n, Weights(MASK, vector), MASK.counts, {"loss": 0.0})
         account.received(client, encode(update_message(done, order, LAYOUT), (MASK,)).data)
     outcome = account.close()
     assert not outcome.failures
@@ -125,22 +135,111 @@ def clipped_and_trimmed(trust: Trust, steps: tuple[float, ...]) -> Sums:
 
 
 def test_long_change_is_clipped_to_the_cohorts_median() -> None:
-    """Three clients move by (1, 1, 10) along one weight; clipped at twice the median, the third counts as 2."""
-    found = average("fedavg", clipped_and_trimmed(Trust(factor=0, clip=2.0), (1.0, 1.0, 10.0)))
-    assert float(found[4]) == pytest.approx(4 / 3)
+    """Three clients move by (1, 1, 10) along one weight. Clipped at twice the median, the third counts as 2.
+
+    That takes 0.8 of one client away, and the average is lengthened by 3 / 2.2 for it.
+    """
+    found = average("fedavg", account_sums(Robust(clip=2.0), (1.0, 1.0, 10.0)))
+    assert float(found[4]) == pytest.approx(4 / 3 * 3 / 2.2)
     assert float(found[11]) == 3.0, "a statistic is not a change of weights"
 
 
+def test_clip_does_not_slow_down_clients_that_agree() -> None:
+    for changes in ((1.0, 1.0, 1e30), (1.0, 1.0, 1.0)):
+        assert float(average("fedavg", account_sums(Robust(clip=1.0), changes))[4]) == pytest.approx(1.0, rel=0.5)
+    far = average("fedavg", account_sums(Robust(clip=1.0), (1.0, 1.0, 1.0, 1.0, -1e30)))
+    assert float(far[4]) == pytest.approx((4 - 1) / 4), "a liar is as long as the others and counts no further"
+
+
+def test_clip_of_two_takes_the_shorter_as_measure() -> None:
+    assert abs(float(average("fedavg", account_sums(Robust(clip=1.0), (1.0, -1e30)))[4])) <= 1
+
+
+def test_clip_when_most_clients_have_not_moved() -> None:
+    assert float(average("fedavg", account_sums(Robust(clip=1.0), (0.0, 0.0, 5.0)))[4]) == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_start_is_packed_under_another_mask(share: float) -> None:
+    """Against the dense vectors: a weight outside the old mask counts as 0."""
+    torch.manual_seed(int(10 * share))
+    old = Mask(LAYOUT, torch.rand(9) < 0.5)
+    new = Mask(LAYOUT, torch.where(torch.rand(9) < share, ~old.bits, old.bits))
+    model = Weights.masked(old, torch.randn(12))
+    expected = model.restrict(new).packed()[: new.active + 2]
+    assert torch.equal(Start(old, model.packed()).under(new), expected)
+
+
+def test_samples_are_bounded_by_twice_the_median() -> None:
+    plain = account_sums(Robust(), (1.0, 1.0, 1.0, 5.0), (10, 12, 14, 2**32))
+    bounded = account_sums(Robust(bounded=True), (1.0, 1.0, 1.0, 5.0), (10, 12, 14, 2**32))
+    assert float(average("fedavg", plain)[4]) == pytest.approx(5.0)
+    assert bounded.n == 10 + 12 + 14 + 24
+    assert float(average("fedavg", bounded)[4]) == pytest.approx((36 + 5 * 24) / 60)
+
+
+def many(statistics: list[float], counts: list[int] | None = None, bits: list[list[int]] | None = None) -> Sums:
+    """Clients with these statistics, votes for a layer, and masks."""
+    made = []
+    for i, value in enumerate(statistics):
+        one = update(i, 10, bits[i] if bits else [1] * 9, [1.0] * 11 + [value])
+        made.append(replace(one, metrics={"loss": value}, counts=(counts[i],) if counts else one.counts))
+    return sums_of(made, Robust(bounded=True))
+
+
+def test_one_statistic_of_three_or_more_may_be_anything() -> None:
+    for honest in ([1.0, 2.0], [1.0, 2.0, 3.0], [1.0 + i / 8 for i in range(9)]):
+        for lie in (-1e30, 3e38):
+            sums = many([*honest, lie])
+            for mean in (average("fedavg", sums)[11], average("wfa", sums)[11], sums.statistics[9][0] / sums.n):
+                assert min(honest) <= float(mean) <= max(honest)
+            assert min(honest) <= sums.mean_loss <= max(honest)
+
+
+def test_two_statistics_of_ten_may_be_anything() -> None:
+    assert 1.0 <= float(average("fedavg", many([1.0 + i / 7 for i in range(8)] + [1e30] * 2))[11]) <= 2.0
+
+
+def test_statistics_of_a_rare_density_stay_within_those_of_the_cohort() -> None:
+    sparse = [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    sums = many([1.0, 2.0, 3.0, 4.0, 1e30], bits=[[1] * 9] * 4 + [sparse])
+    assert float(sums.statistics[3][0] / sums.statistics[3][1]) == 4.0
+    assert 2.0 <= float(sums.statistics[9][0] / sums.statistics[9][1]) <= 3.0
+
+
+def test_layer_counts_of_one_client_do_not_move_the_vote() -> None:
+    assert many([1.0] * 5, [4, 5, 5, 6, 9]).counts == many([1.0] * 5, [4, 5, 5, 6, 6]).counts
+    assert many([1.0] * 10, [5] * 9 + [0]).layer_densities == [5 / 9]
+
+
+def test_extras_are_bounded_by_the_cohorts_median() -> None:
+    """Whatever a method asks for beside the weights: a control variate, scores."""
+    made = [update(i, 10, [1] * 9, [1.0] * 12) for i in range(5)]
+    made = [replace(u, extra={"c": Extra("dense", torch.tensor([1.0]))}) for u in made[:4]] + [
+        replace(made[4], extra={"c": Extra("dense", torch.tensor([-1e9]))})
+    ]
+    sums = sums_of(made, Robust(clip=1.0))
+    assert float(sums.extra["c"] / sums.n) == pytest.approx(3 / 4)
+
+
 def test_trimmed_account_drops_the_extremes() -> None:
-    sums = clipped_and_trimmed(Trust(factor=0, trim=0.25), (1.0, 2.0, 3.0, 100.0))
+    sums = account_sums(Robust(trim=0.25), (1.0, 2.0, 3.0, 100.0))
     assert float(average("fedavg", sums)[4]) == pytest.approx(2.5)
-    both = clipped_and_trimmed(Trust(factor=0, clip=2.0, trim=0.25), (1.0, 2.0, 3.0, 100.0))
-    assert float(average("fedavg", both)[4]) == pytest.approx(2.5)
 
 
-@pytest.mark.parametrize("trust", [Trust(factor=0, clip=1.0), Trust(factor=0, trim=0.3), Trust(0, 3, 1.0, 0.3)])
+def test_settings_choose_the_bounds() -> None:
+    assert Robust.of(TrainConfig()) == Robust(), "in a simulation, plain averages unless asked for"
+    assert Robust.of(TrainConfig(robust="on")) == Robust(True, 1.0, 0.0)
+    assert Robust.of(TrainConfig(robust="on", clip=2.0)) == Robust(True, 2.0, 0.0)
+    assert Robust.of(TrainConfig(robust="on", trim=0.1)) == Robust(True, 0.0, 0.1)
+    assert Robust.of(TrainConfig(robust="off", clip=2.0)) == Robust(False, 2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "robust", [Robust(clip=1.0), Robust(trim=0.3), Robust(False, 1.0, 0.3), Robust(True, 1.0), Robust(True, 0.0, 0.3)]
+)
 @pytest.mark.parametrize("chunk", [5, 2, 1])
-def test_counting_account_agrees_with_the_encoding_one(trust: Trust, chunk: int) -> None:
+def test_counting_account_agrees_with_the_encoding_one(robust: Robust, chunk: int) -> None:
     """Masks and values of five clients, one of them not finite, through both accounts."""
     torch.manual_seed(3)
     masks = [Mask(LAYOUT, torch.rand(9) < 0.7) for _ in range(5)]
@@ -148,11 +247,10 @@ def test_counting_account_agrees_with_the_encoding_one(trust: Trust, chunk: int)
     vectors = [Weights.masked(mask, torch.randn(12) * (10 if i == 1 else 1)).vector for i, mask in enumerate(masks)]
     order = Order(start, Local(adapt=PruneRegrow()), 1, (2, 0, 0))
     updates = [Update.of(i, 5 + i, Weights(masks[i], vectors[i]), masks[i].counts) for i in (0, 1, 2, 4)]
-    expected = Sums(LAYOUT)
-    add_updates(expected, updates, {one.client: lambda: start for one in updates}, trust)
+    expected = sums_of(updates, robust, Start(start.mask, start.packed()))
 
     vectors[3] = vectors[3] + torch.nan
-    account = Counting(ClientMemory(MaskStore(LAYOUT, {})), trust=trust)
+    account = Counting(ClientMemory(MaskStore(LAYOUT, {})), robust=robust)
     seats = [Work(order.local, 1, 5 + i, 1, Client(i, 5 + i), order, mask, mask.counts) for i, mask in enumerate(masks)]
     for seat in seats:
         account.sent(seat.client, order)
@@ -161,7 +259,7 @@ def test_counting_account_agrees_with_the_encoding_one(trust: Trust, chunk: int)
         account.received(seats[some], torch.stack(vectors[some]), torch.ones(len(seats[some])))
     outcome = account.close()
     assert list(outcome.failures) == [3]
-    assert outcome.sums.n == expected.n
+    assert (outcome.sums.n, outcome.sums.counts) == (expected.n, expected.counts)
     for name in ("weights", "holders"):
         torch.testing.assert_close(getattr(outcome.sums, name), getattr(expected, name), rtol=1e-6, atol=1e-6)
     assert outcome.sums.statistics.keys() == expected.statistics.keys()
@@ -169,14 +267,14 @@ def test_counting_account_agrees_with_the_encoding_one(trust: Trust, chunk: int)
         torch.testing.assert_close(outcome.sums.statistics[active], total)
 
 
-@pytest.mark.parametrize("settings", [{"clip": 1.0}, {"trim": 0.3}])
-def test_robust_settings_work_in_a_simulation_on_every_engine(settings: dict[str, float]) -> None:
+@pytest.mark.parametrize("settings", [{"clip": 1.0}, {"trim": 0.3}, {"robust": "on"}])
+def test_robust_settings_work_in_a_simulation_on_every_engine(settings: dict[str, Any]) -> None:
     """One of eight clients has samples a hundred times too large."""
     data = [blobs(12, (6,), 100 + i) for i in range(8)]
     data[2] = (data[2][0] * 100, data[2][1])
     task = Task(DropoutNet, data, blobs(30, (6,), 7))
     config = TrainConfig(device="cpu", rounds=2, per_round=8, batch=12, workers=1, lr=0.01, **settings)
-    plain = fl.simulate(fl.PDST(0.5), task, train=replace(config, clip=0.0, trim=0.0))
+    plain = fl.simulate(fl.PDST(0.5), task, train=replace(config, robust="off", clip=0.0, trim=0.0))
     robust = fl.simulate(fl.PDST(0.5), task, train=config)
     start = fl.PDST(0.5).init(plan_of(config, task, 8)).weights.vector
     moved = [float((run.weights.vector - start).norm()) for run in (plain, robust)]

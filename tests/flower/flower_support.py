@@ -26,7 +26,9 @@ from flashfl.run.config import TrainConfig
 from flashfl.wire import seal
 
 ROUNDS = 4
+# robust: the default on Flower, and here also for the simulations that runs on Flower are compared with.
 SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "eval_every": 2, "workers": 1, "checkpoint_every": 1}
+SETTINGS |= {"robust": "on"}
 PATIENT = FlowerOptions(wait=60.0, timeout=60.0, poll=0.01)  # a machine that stalls must not fail a test
 QUICK = FlowerOptions(wait=0.5, timeout=2.0, poll=0.01)  # where somebody is not going to answer
 

@@ -239,7 +239,7 @@ def test_unreadable_checkpoints_raise_and_are_kept(tmp_path: Path) -> None:
     assert sorted((tmp_path / "checkpoints").glob("*.json")) == kept
 
 
-def test_resume_refuses_another_trim_and_allows_another_trust(tmp_path: Path) -> None:
+def test_resume_refuses_another_trim_and_allows_another_max_samples(tmp_path: Path) -> None:
     task, method, trimmed = make_task("norm"), small("pdst"), {"trim": 0.3}
 
     def stop(state: State, record: RoundRecord) -> None:
@@ -250,7 +250,7 @@ def test_resume_refuses_another_trim_and_allows_another_trust(tmp_path: Path) ->
         train(method, task, federation(task), tmp_path, watch=stop, **trimmed)
     with pytest.raises(CheckpointError, match="trim"):
         train(method, task, federation(task), tmp_path, resume=True)
-    more = replace(PATIENT, trust=20.0, max_samples=100)
+    more = replace(PATIENT, max_samples=100)
     resumed = train(method, task, federation(task), tmp_path, resume=True, options=more, **trimmed)
     assert_equal(resumed, train(method, task, federation(task), **trimmed))
 

@@ -30,6 +30,7 @@ METHODS: dict[str, fl.Method] = {
     "nst": fl.NST(density=0.3),
     "jmwst": fl.JMWST(density=0.3, warmup_clients=2, warmup_epochs=1),
     "hetero-spdst": fl.HeteroSPDST(densities=(0.3, 0.1), shares=(0.5, 0.5), warmup_clients=2, warmup_epochs=1),
+    "scaffold": fl.METHODS["scaffold"](),  # clients remember tensors too
 }
 ODD: list[Any] = [
     None, True, -1, 0, 1, 7, 2**31, 2**64, 10**30, 0.5, -0.0, float("nan"), 1e308, "", "x", "../../victim", "a" * 16,
@@ -243,3 +244,17 @@ def test_linked_results_file_is_one_clear_error(to: str, resume: bool, tmp_path:
     assert path.is_symlink()
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == points
     assert before is None or other.read_bytes() == before
+
+
+def test_links_in_a_run_folder_do_not_lead_to_other_files(tmp_path: Path) -> None:
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    victim.write_text("mine")
+    run.mkdir()
+    (run / "lock").symlink_to(victim)
+    with pytest.raises(ConfigError, match=r"lock is a link.*remove it"):
+        go(run)
+    (run / "lock").unlink()
+    for name in ("model.safetensors", "model.masks.safetensors", f"results.jsonl.{os.getpid()}.partial"):
+        (run / name).symlink_to(victim)
+    go(run)
+    assert victim.read_text() == "mine"

@@ -45,6 +45,9 @@ class Engine(Protocol):
     @property
     def memory(self) -> Memory: ...
 
+    def prepare(self, s: State) -> Mapping[str, JSON]:
+        """Choose how a new run computes, before its first round. The choice goes into the results' header."""
+
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Carry out the orders. They are made as they are needed, in ascending client id."""
 

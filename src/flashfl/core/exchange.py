@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .client import Form, Part, reports_changes
+from .client import Form, Part
 from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
@@ -95,8 +95,15 @@ class Local:
                 raise ConfigError(f"parts has {one!r}: must be parts, such as Multiply(); derive yours from Part")
         if self.report == "mask" and not self.statistics:
             raise ConfigError("static_bn cannot be used here: clients send all values but those of active weights")
-        if self.upload and self.upload.changes and (reports_changes(self.parts) or self.report == "mask"):
-            raise ConfigError("upload = 'changes': this method's clients do not send weights. Use upload = 'weights'.")
+
+    def sends(self, order: Precision) -> Precision:
+        """How the update's values travel, in answer to an order whose values travelled like `order`.
+
+        Only weights can travel as changes, and not if parts of the work report changes already.
+        """
+        how = self.upload or order
+        changes = how.changes and self.report == "weights" and not any(one.changes for one in self.parts)
+        return how if changes == how.changes else replace(how, changes=changes)
 
     def batches(self, n: int) -> int:
         """The number of batches in an epoch of n samples."""

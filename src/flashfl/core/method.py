@@ -25,6 +25,7 @@ class Method:
     phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
     counts_flops: ClassVar[bool] = False  # whether it reads `plan.flops`
     personal: ClassVar[bool] = False  # whether clients end with models of their own, which are then evaluated too
+    recipe: ClassVar[Mapping[str, object]] = {}  # settings of the run it is meant for; the user's own win
     exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
 
     @property

@@ -60,10 +60,10 @@ class Plan:
     per_round: int
     local: Local = field(default_factory=Local)
     lr_end: float = 0.001
-    average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
     device: torch.device | str = "cpu"
     flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
     server: Server = field(default_factory=Follow)  # how the model follows the average
+    average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_round <= self.clients:
@@ -155,14 +155,17 @@ class State:
     def averaged(self, last: State) -> State:
         """The state with the running average after one more round; `last` is the state before that round.
 
-        Statistics are averaged like weights. A weight that leaves the mask leaves the average, and one that enters
-        starts at its current value. Each phase has an average of its own, which starts after its first round.
+        ema = b * ema + (1 - b) * w, where b is `plan.average`, but at most (t - 1) / (t + 9) in round t of a phase: a
+        short run would still hold its first models otherwise. Statistics are averaged like weights. A weight that
+        leaves the mask leaves the average, and one that enters starts at its current value. Each phase has an average
+        of its own.
         """
-        old, new, keep = last.average, self.weights, self.plan.average
-        if not keep or self.phase != last.phase:
+        old, new, t = last.average, self.weights, self.round
+        if not self.plan.average or self.phase != last.phase:
             return replace(self, average=None)
         if old is None:
             return replace(self, average=new)
+        keep = min(self.plan.average, (t - 1) / (t + 9))
         vector, k = new.vector.lerp(old.vector, keep), self.layout.prunable_size
         if old.mask is not new.mask:
             vector[:k] = torch.where(old.mask.bits & new.mask.bits, vector[:k], new.vector[:k])

@@ -8,7 +8,7 @@ from ..core.exchange import Client, Order, Outcome, Sums, Tag, Traffic
 from ..core.mask import Mask
 from ..sparsity import recipe_mask
 from .memory import ClientMemory, Kept
-from .trust import Trust
+from .robust import Cohort, Robust
 
 
 class Account:
@@ -18,9 +18,10 @@ class Account:
     `close` settles the round. `Encoding` makes real bytes; `Counting` works out on the device what they would take.
     """
 
-    def __init__(self, memory: ClientMemory, trust: Trust) -> None:
+    def __init__(self, memory: ClientMemory, robust: Robust) -> None:
         memory.begin()
-        self.memory, self.layout, self.trust = memory, memory.layout, trust
+        self.memory, self.layout = memory, memory.layout
+        self.cohort = Cohort(robust, memory.store.folder) if robust.needs_cohort else None
         self.traffic = Traffic()
         self.failures: dict[int, str] = {}
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))

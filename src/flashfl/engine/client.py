@@ -104,7 +104,7 @@ class ClientSide:
         assert local is not None
         assert coding is not None
         # Values and weights may each be as large as the model: release them before training.
-        orders, how = [Order(message.weights(), local, message.key, message.tag, extra)], local.upload or coding.values
+        orders, how = [Order(message.weights(), local, message.key, message.tag, extra)], local.sends(coding.values)
         start = message if how.changes or pack is not None else None
         message = replace(message, values=None)
         own = ledger.own(message.start) if "mask" in local.keep else None

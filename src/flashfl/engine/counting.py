@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add, add_statistics
-from ..core.client import overrides, reports_changes
+from ..core.client import overrides
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
 from ..core.kernel import kernel
@@ -29,9 +29,8 @@ from ..wire.message import Parts
 from .account import Account
 from .memory import ClientMemory, Kept
 from .pipeline import Notes, tallied
-from .robust import Row, add_rows, marked, nothing
+from .robust import PLAIN, Robust, Start
 from .train import NOT_FINITE
-from .trust import Trust
 from .work import Work
 
 _KNOWN = 1 + HASH  # bytes of a mask both sides know
@@ -53,13 +52,13 @@ class _Heard:
 class Counting(Account):
     """The account of a round whose updates lie on the device, many clients to a stack."""
 
-    def __init__(self, memory: ClientMemory, values: Precision = EXACT, trust: Trust | None = None) -> None:
-        """values: how those of orders travel. trust: only its `clip` and `trim` count: simulated clients are honest."""
-        super().__init__(memory, trust or Trust(factor=0))
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
+        """values: how those of orders travel."""
+        super().__init__(memory, robust)
         self.values = values
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
-        self._held: dict[int, Row] = {}  # by client, where the cohort must be known before updates can be added
+        self._held: dict[int, Update] = {}  # by client, where the cohort must be known before updates can be added
         self._tallies: dict[int, Notes] = {}  # what the server derives from each update
         self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Parts]] = {}
 
@@ -76,7 +75,7 @@ class Counting(Account):
     def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
 
-        With clipping or trimming they are held until the round is closed.
+        With robust sums they are held until the round is closed.
         """
         local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
         if any(overrides(part, "tally") for part in local.parts):
@@ -86,9 +85,9 @@ class Counting(Account):
         good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
         if local.report != "counts":  # else neither weights nor statistics travel
             good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
-            if self.trust.clip or self.trust.trim:
-                for seat, row, mine in zip(seats, _copied(values), bits.expand(len(seats), -1), strict=True):
-                    self._held[seat.client.id] = self._row(seat, row, mine)
+            if self.cohort is not None:
+                for seat, row in zip(seats, _copied(values), strict=True):
+                    self._held[seat.client.id] = self._update(seat, row)
             else:
                 self._add(seats, values, bits, good)
         found = torch.stack([good.double(), fine.double(), losses.double()])
@@ -112,16 +111,13 @@ class Counting(Account):
             statistics = torch.where((mine > 0)[:, None], values[:, layout.trained_size :], 0.0)
             add_statistics(self.sums, active, mine.double() @ statistics.double(), mine.sum())
 
-    def _row(self, seat: Work, values: Tensor, bits: Tensor) -> Row:
-        """An update, for clipping and trimming."""
-        sent, start = seat.order.weights, None
-        if reports_changes(seat.order.local.parts):
-            start = functools.partial(nothing, self.layout, values.device)
-        elif seat.order.local.report == "weights":
-            start = functools.partial(Weights, sent.mask, sent.vector)
-        else:
+    def _update(self, seat: Work, values: Tensor) -> Update:
+        """An update that is held until the cohort is known."""
+        if seat.order.local.report == "statistics":
             values[: self.layout.trained_size] = 0
-        return Row(seat.n, sum(seat.counts), marked(values, bits), start)
+        # Not the seat's own mask, which may be replaced.
+        mask = Mask(self.layout, seat.mask.bits.clone(), seat.counts)
+        return Update.of(seat.client.id, seat.n, Weights.masked(mask, values), seat.counts)
 
     def _mask_bytes(self, masks: Sequence[Mask], bases: Sequence[tuple[Mask | None, ...]]) -> list[int | Tensor]:
         """What each mask takes, given masks that both sides may know. Those that recur are counted once."""
@@ -163,9 +159,10 @@ class Counting(Account):
                 if good:
                     self._settle(seat, int(taken), loss)
                 else:
+                    self._held.pop(seat.client.id, None)
                     self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
-        if rows := [row for client, row in self._held.items() if client not in self.failures]:
-            add_rows(self.sums, rows, self.trust)
+        if self.cohort is not None:
+            self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
         return super().close()
 
     def _down(self, client: Client, order: Order) -> Traffic:
@@ -193,7 +190,14 @@ class Counting(Account):
         steps = min(seat.batches * local.batch, seat.n) * local.epochs
         mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
         extra = {**seat.extra, **self._tallies.get(seat.client.id, {})}
-        add(self.sums, Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}, extra), seat.mask)
+        update = Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}, extra)
+        if self.cohort is None:
+            add(self.sums, update, seat.mask)
+        else:
+            held = self._held.get(seat.client.id, update)
+            self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra)
+            start = Start.of(held, local, order.weights.mask, order.weights.packed)
+            self.cohort.see(held, start)
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"
         notes = Kept(notes=seat.notes) if seat.notes else None
@@ -208,7 +212,7 @@ class Counting(Account):
         )  # fmt: skip
         if local.report == "mask":
             message = replace(message, carries="rest")
-        values = local.upload or self.values
+        values = local.sends(self.values)
         if local.report in ("weights", "mask"):
             return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":

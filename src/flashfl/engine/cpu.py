@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.engine import JSON
 from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.mask import Weights
@@ -24,10 +25,11 @@ from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
 from .personal import personal_score
 from .pool import Died, InProcess, Pool
+from .robust import Robust
 from .settings import EngineSettings
+from .sparse import choose
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
-from .trust import Trust
 
 if TYPE_CHECKING:
     from .party import PrivateRun, Simulated
@@ -41,6 +43,7 @@ class Training:
     client: int
     data: bytes
     memory: Rounds
+    sparse: bool  # compute active weights only, where possible
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,12 @@ class CPUEngine:
 
     device = torch.device("cpu")
 
-    def __init__(
-        self, task: Task, config: EngineSettings, folder: Path | None = None, trust: Trust | None = None
-    ) -> None:
-        """folder: where masks are stored. trust: by default every finite update is accepted."""
+    def __init__(self, task: Task, config: EngineSettings, folder: Path | None = None) -> None:
+        """folder: where masks are stored."""
         self.task, self.dropout, threads = task, config.dropout, config.threads
+        self._may_be_sparse, self._threads = config.sparse_compute, threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, config.down, trust or trust_in_simulated(config))
+        self.server = Server(self.memory, config.down, Robust.of(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
@@ -93,6 +95,9 @@ class CPUEngine:
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
+    def prepare(self, s: State) -> dict[str, JSON]:
+        return choose(self.task, s, self.memory, self._threads) if self._may_be_sparse else {}
+
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         if self.private is not None:
             return self._train_privately(self.private.open(self.server, s, list(orders)), s)
@@ -104,7 +109,7 @@ class CPUEngine:
                 _take(account, asked[number], result)
         # A worker may have died for lack of memory, so its client gets a second try when the others are done. No real
         # client died, so nothing is counted twice.
-        again = (Training(client, account.again(client), self.memory.rounds(client)) for client in died)
+        again = (self._training(client, account.again(client)) for client in died)
         for number, result in self.pool.each(again):
             _take(account, died[number], result)
         return account.close()
@@ -135,7 +140,10 @@ class CPUEngine:
                 account.failed(client.id, DROPPED)
                 continue
             asked.append(client.id)
-            yield Training(client.id, data, self.memory.rounds(client.id))
+            yield self._training(client.id, data)
+
+    def _training(self, client: int, data: bytes) -> Training:
+        return Training(client, data, self.memory.rounds(client), self.memory.sparse)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
@@ -186,7 +194,7 @@ def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) 
         raise CheckpointError(
             f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
         )
-    account.received(client, result.data, result.memory[-1][3])
+    account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 
 
 def _shared_model(task: Task, path: str) -> Weights:
@@ -202,6 +210,7 @@ def _worker(task: Task, store: MaskStore, path: str, simulated: Simulated | None
     def work(job: Job) -> Result:
         try:
             if isinstance(job, Training):
+                trainer.sparse = job.sparse
                 return side.work(job.client, task.train[job.client], job.data, job.memory)
             if isinstance(job, Asked):
                 assert simulated is not None
@@ -216,11 +225,6 @@ def _worker(task: Task, store: MaskStore, path: str, simulated: Simulated | None
             return ClientFailed(said(error))  # the samples of one client: others may still work
 
     return work
-
-
-def trust_in_simulated(config: EngineSettings) -> Trust:
-    """Simulated clients are honest: every finite update is accepted."""
-    return Trust(factor=0, clip=config.clip, trim=config.trim)
 
 
 def _private(task: Task, config: EngineSettings, folder: Path | None) -> PrivateRun | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..aggregate import add
-from ..core.client import active_range, fields_of, moves_mask, overrides, reports_changes
+from ..core.client import active_range, fields_of, moves_mask, overrides
 from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
 from ..core.mask import Mask, Weights
 from ..core.precision import EXACT, Precision
@@ -21,8 +20,8 @@ from .account import Account
 from .held import Held
 from .memory import ClientMemory, Kept
 from .pipeline import tallied
-from .robust import Start, add_updates, nothing
-from .trust import Cohort, Trust, check_update
+from .robust import PLAIN, Robust, Start
+from .trust import check_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 
@@ -30,9 +29,9 @@ OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 class Server:
     """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
 
-    def __init__(self, memory: ClientMemory, values: Precision = EXACT, trust: Trust | None = None) -> None:
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
         """values: how the values of orders travel."""
-        self.memory, self.layout, self.values, self.trust = memory, memory.layout, values, trust or Trust()
+        self.memory, self.layout, self.values, self.robust = memory, memory.layout, values, robust
         self._packed: tuple[Weights, Tensor] | None = None
 
     def open(self) -> Encoding:
@@ -65,7 +64,7 @@ class Server:
         known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
         update = decode(data, self.layout, known=known, limits=_limits(order))
         update = _restored(update, order)
-        check_update(update, order, self.trust.factor > 0, self._frozen(order))
+        check_update(update, order, self._frozen(order))
         return update
 
     def _frozen(self, order: Message) -> Mask | None:
@@ -89,12 +88,10 @@ class Encoding(Account):
     """
 
     def __init__(self, server: Server) -> None:
-        super().__init__(server.memory, server.trust)
+        super().__init__(server.memory, server.robust)
         self.server = server
         self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
         self._held = Held(self.layout, server.memory.store.folder)
-        self._cohort = Cohort(server.trust)
-        self._starts: dict[int, Start] = {}  # the models that clients were sent, where changes may be clipped
         self._reminded: set[int] = set()
 
     def sent(self, client: Client, order: Order) -> bytes:
@@ -109,9 +106,9 @@ class Encoding(Account):
         local, k = order.local or Local(), self.layout.prunable_size
         active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
         active = max(active, active_range(local.parts, self.layout, active)[1])
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, local.upload or self.server.values).total
-        limits = _limits(order)
-        return plain + (300 + 4 * limits.elements) * limits.extras
+        values, limits = local.sends(self.server.values), _limits(order)
+        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
+        return plain + (300 + 8 * limits.elements) * limits.extras
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""
@@ -156,26 +153,22 @@ class Encoding(Account):
             return
         assert update.parts is not None
         assert order.mask is not None
+        assert order.values is not None
         self.traffic += update.parts.traffic("update")
-        self._cohort.see(update, order)
         keeps = order.local is not None and "mask" in order.local.keep
         kept = None if notes is None else Kept(notes)
         self.accepted(client, order.tag, order.mask, update.mask if keeps else None, kept)
-        if self.trust.clip and update.mask is not None and update.values is not None:
-            changes = order.local is not None and reports_changes(order.local.parts)
-            self._starts[client] = functools.partial(nothing, self.layout) if changes else order.weights
-        in_turn = next(iter(self._orders)) == client
         del self._orders[client]
-        if in_turn and not self.trust.needs_cohort:
-            add(self.sums, _update(update, order))
-        else:
-            self._held.put(_update(update, order), order.mask)
+        found, sent = _update(update, order), order.values
+        if self.cohort is not None:
+            self.cohort.see(found, Start.of(found, order.local or Local(), order.mask, lambda: sent))
+        self._held.put(found, order.mask)
         self._add_ready()
 
     def _add_ready(self) -> None:
         """Add the updates of all clients before the first one that has not answered."""
         first = next(iter(self._orders), None)
-        for client in () if self.trust.needs_cohort else self._held.clients():
+        for client in self._held.clients() if self.cohort is None else ():
             if first is not None and client > first:
                 break
             add(self.sums, self._held.pop(client))
@@ -183,16 +176,8 @@ class Encoding(Account):
     def close(self) -> Outcome:
         for client in list(self._orders):
             self.failed(client, "no answer")
-        if self.trust.needs_cohort:
-            for client, why in self._cohort.rejected().items():
-                self.failed(client, f"{type(why).__name__}: {why}")
-            updates = (self._held.pop(client) for client in self._held.clients() if client not in self.failures)
-            if self.trust.clip or self.trust.trim:
-                add_updates(self.sums, updates, self._starts, self.trust, self.memory.store.folder)
-            else:
-                for update in updates:
-                    add(self.sums, update)
-        self._held.close()
+        if self.cohort is not None:
+            self.cohort.add(self.sums, map(self._held.pop, self._held.clients()))
         return super().close()
 
 
@@ -219,10 +204,10 @@ def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
 
 def _restored(update: Message, order: Message) -> Message:
     """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
-    asked, coding = order.local.upload if order.local else None, update.coding
+    asked, coding = (order.local or Local()).sends(EXACT).changes, update.coding
     if update.values is None or update.mask is None or coding is None:
         return update
-    if coding.values.changes != bool(asked and asked.changes):
+    if coding.values.changes != asked:
         sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
         raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
     if not coding.values.changes:

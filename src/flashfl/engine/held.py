@@ -1,4 +1,4 @@
-"""Updates that wait until they can be added: in memory while they are few, beyond that in a temporary file."""
+"""Updates that wait until they can be added: in memory while there is room, beyond that in a temporary file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-import numpy as np
 import torch
 
 from ..core.exchange import Update
 from ..core.layout import Layout
 from ..core.mask import Mask
 
-_ROOM = 256 << 20
+_ROOM = 1 << 30  # bytes of memory
 
 
 class Held:
@@ -24,39 +23,46 @@ class Held:
 
     def __init__(self, layout: Layout, folder: Path | None = None, room: int = _ROOM) -> None:
         """folder: where the file would be. The system's temporary folder may be in memory."""
-        self.layout = layout
-        where = None
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            where = str(folder)
-        self._file = tempfile.SpooledTemporaryFile(room, dir=where)  # noqa: SIM115 (closed with this object)
-        self.close = weakref.finalize(self, self._file.close)  # also without being called
-        self._places: dict[int, int] = {}  # client -> where its update lies
-        self._shared: dict[int, Mask] = {}  # client -> the order's mask, if the update has the same
+        self.layout, self.folder, self.room = layout, folder, room
+        self._memory: dict[int, tuple[Update, int]] = {}  # client -> its update, and the room it takes
+        self._places: dict[int, tuple[int, Mask | None]] = {}  # client -> place in the file, and its order's mask
+        self._file: IO[bytes] | None = None
 
     def clients(self) -> list[int]:
         """Whose updates are held, in ascending id."""
-        return sorted(self._places)
+        return sorted([*self._memory, *self._places])
 
     def put(self, update: Update, order: Mask | None) -> None:
         """Hold an update; `order` is its order's mask."""
-        bits = None
-        if update.mask is not None and update.mask is order:
-            self._shared[update.client] = update.mask
-        elif update.mask is not None:
-            bits = update.mask.packed
-        self._places[update.client] = self._file.seek(0, 2)
-        values = None if update.values is None else update.values.numpy()
-        pickle.dump((replace(update, mask=None, values=None), values, bits), self._file, protocol=5)
+        values, mask = update.values, update.mask
+        own = mask is not None and mask is not order
+        need = (values.nbytes if values is not None else 0) + 2 * self.layout.prunable_size * own  # mask and places
+        if need <= self.room:
+            self.room -= need
+            self._memory[update.client] = (update, need)
+            return
+        if self._file is None:
+            if self.folder is not None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (closed with this object)
+            weakref.finalize(self, self._file.close)
+        self._places[update.client] = (self._file.seek(0, 2), None if own else mask)
+        parts = (values.numpy() if values is not None else None, mask.packed if own and mask is not None else None)
+        pickle.dump((replace(update, mask=None, values=None), *parts), self._file, protocol=5)
 
     def pop(self, client: int) -> Update:
         """An update that was held; it is held no longer."""
-        self._file.seek(self._places.pop(client))
-        loaded: tuple[Update, np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None] = pickle.load(self._file)
-        update, values, bits = loaded
+        if client in self._memory:
+            update, need = self._memory.pop(client)
+            self.room += need
+            return update
+        assert self._file is not None
+        place, mask = self._places.pop(client)
+        self._file.seek(place)
+        update, values, bits = pickle.load(self._file)
         if not self._places:
             self._file.truncate(0)
-        mask = self._shared.pop(client, None)
         if bits is not None:
             mask = Mask(self.layout, Mask.unpack(self.layout, bits).bits, update.counts)
-        return replace(update, mask=mask, values=None if values is None else torch.from_numpy(values))
+        found: Update = replace(update, mask=mask, values=None if values is None else torch.from_numpy(values))
+        return found

@@ -94,6 +94,7 @@ class ClientMemory:
         self.most = max(1, min(masks, HISTORY_BYTES // max(1, (self.layout.prunable_size + 7) // 8)))
         self._now, self._saved = _Table(), _Table()
         self._pinned: set[str] = set()
+        self.sparse = False  # whether the run computes active weights only; chosen once, so checkpoints keep it
 
     # -- what clients hold ---------------------------------------------------------------------------------------
 
@@ -228,6 +229,7 @@ class ClientMemory:
         masks = [one.digest for one in kept]
         self.store.sync(masks)
         return {
+            **({"sparse": True} if self.sparse else {}),
             "clients": {
                 str(client): [list(held.tag), place.get(held.order), place.get(held.own), place.get(held.notes)]
                 for client, held in table.clients.items()
@@ -256,6 +258,7 @@ class ClientMemory:
             warn(f"what clients hold is lost ({error}); they are sent full masks again")
             table = _Table()
         self._now, self._saved = table, table.copy()
+        self.sparse = bool(saved.get("sparse", False))
 
     def _read(self, saved: Mapping[str, Any]) -> _Table:
         masks, known = saved["masks"], saved["known"]

@@ -27,10 +27,11 @@ from ..privacy.plain import Gatherer
 from ..privacy.server import Collector
 from ..privacy.settings import Privacy, privacy_of
 from ..privacy.vector import Packing
+from ..wire import WireError, decode, encode
 from .account import Account
 from .encoding import Server
+from .robust import PLAIN
 from .settings import EngineSettings
-from .trust import Trust
 
 LENGTH = struct.Struct("<BI")  # step, and the length of the part that follows
 PRIVATE = "private"  # the folder of a run's private state
@@ -89,7 +90,8 @@ class Vault:
         now = ledger.epsilon()
         over = False
         if budget and self.privacy.secure:
-            over = len(self.may_take_part(range(self._clients))) < self._cohort
+            able = self.may_take_part(list(ledger.taken))
+            over = self._clients - len(ledger.taken) + len(able) < self._cohort
         elif budget:
             over = ledger.epsilon(more=1).sampled > budget
         return Spent(now.known, now.sampled, ledger.delta, clamped, over)
@@ -115,9 +117,17 @@ class Vault:
 def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
     """Refuse a round in which clients' masks differ: a weight that one client alone holds shows in the sum."""
     first = orders[0][1]
+    if (highest := max(client.id for client, _ in orders)) >= 1 << 32:
+        raise ConfigError(f"client id {highest}: private rounds need ids below 2^32")
     for client, order in orders:
-        moves = order.local.adapt is not None and order.local.report != "counts"
-        if moves or order.local.keep or order.local.start is not None:
+        local, layout = order.local, order.weights.layout
+        moves = (local.adapt is not None and local.report != "counts") or local.report == "mask" or local.personal
+        moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
+        if any(part.changes or part.reports(layout) for part in local.parts):
+            raise ConfigError(
+                f"client {client.id} is asked for more than its weights, and secure sums hold nothing else"
+            )
+        if moves or local.keep or local.start is not None:
             raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")
         if not order.weights.mask.equal(first.weights.mask) or order.local != first.local or order.extra:
             raise ConfigError(f"client {client.id} gets another model or other work than client 0: {USE}")
@@ -161,7 +171,7 @@ class PrivateRound(Account):
     """
 
     def __init__(self, vault: Vault, server: Server, s: State, orders: Sequence[tuple[Client, Order]]) -> None:
-        super().__init__(server.memory, Trust(factor=0))
+        super().__init__(server.memory, PLAIN)
         check_common(orders)
         self.vault, self.server, self.privacy, self.tag = vault, server, vault.privacy, s.tag
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
@@ -174,6 +184,7 @@ class PrivateRound(Account):
         self._round: Collector | Gatherer
         self._round = Collector(self.terms) if privacy.secure else Gatherer(self.terms, how.deviation)
         self._waiting: set[int] = set()
+        self._reminded: set[int] = set()
         self._revealed = False
         self._why = ""  # why nothing can be opened
         self._before = vault.stored(s.tag, f"<u{how.bits // 8}")
@@ -230,6 +241,18 @@ class PrivateRound(Account):
             return
         if self.step == MASKED:
             self.accepted(client, self.tag, self.start.mask, None)
+
+    def lacking(self, client: int, data: bytes) -> bytes:
+        """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
+        lack = decode(data, self.layout)
+        if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
+            raise WireError("the client reports a missing mask and has no reason to")
+        self._reminded.add(client)
+        self.traffic += lack.parts.traffic("lack")
+        self.memory.forget(client)
+        encoded = encode(self.server.message(*self.orders[client]), (), self.server.values)
+        self.traffic += encoded.parts.traffic("order")
+        return self.request(client, encoded.data)
 
     def largest(self) -> int:
         """Bytes of the largest answer in this step."""

@@ -1,132 +1,276 @@
-"""Robust sums: a few rogue clients cannot pull an average far, whichever method takes it.
+"""Robust sums: a few clients that lie cannot move the model far, whatever they send.
 
-Clipping and trimming need to see single updates, which sums do not keep. So each update becomes a row: a dense vector
-that is NaN where its client holds no weight. On a CPU the rows of a round lie in a temporary file. On a GPU they stay
-on the device.
+Nobody is judged. Each number that a client adds to the sums has a bound, and the bound comes from the cohort:
+
+- A client counts as at most twice the median of the cohort's samples.
+- A change of the weights is shortened to the median length of such changes. So is every extra tensor.
+- Of BatchNorm statistics, layer counts and losses, a fifth of the samples is dropped at either end before averaging;
+  more in small cohorts, so that any one client can be dropped as a whole.
+
+With equal samples, a client of ten moves the weights by a tenth of the median change, in a direction of its choice.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..aggregate import add, add_statistics
-from ..core.exchange import Sums, Update
-from ..core.layout import Layout
-from ..core.mask import Weights
-from .trust import Trust
+from ..aggregate import add
+from ..core.client import reports_changes
+from ..core.exchange import Local, Sums, Update
+from ..core.mask import Mask
+from .settings import EngineSettings
 
+SAMPLES = 2  # a client counts as at most this many times the median of the cohort's samples
+_TRIM = 0.2  # share of the samples whose statistics, counts and losses are dropped at either end
+_FEW = 3  # models of one density: with fewer, their statistics are bounded by those of the whole cohort
+_SUSPICIOUS = 10.0  # changes longer than this many times the median are named
 _STRETCH = 32 << 20  # numbers that are ranked at a time, over all clients
-
-Start = Callable[[], Weights]  # makes the model that a client was sent
 
 
 @dataclass(frozen=True)
-class Row:
-    """One update. `start` is None if its client trained no weights, only statistics."""
+class Robust:
+    """How the updates of a cohort are bounded.
+
+    bounded: bound samples, statistics, layer counts and losses. clip: shorten changes of the weights, and extras, to
+    this many times the cohort's median; 0: never. trim: of each weight, drop this share of the samples at either end;
+    0: none.
+    """
+
+    bounded: bool = False
+    clip: float = 0.0
+    trim: float = 0.0
+
+    @staticmethod
+    def of(config: EngineSettings) -> Robust:
+        """What a run's settings ask for. Unless they say otherwise, changes are clipped at the median."""
+        bounded = config.robust == "on"
+        return Robust(bounded, config.clip or float(bounded and not config.trim), config.trim)
+
+    @property
+    def needs_cohort(self) -> bool:
+        """Whether updates can be added only once the whole cohort is known."""
+        return self != PLAIN
+
+
+PLAIN = Robust()
+
+
+@dataclass(frozen=True)
+class Start:
+    """The weights a client was sent, packed."""
+
+    mask: Mask
+    values: Tensor
+
+    @staticmethod
+    def of(update: Update, local: Local, mask: Mask, packed: Callable[[], Tensor]) -> Start | None:
+        """Where an update's weights started from: 0 if they are changes already, None if it has none."""
+        if local.report != "weights" or update.mask is None or update.values is None:
+            return None
+        if reports_changes(local.parts):
+            return Start(update.mask, torch.zeros_like(update.values))
+        return Start(mask, packed())
+
+    def under(self, mask: Mask) -> Tensor:
+        """The same weights packed under another mask, without statistics; a weight that was not sent is 0."""
+        layout, a, b = mask.layout, mask.active, self.mask.active
+        old = self.values[: b + layout.trained_size - layout.prunable_size]
+        if mask.equal(self.mask):
+            return old
+        out = old.new_zeros(a + len(old) - b)
+        out[:a][self.mask.bits[mask.places]] = old[:b][mask.bits[self.mask.places]]
+        out[a:] = old[b:]
+        return out
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is remembered of an update until the cohort is known."""
 
     n: int
-    active: int
-    values: Tensor
     start: Start | None
+    norms: dict[str, float]  # of the change of the weights (""), and of extras by name
 
 
-def add_updates(
-    sums: Sums, updates: Iterable[Update], starts: Mapping[int, Start], trust: Trust, folder: Path | None = None
-) -> None:
-    """Clip, trim and add updates on a CPU. Counts, loss and extras are added as ever.
+@dataclass
+class Cohort:
+    """The updates of one round. `see` each of them, then `add` them all."""
 
-    starts: client id -> the model that it was sent. folder: where the temporary file would be.
-    """
-    with tempfile.TemporaryFile(dir=folder) as file:
-        rows: list[Row] = []
+    robust: Robust
+    folder: Path | None = None  # where a temporary file would be
+    notes: dict[int, str] = field(default_factory=dict)  # client -> what was bounded by much
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+
+    def see(self, update: Update, start: Start | None) -> None:
+        """An update that answers an order with the weights `start`; None if the client trained no weights."""
+        norms = {}
+        if self.robust.clip:
+            tensors = {
+                name: extra.value for name, extra in update.extra.items() if extra.form not in ("bits", "indices")
+            }
+            if start is not None:
+                before, after = _change(update, start)
+                tensors[""] = after - before
+            norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
+        self._seen[update.client] = _Seen(update.n, start, norms)
+
+    def add(self, sums: Sums, updates: Iterable[Update]) -> None:
+        """Bound and add the updates, in ascending client id."""
+        layout, few, rows = sums.layout, list[Update](), None
+        for update in self._bounded(updates):
+            add(sums, update)
+            tail = None
+            if update.mask is not None and update.values is not None:
+                tail = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
+                if self.robust.trim:
+                    rows = self._rows(layout.trained_size, tail.device) if rows is None else rows
+                    _write(rows[len(few)], update)
+            few.append(replace(update, values=tail))
+        shares = torch.tensor([update.n for update in few], dtype=torch.float64)
+        if rows is not None:
+            _add_trimmed(sums, rows, shares.to(rows.device), self.robust.trim)
+        if sums.statistics and (self.robust.bounded or self.robust.trim):
+            _bound_statistics(sums, few)
+        if self.robust.bounded and few:
+            losses = torch.tensor([[update.metrics.get("loss", 0.0)] for update in few], dtype=torch.float64)
+            sums.loss = sums.n * float(trimmed_mean(losses, shares, _cut(shares)))
+            votes, each = torch.tensor([update.counts for update in few]), torch.ones(len(few))
+            sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(few)).tolist()]
+
+    def _bounded(self, updates: Iterable[Update]) -> Iterator[Update]:
+        """The updates with bounded samples, changes and extras."""
+        counts = {client: seen.n for client, seen in self._seen.items()}
+        most = most_samples(counts.values()) if self.robust.bounded else max(counts.values(), default=0)
+        shares = {client: min(n, most) for client, n in counts.items()}
+        names = sorted({name for seen in self._seen.values() for name in seen.norms})
+        factors = {name: self._factors(name, shares) for name in names}
         for update in updates:
-            add(sums, replace(update, mask=None, values=None))
-            if (weights := update.weights) is not None:
-                file.write(marked(weights.vector, weights.mask.bits).numpy().data)
-                rows.append(Row(update.n, weights.mask.active, torch.empty(0), starts.get(update.client)))
-        file.flush()
-        if rows:
-            matrix = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=(len(rows), sums.layout.size)))
-            add_rows(sums, [replace(row, values=values) for row, values in zip(rows, matrix, strict=True)], trust)
+            client = update.client
+            if counts[client] > most:
+                self.notes[client] = f"registered {counts[client]} samples and counts as {most}, twice the median"
+            update = replace(update, n=shares[client])
+            for name in self._seen[client].norms:
+                update = _scaled(update, self._seen[client].start, name, factors[name][client])
+            yield update
+
+    def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
+        """Client -> by what to multiply its change, or its extra of this name.
+
+        Long ones are shortened to `clip` times the median. Then all are lengthened by the share of the samples that
+        this took away: so the average does not move less because clients are unlike, or because one of them lies.
+        """
+        norms = {client: seen.norms[name] for client, seen in self._seen.items() if name in seen.norms}
+        median = _median(norms.values())
+        most = self.robust.clip * median
+        short = {client: most / norm if norm > most else 1.0 for client, norm in norms.items()}
+        for client, norm in norms.items():
+            if norm > _SUSPICIOUS * median:
+                what = f"its {name!r}" if name else "its change"
+                self.notes[client] = f"{what} is {norm:.3g} long, the cohort's median {median:.3g}; it is shortened"
+        again = sum(shares[client] for client in short) / sum(shares[client] * share for client, share in short.items())
+        return {client: share * again for client, share in short.items()}
+
+    def _rows(self, size: int, device: torch.device) -> Tensor:
+        """Room for the weights of all clients: on a CPU in a file without a name."""
+        if device.type != "cpu":
+            return torch.empty((len(self._seen), size), device=device)
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=(len(self._seen), size)))
 
 
-def nothing(layout: Layout, device: torch.device | str = "cpu") -> Weights:
-    """Where clients start that report changes: at 0."""
-    return Weights.dense(layout, torch.zeros(layout.size, device=device))
+def most_samples(counts: Collection[int]) -> int:
+    """As how many samples a client may count at most in a cohort of these."""
+    return int(SAMPLES * _median(counts))
 
 
-def marked(vector: Tensor, bits: Tensor) -> Tensor:
-    """`vector`, in place, with NaN where `bits` marks no weight."""
-    vector[: len(bits)].masked_fill_(~bits, torch.nan)
-    return vector
+def _median(numbers: Collection[float]) -> float:
+    """The lower median: of two numbers the smaller."""
+    return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
 
 
-def add_rows(sums: Sums, rows: Sequence[Row], trust: Trust) -> None:
-    """Clip and trim rows as `trust` says, and add their weights, holders and statistics. Rows may be changed."""
-    if trust.clip:
-        _clip(rows, trust.clip)
-    if trust.trim:
-        _add_trimmed(sums, rows, trust.trim)
-        return
-    weights, holders = sums.flat(rows[0].values.device)
-    for row in rows:
-        weights.add_(row.values.nan_to_num(0.0), alpha=row.n)
-        holders.add_(~row.values[: len(holders)].isnan(), alpha=row.n)
-        if tail := sums.layout.size - sums.layout.trained_size:
-            add_statistics(sums, row.active, row.values[-tail:].double() * row.n, row.n)
+def _change(update: Update, start: Start) -> tuple[Tensor, Tensor]:
+    """The weights before and after, packed, without statistics."""
+    assert update.mask is not None
+    assert update.values is not None
+    before = start.under(update.mask)
+    return before, update.values[: len(before)]
 
 
-def _clip(rows: Sequence[Row], clip: float) -> None:
-    """Shorten changes that are over `clip` times the median. A weight that was not sent counts as 0 before."""
-
-    def change(start: Start, row: Row) -> tuple[Tensor, Tensor]:
-        sent = start()
-        before = sent.vector[: sent.layout.trained_size]
-        return before, row.values[: len(before)] - before
-
-    changed = [(row.start, row) for row in rows if row.start is not None]
-    norms = [float(torch.linalg.vector_norm(change(*one)[1].nan_to_num(0.0).double())) for one in changed]
-    most = clip * statistics.median(norms) if norms else 0.0
-    for one, norm in zip(changed, norms, strict=True):
-        if norm > most:
-            before, moved = change(*one)
-            one[1].values[: len(before)] = before + moved * (most / norm)
+def _scaled(update: Update, start: Start | None, name: str, factor: float) -> Update:
+    """The update with an extra multiplied by `factor`, or the change of its weights if the name is empty."""
+    if factor == 1:
+        return update
+    if name or start is None or update.values is None:
+        extra = update.extra[name]
+        return replace(update, extra={**update.extra, name: replace(extra, value=extra.value * factor)})
+    before, after = _change(update, start)
+    return replace(update, values=torch.cat([before.lerp(after, factor), update.values[len(before) :]]))
 
 
-def _add_trimmed(sums: Sums, rows: Sequence[Row], trim: float) -> None:
-    """Of a weight's h holders, drop the floor(trim * h) smallest and largest values and average the rest.
+def _write(row: Tensor, update: Update) -> None:
+    """Unpack the weights of an update; NaN where it holds none."""
+    assert update.mask is not None
+    assert update.values is not None
+    active, k = update.mask.active, update.mask.layout.prunable_size
+    row[:k] = torch.nan
+    row[update.mask.places] = update.values[:active]
+    row[k:] = update.values[active : active + len(row) - k]
 
-    Each client counts alike. The sum is that mean times the holders' samples. So an average over holders (`wfa`) is the
-    trimmed mean itself, and `fedavg` still counts clients that do not hold a weight as holding zero.
+
+def _add_trimmed(sums: Sums, rows: Tensor, shares: Tensor, trim: float) -> None:
+    """Replace the sums of weights by those of trimmed means.
+
+    A sum is the mean times its holders' samples. So an average over holders (`wfa`) is the trimmed mean itself, and
+    `fedavg` still counts clients that do not hold a weight as holding zero.
     """
-    layout, (weights, holders) = sums.layout, sums.flat(rows[0].values.device)
-    shares = torch.tensor([row.n for row in rows]).to(weights.device)
     most = max(1, _STRETCH // len(rows))
-    for start in range(0, layout.size, most):
-        values = torch.stack([row.values[start : start + most] for row in rows])
+    for at in range(0, rows.shape[1], most):
+        values = rows[:, at : at + most]
         held = (~values.isnan() * shares[:, None]).sum(0)
-        weights[start : start + most] = trimmed_mean(values, trim) * held
-        holders[start : start + most] = held[: max(0, layout.prunable_size - start)]
-    for active in sorted({row.active for row in rows}) if layout.size > layout.trained_size else ():
-        alike = [row for row in rows if row.active == active]
-        n, tails = sum(row.n for row in alike), [row.values[layout.trained_size :] for row in alike]
-        add_statistics(sums, active, trimmed_mean(torch.stack(tails), trim) * n, n)
+        sums.flat()[0][at : at + values.shape[1]] = trimmed_mean(values, shares, trim) * held
 
 
-def trimmed_mean(values: Tensor, trim: float) -> Tensor:
-    """The mean of each column without NaN, and without the share `trim` at either end."""
-    holders = (~values.isnan()).sum(0)
-    # Rounded down; the small addend makes up for binary fractions: 0.3 of 10 is 3.
-    cut = (holders.double() * trim + 1e-9).long()
-    ranked = values.double().sort(0).values  # NaN comes last
-    rank = torch.arange(len(values), device=values.device)[:, None]
-    kept = (rank >= cut) & (rank < holders - cut)
-    return torch.where(kept, ranked, 0.0).sum(0) / (holders - 2 * cut).clamp(min=1)
+def _bound_statistics(sums: Sums, updates: Sequence[Update]) -> None:
+    """Replace the sums of statistics by those of trimmed means: of all models, and of those of each density."""
+    told = [(u.n, u.mask.active, u.values) for u in updates if u.mask is not None and u.values is not None]
+    every = torch.stack([statistics for *_, statistics in told])
+    shares = torch.tensor([n for n, *_ in told], dtype=torch.float64, device=every.device)
+    ranked, kept = _ranked(every, shares, _cut(shares))
+    low = torch.where(kept > 0, ranked, torch.inf).amin(0)
+    high = torch.where(kept > 0, ranked, -torch.inf).amax(0)
+    sums.flat()[0][sums.layout.trained_size :] = trimmed_mean(every, shares, _cut(shares)) * shares.sum()
+    for active in sums.statistics:
+        mine = torch.tensor([size == active for _, size, _ in told], device=every.device)
+        some, n = every[mine], shares[mine]
+        mean = trimmed_mean(some, n, _cut(n)) if len(some) >= _FEW else n @ some.double().clamp(low, high) / n.sum()
+        sums.statistics[active] = torch.cat([mean * n.sum(), n.sum()[None]])
+
+
+def _cut(shares: Tensor) -> float:
+    """How much to trim at either end: enough to drop the client with the most samples."""
+    return max(_TRIM, float(shares.max() / shares.sum()))
+
+
+def trimmed_mean(values: Tensor, shares: Tensor, trim: float) -> Tensor:
+    """The weighted mean of each column without NaN, and without the share `trim` of the weight at either end."""
+    ranked, kept = _ranked(values, shares, trim)
+    total = kept.sum(0)
+    return torch.where(total > 0, (ranked * kept).sum(0) / total, 0.0)
+
+
+def _ranked(values: Tensor, shares: Tensor, trim: float) -> tuple[Tensor, Tensor]:
+    """Each column in ascending order, NaN as 0, and the weight that trimming leaves to each of its values."""
+    ranked, order = values.double().sort(0)  # NaN comes last
+    weight = ~ranked.isnan() * shares.double()[:, None].expand_as(ranked).gather(0, order)
+    below = weight.cumsum(0)
+    # A little more than asked for: a rounding error times a huge number would be a large one. Half or more: the median.
+    cut = min(trim + 1e-9 if trim else 0.0, 0.5 - 1e-6) * below[-1]
+    kept = torch.minimum(below, below[-1] - cut) - torch.maximum(below - weight, cut)
+    return ranked.nan_to_num(0.0), kept.clamp(min=0)

@@ -22,6 +22,7 @@ from ..data.task import Task
 from ..sparsity import move, recipe_mask
 from .pipeline import Finished, Notes, close_clients, open_clients
 from .replica import EVALUATION_BATCH, Replica
+from .sparse import SparseTraining
 from .step import MaskedStep
 from .trust import all_finite
 from .work import Schedule
@@ -50,6 +51,8 @@ class Trainer:
         for layer, p in zip(self.replica.layers, self.replica.params, strict=True):
             p.grad = _view(self.grad, layer)
         self._place = Place.logical(self.layout, self.device)
+        self.sparse = False  # whether to compute active weights only, where that is possible
+        self._native: SparseTraining | None = None
         self._takes_one: bool | None = None  # whether it can train on a batch of one sample; None: not tried yet
 
     def load(self, vector: Tensor) -> None:
@@ -133,6 +136,7 @@ class Trainer:
         step = MaskedStep(weights, k, None if full else bits[None], place=self._place)
         step.begin(local, opened.keys if opened else (), [schedule.steps], opened.state if opened else None)
         self.replica.keep_inputs(local.parts)
+        native = self._begin_native(local, mask)
         self.module.train()
         total, seen, done = torch.zeros((), device=self.device), 0, 0
         for epoch in range(local.epochs):
@@ -140,15 +144,29 @@ class Trainer:
             for b in range(schedule.batches):
                 count = schedule.size(b)
                 inputs, target = schedule.fetch(data, epoch, order, b * local.batch, count)
-                total += self._step(step, inputs, target) * count
+                total += (native.step(inputs, target) if native else self._step(step, inputs, target)) * count
                 seen, done = seen + count, done + 1
                 if local.adapt is not None and done in moves:
+                    if native:
+                        native.write(self.vector)
                     rows = (self.vector[None], bits[None], step.scores)
                     [counts] = move(local.adapt, self.layout, *rows, moves[done], [schedule.move_key(done)], [counts])
                     step.moved()
+                    if native:
+                        native.moved(Mask(self.layout, bits.clone(), counts), self.vector)
+        if native:
+            native.write(self.vector)
         if opened is not None:
             opened.state = step.state
         return Mask(self.layout, bits, counts) if moves else mask, float(total / max(1, seen))
+
+    def _begin_native(self, local: Local, mask: Mask) -> SparseTraining | None:
+        """The client on native kernels, if the run chose them and they can do this work."""
+        if not self.sparse or not SparseTraining.can(local, mask):
+            return None
+        self._native = self._native or SparseTraining(self.task)
+        self._native.begin(local, mask, self.vector)
+        return self._native
 
     def _step(self, step: MaskedStep, inputs: Inputs, target: Tensor) -> Tensor:
         """One step on one batch. Returns its mean loss, still on the device."""

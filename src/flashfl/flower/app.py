@@ -50,8 +50,8 @@ def read_config(flat: Mapping[str, UserConfigValue]) -> AppConfig:
     options = build(FlowerOptions, tables.get("flower", {}), "flower")
     own = {name: tables.get(name, {}) for name in ("task", "train", "method")}
     data = load_toml(Path(str(flat["config"]))) if flat.get("config") else own
-    if isinstance(table := data.get("train", {}), Mapping):  # a server may be killed at any time
-        data = {**data, "train": {"checkpoint_every": 1, **table}}
+    if isinstance(table := data.get("train", {}), Mapping):  # a server may be killed, and clients may lie
+        data = {**data, "train": {"checkpoint_every": 1, "robust": "on", **table}}
     settings = _settings(str(flat.get("settings", "")))
     name = settings.get("method", data.get("method", {}).get("name", "spdst"))
     run = make_config(data, {**settings, "method": name})
@@ -81,10 +81,10 @@ def server_main(grid: Grid, context: Context) -> None:
             "or choose another folder with --run-config 'folder=\"...\"'"
         )
     task = _task(config.run.task, config.run.train.seed, context.run_id)
-    accepted = {"trust": config.options.trust, "max_samples": config.options.max_samples}
+    header = {**config.run.to_json(), "flower": {"max_samples": config.options.max_samples}}
     strategy = FlashStrategy(
         config.run.method, task, config.run.train, config.options,
-        folder=config.folder, resume=config.resume, header={**config.run.to_json(), "flower": accepted},
+        folder=config.folder, resume=config.resume, header=header,
     )  # fmt: skip
     strategy.start(grid)
     assert strategy.run is not None

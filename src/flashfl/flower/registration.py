@@ -37,6 +37,7 @@ class Terms:
     layout: str  # the model's hash
     fixed: str = NONE  # the fingerprint of its fixed tensors
     samples: int = 0  # the most samples a client may register; 0: no limit but the format's
+    bounded: bool = False  # whether a round bounds what clients with many samples count
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from ..core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from ..core.exchange import Client
 from ..core.method import Method
 from ..core.parts import coerce
+from ..engine.robust import most_samples
 from . import records
 from .attendance import Attendance, FlowerOptions
 from .registration import Entry, Terms
@@ -60,6 +61,7 @@ class Registry:
         self._checked = time.monotonic()  # when refused nodes were last asked again
         self._admit: Callable[[Sequence[Client]], Sequence[Client]] = tuple
         self._known: tuple[Client, ...] = ()  # registered and admitted, ascending by id
+        self._noted: dict[int, int] = {}  # client -> its samples, where they are many more than the others'
 
     @property
     def refused(self) -> dict[int, str]:
@@ -207,6 +209,21 @@ class Registry:
         for client in sorted(set(before) - set(self.entries)):
             log.warning("client %d (node %d) has left", client, before[client].node)
         self._known = self._admitted()
+        self._note_counts()
+
+    def _note_counts(self) -> None:
+        """Say which clients register so many samples that they will be bounded."""
+        counts = [client.n for client in self._known]
+        most = most_samples(counts) if self.terms.bounded and len(counts) > 2 else max(counts, default=0)
+        for client in self._known:
+            if client.n > most and self._noted.get(client.id) != client.n:
+                self._noted[client.id] = client.n
+                log.warning(
+                    "client %d registers %d samples; it counts as at most %d, twice the median",
+                    client.id,
+                    client.n,
+                    most,
+                )
 
     def _admitted(self) -> tuple[Client, ...]:
         """The registered clients with the densities the method gives them. Clients it cannot take are refused."""

@@ -13,6 +13,7 @@ from flwr.app import Message, Metadata, RecordDict
 from ..core.errors import FlashError, RunStopped
 from ..core.exchange import Client, Evaluation, Order, Outcome, Traffic
 from ..engine.encoding import Server
+from ..engine.robust import most_samples
 from ..engine.trust import LARGEST_METRIC
 from ..wire import encode
 from . import records
@@ -43,6 +44,7 @@ class Exchange(ABC):
 
     kind: ClassVar[str]  # of its messages
     name: ClassVar[str]  # in the log
+    content: ClassVar[str] = "order"  # the name of what its messages carry
 
     def __init__(self, server: Server, registry: Registry) -> None:
         self.server, self.timeout = server, registry.options.timeout
@@ -76,7 +78,9 @@ class Exchange(ABC):
         return message
 
     def _message(self, client: Client, order: Order, data: bytes) -> Message:
-        content, group = records.blob("order", data), ".".join(map(str, order.tag))
+        content, group = records.blob(self.content, data), ".".join(map(str, order.tag))
+        if self.server.memory.sparse:
+            content.update(records.fields("compute", {"sparse": 1}))
         return Message(content, self.entries[client.id].node, self.kind, ttl=self.timeout, group_id=group)
 
     @property
@@ -156,6 +160,8 @@ class Round(Exchange):
     def close(self) -> Outcome:
         """What the good updates add up to."""
         outcome = self.account.close()
+        for client, what in sorted(self.account.cohort.notes.items()) if self.account.cohort else ():
+            log.warning("client %d: %s", client, what)
         return replace(outcome, failures=self.dropped())
 
 
@@ -192,9 +198,14 @@ class ClientEvaluation(Exchange):
         return None
 
     def close(self) -> Evaluation:
-        """The mean over all samples of the clients that replied."""
+        """The mean over all samples of the clients that replied. Samples are bounded as in training."""
         self.dropped()
         found = [self._found[c] for c in sorted(self._found)]
+        if self.server.robust.bounded and found:
+            most = most_samples([n for n, _, _ in found])
+            found = [
+                (min(n, most), loss * min(1.0, most / n), metric * min(1.0, most / n)) for n, loss, metric in found
+            ]
         total = sum(n for n, _, _ in found)
         if not total:
             raise RunStopped("no client could evaluate the model. The state before this round is kept.")

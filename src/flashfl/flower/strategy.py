@@ -19,6 +19,7 @@ from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.method import Method
 from ..data.task import Task
 from ..run import checkpoint
+from ..run.budget import within_budget
 from ..run.config import TrainConfig
 from ..run.progress import Display, Watch
 from ..run.run import Run
@@ -83,6 +84,7 @@ class FlashStrategy(Strategy):
     header: the settings that the results file records.
     watch: called after every round.
     quiet: show no progress.
+    secure: use secure aggregation, whatever `train` says; see docs/privacy.md.
 
     Call `start`. Flower's hooks for single steps raise an error: they cannot send a client the masks it has lost.
     """
@@ -99,11 +101,19 @@ class FlashStrategy(Strategy):
         header: Mapping[str, Any] | None = None,
         watch: Watch | None = None,
         quiet: bool = False,
+        secure: bool | None = None,
     ) -> None:
         self.method, self.task = method, task
-        self.train, self.options = train or TrainConfig(checkpoint_every=1), options or FlowerOptions()
+        train = train or TrainConfig(checkpoint_every=1)
+        self.train = replace(train, robust="on") if train.robust == "auto" else train
+        self.options = options or FlowerOptions()
+        if secure is not None:
+            self.train = replace(self.train, secure=secure)
         if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
+        if self.train.budget:
+            self.method, self.train, said = within_budget(method, task, self.train)
+            log.info("%s", said)
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
         self.run: Run | None = None
@@ -144,7 +154,8 @@ class FlashStrategy(Strategy):
     def connect(self, grid: Grid) -> FlowerEngine:
         """Wait for clients. Returns the engine that sends them orders."""
         need, options = self.train.min_replies, self.options
-        terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples)
+        bounded = self.train.robust == "on"
+        terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples, bounded)
         registry = Registry(grid, terms, options, need)
         if self.resume:
             _load_latest(registry, self.folder)

@@ -10,6 +10,7 @@ from .fedpm import FedPM
 from .fedrts import FedRTS
 from .fedspa import FedSpa
 from .fjord import FjORD
+from .flashplus import FlashPlus
 from .hetero import HeteroJMWST, HeteroSPDST
 from .heterofl import HeteroFL
 from .jmwst import JMWST
@@ -25,7 +26,7 @@ from .ssfl import SSFL
 from .topk import TopK
 from .zerofl import ZeroFL
 
-_FLASH = (Dense, NST, PDST, SPDST, JMWST, HeteroSPDST, HeteroJMWST, Sparse, Disagree)
+_FLASH = (Dense, NST, PDST, SPDST, JMWST, FlashPlus, HeteroSPDST, HeteroJMWST, Sparse, Disagree)
 _OTHERS = (TopK, FedDST, FedSpa, SSFL, FedRTS, SparsyFed, ZeroFL, FedPM, Scaffold, HeteroFL, FjORD, PruneFL, LotteryFL)
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (*_FLASH, *_OTHERS)}
 
@@ -43,6 +44,7 @@ __all__ = [
     "FedRTS",
     "FedSpa",
     "FjORD",
+    "FlashPlus",
     "HeteroFL",
     "HeteroJMWST",
     "HeteroSPDST",

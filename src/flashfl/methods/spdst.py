@@ -59,7 +59,8 @@ class SPDST(Method):
 
     @property
     def common(self) -> bool:
-        return True  # in the first phase masks move, and clients report nothing but layer counts
+        # In the first phase masks move, and clients report nothing but layer counts.
+        return type(self).work is SPDST.work and type(self).models is Method.models
 
     def init(self, plan: Plan) -> State:
         budgets = allocate(plan.layout, "uniform", self.density)

@@ -15,12 +15,13 @@ class SparseModel:
     """Runs a module with the native kernels. Weights and gradients are flat vectors of the active weights and the rest.
 
     vector: as `Weights.packed()` has it: active weights in the mask's order, dense weights, statistics. grad: the same
-    without statistics. Both keep their place while the model trains; `move` puts another mask in place.
+    without statistics. Both keep their place until another mask is loaded.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, mask: Mask, packed: Tensor) -> None:
         """module: is changed; use it no more. packed: is copied."""
-        self.module, self.layout = module, layout
+        self.module, self.layout, self.mask = module, layout, mask
+        self.vector = self.grad = torch.empty(0)
         self._pad = _border(module)
         self._sparse: dict[str, SparseWeight] = {}
         self._dense = {layer.name: p for layer, p in _parameters(module, layout.of_kind("dense"))}
@@ -32,7 +33,7 @@ class SparseModel:
             if _is_kernel(module, p):  # the input is in the kernels' layout, so a dense convolution uses them as well
                 self._replace(p, layer, torch.arange(layer.size))
                 del self._dense[layer.name]
-        self.move(mask, packed)
+        self._bind_all(mask, packed)
 
     def _replace(self, p: nn.Parameter, layer: Layer, places: Tensor) -> None:
         weight = self._sparse[layer.name] = SparseWeight(layer.shape, places, torch.empty(0))
@@ -42,8 +43,15 @@ class SparseModel:
                     del part._parameters[name]
                     setattr(part, name, weight)
 
-    def move(self, mask: Mask, packed: Tensor) -> None:
-        """Put a mask and its weights in place: all vectors are new."""
+    def load(self, mask: Mask, packed: Tensor) -> None:
+        """Put a mask and its weights in place. With another mask than before, all vectors are new."""
+        if mask.equal(self.mask):
+            self.mask = mask
+            self.vector.copy_(packed)
+        else:
+            self._bind_all(mask, packed)
+
+    def _bind_all(self, mask: Mask, packed: Tensor) -> None:
         self.mask, self.vector = mask, packed.clone()
         tail = self.layout.trained_size - self.layout.prunable_size
         self.grad = torch.zeros(mask.active + tail)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
@@ -35,6 +36,7 @@ from .identity import differences
 from .run import Run
 from .sealed import Unsigned, Unusable, read_record, write_record
 
+SECONDS = 20.0  # between two checkpoints at most, if a round is not longer
 _COUNTERS = ("round", "counted")  # a finished round has no further attempts
 _NAME = re.compile(r"checkpoint-(\d{8})\.json")
 
@@ -60,6 +62,7 @@ class Keeper:
     def __init__(self, run: Run, engine: Engine, clients: Population, identity: Mapping[str, Any]) -> None:
         self.run, self.engine, self.clients, self.identity = run, engine, clients, identity
         self.folder = run.folder / "checkpoints" if run.folder else None
+        self._kept, self._cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
 
     def begin(self) -> None:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
@@ -75,10 +78,16 @@ class Keeper:
         if self.folder is not None:
             self.engine.memory.snapshot()
 
+    def due(self) -> bool:
+        """Whether a checkpoint is due: after so many rounds, or seconds. Then it takes at most 2 % of the time."""
+        every, waited = self.run.train.checkpoint_every, time.monotonic() - self._kept
+        return bool(every) and (self.run.rounds % every == 0 or waited > max(SECONDS, 50 * self._cost))
+
     def keep(self) -> bool:
         """Write a checkpoint. If that fails, for instance because the disk is full, warn and return False."""
         if self.folder is None or self.run.state is None:
             return True
+        began = time.monotonic()
         try:
             self.run.results.sync()
             memory, clients = self.engine.memory.save(), self.clients.save()
@@ -88,6 +97,8 @@ class Keeper:
             self._failed(error)
             return False
         self.engine.memory.keep_only(referenced(self.folder))
+        self._kept = time.monotonic()
+        self._cost = self._kept - began
         return True
 
     @contextmanager

@@ -36,6 +36,7 @@ from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
 OUTSIDE = ("device", "workers", "checkpoint_every", "track", "data_root", "verify")
+_AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _MOST = 1024  # workers, threads or lanes: more than any machine can use
 
 
@@ -61,6 +62,7 @@ class TrainConfig:
     dropout: float = 0.0  # simulated failures: the share of clients that fail in each round
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
+    budget: int = 0  # bytes a client and round each way, on average; chooses density and bits (2.3MB); 0: none
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
     average: float = 0.0  # report a running average of the server's model, which keeps this share each round; 0: no
     values: Form = "fp32"  # how weights are encoded in messages, in both directions
@@ -69,8 +71,9 @@ class TrainConfig:
     rest: Rest = "fp32"  # the form of BatchNorm statistics, and under int8 and int4 of biases and other vectors
     rounding: Rounding = "unbiased"  # to fewer bits: up or down at random, without bias, or to the nearest
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
-    clip: float = 0.0  # shorten changes above this many times the cohort's median change; 0: never
-    trim: float = 0.0  # share of the values of each weight dropped at either end before averaging; 0: none
+    robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
+    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 1 with robust, else never
+    trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
     secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
     dp_delta: float = 1e-5  # the delta that epsilon is counted for
@@ -86,14 +89,15 @@ class TrainConfig:
     deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
-    checkpoint_every: int = 25  # rounds between checkpoints; 0: only at the end and when interrupted
+    sparse_compute: bool = True  # on a CPU: compute active weights only, if that is measured to be faster
+    checkpoint_every: int = 25  # most rounds between checkpoints (or 20 s); 0: only at the end and when interrupted
     track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
     def __post_init__(self) -> None:
         for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
+        for name in ("budget", "max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
         for name in ("workers", "threads", "lanes"):
@@ -110,11 +114,12 @@ class TrainConfig:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
-        if self.private and (self.values != "fp32" or self.clip or self.trim):
-            raise ConfigError(
-                f"values = {self.values!r}, clip = {self.clip}, trim = {self.trim}: `secure` and `dp_*` send whole "
-                "numbers that the server cannot look into. Use fp32, 0 and 0; dp_clip clips on the client."
-            )
+        for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim") if self.private else ():
+            if getattr(self, name) != (default := getattr(TrainConfig, name)):
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "
+                    f"look into. Use {name} = {default!r}; dp_clip clips on the client."
+                )
         check_names(self.track)
         self.local()
 
@@ -149,8 +154,8 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end,
-        train.average, device, weight_flops(task) if method is not None and method.counts_flops else (), train.server,
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
+        weight_flops(task) if method is not None and method.counts_flops else (), train.server, train.average,
     )  # fmt: skip
 
 
@@ -227,7 +232,9 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
     tables: dict[str, dict[str, Any]] = {k: copy.deepcopy(dict(data.get(k, {}))) for k in ("task", "train", "method")}
     if "method" in overrides:
         _switch_method(tables, overrides["method"])
-    homes = _homes(_known_method(tables["method"].get("name", "spdst")))
+    kind = _known_method(tables["method"].get("name", "spdst"))
+    tables["train"] = {**kind.recipe, **tables["train"]}
+    homes = _homes(kind)
     for option, text in overrides.items():
         if option == "method":
             continue
@@ -293,6 +300,8 @@ def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 def parse(text: str, hint: Any, name: str) -> Any:
     """A command-line text as the type of the field it is for."""
+    if name.rpartition(".")[2] in _AMOUNTS:
+        return parse_bytes(text, name)
     options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if str in options or get_origin(hint) is Literal:
         return text
@@ -304,6 +313,19 @@ def parse(text: str, hint: Any, name: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """An amount such as 2.3MB, 500 kB or 2300000, in bytes. MB = 10^6 bytes."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    unit = found[2].upper() if found else ""
+    try:
+        amount = float(found[1]) * _UNITS[unit] if found else math.nan
+    except (ValueError, KeyError):
+        amount = math.nan
+    if not amount >= 0:
+        raise ConfigError(f"{name} = {text!r}: expected a number of bytes, such as 2.3MB, 500kB or 2300000")
+    return int(amount)
 
 
 def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:

@@ -113,6 +113,11 @@ class Run:
         return self.history[-1].privacy if self.history else None
 
     @property
+    def spent(self) -> str:
+        """The privacy spent, for a line of text; empty without differential privacy."""
+        return f"epsilon {epsilons(found)}, " if (found := self.privacy) is not None and found.delta else ""
+
+    @property
     def why_over(self) -> str:
         """What to say about a privacy budget that is spent; empty if it is not."""
         spent = self.privacy

@@ -12,7 +12,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.engine import Engine, FixedPopulation, Population
+from ..core.engine import JSON, Engine, FixedPopulation, Population
 from ..core.errors import ConfigError, FlashError, warn
 from ..core.exchange import Traffic
 from ..core.loop import Tick, checked, run_rounds
@@ -23,6 +23,7 @@ from ..data.task import Task
 from ..engine import make_engine
 from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
+from .budget import within_budget
 from .checkpoint import Keeper
 from .code import code_of, joined
 from .config import TrainConfig, plan_of
@@ -51,7 +52,8 @@ def simulate(
 ) -> Run:
     """Train `task` with `method` and return the run.
 
-    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...).
+    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...). Those of the method's `recipe`
+    apply unless they are given here or in `train`.
     folder: where results, checkpoints and the final model go. If it holds a run already, choose: resume=True continues
     that run from its last checkpoint, to the same result as without the interruption; overwrite=True replaces it.
     A resumed run may have more `rounds` than before; the learning rate then follows the longer schedule from there on.
@@ -62,17 +64,21 @@ def simulate(
     """
     if rounds is not None:
         settings["rounds"] = rounds
-    config = _train_config(train, task, settings)
     check_method(method)
+    config = _train_config(train, task, method, settings)
+    if config.budget:
+        method, config, chosen = within_budget(method, task, config)
     if not task.evaluation:
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
     warn_of_metric(task)
     place = Path(folder) if folder else None
+    quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
     if isinstance(progress, Display):
         display = progress
     else:
-        quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
+        if config.budget and not quiet:
+            print(chosen, file=sys.stderr)
         label, then = method.name or type(method).__name__, watch or WarnOfDropped()
         display = Display(label, config.rounds, quiet=quiet, then=then, shown=Metric.of_task(task))
     with closing(display), closing(make_engine(task, config, place / "masks" if place else None)) as engine:
@@ -114,12 +120,14 @@ def drive(
                 "choose another folder"
             )
         start = _resume(run, keeper, plan) if resume else None
+        computes: Mapping[str, JSON] = {}
         if start is None:
             start = checked(method, method.init(plan))
             keeper.begin()
+            computes = engine.prepare(start)
         if not run.results.header:
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
-            run.results.begin({**about, "code": code_of(method)})
+            run.results.begin({**about, **computes, "code": code_of(method)})
         run.state = start
         tracking = Tracking(
             config.track, folder, folder.name if folder else "", header or identity, start.counted, task.metric_name
@@ -180,10 +188,11 @@ def _check_first_phase(method: Method, task: Task, config: TrainConfig) -> None:
         )
 
 
-def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
+def _train_config(train: TrainConfig | None, task: Task, method: Method, settings: Mapping[str, Any]) -> TrainConfig:
     if train is not None and not settings:
         return train
-    base = asdict(train) if train is not None else {"per_round": min(TrainConfig.per_round, len(task.train))}
+    usual = {"per_round": min(TrainConfig.per_round, len(task.train)), **method.recipe}
+    base = asdict(train) if train is not None else usual
     return build(TrainConfig, {**base, **settings}, "train")
 
 
@@ -208,8 +217,7 @@ def _loop(
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
-        every = 1 if config.private else config.checkpoint_every  # clients open each round's sum once only
-        if every and run.rounds % every == 0:
+        if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
     run.kept = keeper.keep()
     if not run.kept:

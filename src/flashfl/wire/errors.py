@@ -91,7 +91,3 @@ class WrongDensity(Distrusted):
 
 class NegativeVariance(Distrusted):
     """A running variance is below zero."""
-
-
-class ChangeTooLarge(Distrusted):
-    """The weights or statistics are far from those of the other clients."""

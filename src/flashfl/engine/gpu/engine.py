@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.client import Clients, overrides
+from ...core.engine import JSON
 from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
@@ -24,10 +25,11 @@ from ...data.sources import on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
-from ..cpu import drops, trust_in_simulated
+from ..cpu import drops
 from ..memory import ClientMemory
 from ..personal import personal_score
 from ..pipeline import close_clients, open_clients
+from ..robust import Robust
 from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
@@ -85,8 +87,11 @@ class GPUEngine:
             self._before.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
+    def prepare(self, s: State) -> dict[str, JSON]:
+        return {}
+
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.down, trust_in_simulated(self.config))
+        account = Counting(self.memory, self.config.down, Robust.of(self.config))
         if self.vault is not None:
             from ..private_counting import PrivateCounting
 
@@ -184,7 +189,7 @@ class GPUEngine:
         if opened is not None:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
-        how = local.upload or self.config.down
+        how = local.sends(self.config.down)
         if not how.exact and local.report == "weights":
             for row, work in enumerate(works):
                 values[row] = self._decoded(work, values[row], how)

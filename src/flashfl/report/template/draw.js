@@ -34,6 +34,7 @@ function withUnit(value, units, digits = 3) {
 
 const text = {
   percent: (v) => `${(100 * v).toFixed(2)} %`,
+  tick: (v) => `${Number((100 * v).toPrecision(6))} %`,
   share: (v) => `${Number((100 * v).toPrecision(3))} %`,
   bytes: (v) => withUnit(v, ["B", "kB", "MB", "GB", "TB", "PB"]),
   flops: (v) => withUnit(v, ["", "k", "M", "G", "T", "P", "E"]),

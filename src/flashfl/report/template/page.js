@@ -51,7 +51,7 @@ function problems() {
 // How the task's metric is shown: accuracy in percent, any other as a plain number.
 function measured() {
   const { name, percent, direction } = data.metric, title = name[0].toUpperCase() + name.slice(1);
-  const axis = percent ? { yTick: text.share, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
+  const axis = percent ? { yTick: text.tick, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
   return { name, title, direction, axis: { yLabel: name, ...axis } };
 }
 
@@ -121,7 +121,7 @@ function layers() {
 function densities() {
   const dense = section("Layer densities", "The share of each prunable layer's weights that the final server mask keeps (log scale); for NST the union over its last cohort.", { half: true });
   const names = data.groups.length ? data.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
-  chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.share, names: brief(names), title: (v) => `layer ${v}: ${names[v - 1]}`,
+  chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.tick, yText: text.share, names: brief(names), title: (v) => `layer ${v}: ${names[v - 1]}`,
     series: shown().filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
 }
 
