@@ -297,3 +297,13 @@ def test_flops_follow_what_clients_compute_not_what_they_send() -> None:
     assert flops["topk"] == flops["dense"], "training is dense"
     assert flops["zerofl"] == pytest.approx(flops["pdst"], rel=0.01), "the passes compute with a tenth of the weights"
     assert flops["pdst"] < flops["dense"] / 3
+
+
+def test_personal_accuracy_weights_classes_by_the_clients_shares() -> None:
+    from flashfl.engine.personal import _weighted
+    from flashfl.engine.train import Trainer
+
+    output, classes = torch.tensor([[9.0, 0, 0]] * 6), torch.tensor([0, 0, 1, 1, 2, 2])
+    loss, metric = _weighted(Trainer(make_task("norm")), output, classes, [0.75, 0.25, 0.0])
+    assert metric == 0.75, "always class 0, of which three quarters of the client's samples are"
+    assert loss == pytest.approx(0.25 * 9, abs=0.01)
