@@ -149,7 +149,9 @@ def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     listed = {line[0][2:].replace("-", "_") for line in lines if line and line[0].startswith("--")}
     record = RunConfig().to_json()
-    assert listed == set(record["train"]) | set(record["task"])
+    settings = {**record["train"], **record["task"]}
+    nested = {f"{name}.{part}" for name, value in settings.items() if isinstance(value, dict) for part in value}
+    assert listed == nested | {name for name, value in settings.items() if not isinstance(value, dict)}
 
 
 # -- run ----------------------------------------------------------------------------------------------------------
@@ -492,6 +494,33 @@ def test_file_that_cannot_be_loaded(
     if text is not None:
         Path(name).write_text(text)
     assert f"--load {name}: {said}" in refused(capsys, "methods", "--load", name)
+
+
+def test_neighbour_of_a_loaded_file_does_not_shadow_an_installed_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder comes last on the path. That alone does not protect namespace packages: they have no __init__.py."""
+    (tmp_path / "site" / "spread" / "part").mkdir(parents=True)
+    (tmp_path / "site" / "spread" / "part" / "__init__.py").write_text("")
+    (tmp_path / "site" / "whole.py").write_text("installed = True")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site")])
+    lib = tmp_path / "lib"
+    lib.mkdir()
+    mine = lib / "a_file_of_mine.py"
+    mine.write_text("import helper_beside, json, numpy, whole; assert whole.installed; numpy.zeros(1)")
+    for name in ("helper_beside", "json", "numpy", "whole"):
+        (lib / f"{name}.py").write_text("")
+    (lib / "numpy").mkdir()
+    assert cli.main(["methods", "--load", str(mine)]) == 0
+    for name in ("a_file_of_mine", "helper_beside", "whole"):
+        sys.modules.pop(name)
+    sys.path.remove(str(lib))
+    (lib / "spread.py").write_text("raise SystemExit('the neighbour was imported')")
+    mine.write_text("import spread.part")
+    capsys.readouterr()
+    said = refused(capsys, "methods", "--load", str(mine))
+    assert f"{lib / 'spread.py'} would hide the installed package spread. Rename it" in said
+    assert str(lib) not in sys.path
 
 
 def test_method_registered_under_another_name_is_an_error(

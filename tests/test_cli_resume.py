@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+import flashfl as fl
 from flashfl.cli import main
 from flashfl.run.results import Results
+from tests.conftest import make_task
 
 TINY = ["--clients", "6", "--per-round", "2", "--limit", "120", "--max-steps", "1", "--device", "cpu", "--quiet"]
 
@@ -29,3 +35,50 @@ def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
     out = str(tmp_path / "new")
     assert main(["run", "--method", "pdst", "--rounds", "1", *TINY, "--out", out, "--resume"]) == 0
     assert len(Results.read(Path(out)).rounds) == 1
+
+
+def test_run_killed_between_checkpoints_is_extended(tmp_path: Path) -> None:
+    """Checkpoints are due after some time too: a run whose rounds are slow loses little when it is killed."""
+    out, words = tmp_path / "run", ["run", "--method", "pdst", "--density", "0.1", "--rounds", "1000", *TINY]
+    words += ["--checkpoint-every", "1000"]
+    code = "import sys; from flashfl.run import checkpoint as c; c.SECONDS = 0.0; from flashfl.cli import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", code, *words, "--out", str(out)])
+    try:
+        until = time.monotonic() + 120
+        while len(list((out / "checkpoints").glob("*.json"))) < 1 and time.monotonic() < until:
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = (out / "results.jsonl").read_text().splitlines()[1]
+    done = len(Results.read(out).rounds)
+    assert 1 <= done < 1000
+    with pytest.warns(RuntimeWarning, match=f"rounds was 1000 and is {done + 3} now"):
+        assert main(["run", "--out", str(out), "--resume", "--rounds", str(done + 3), "--quiet"]) == 0
+    assert len(Results.read(out).rounds) == done + 3
+    assert (out / "results.jsonl").read_text().splitlines()[1] == before
+    assert not (out / "results.jsonl.old").exists()
+
+
+def test_warnings_on_the_command_line_are_one_plain_line(tmp_path: Path) -> None:
+    words = ["run", "--method", "pdst", "--rounds", "2", *TINY, "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    words = [sys.executable, "-m", "flashfl.cli", "run", "--out", str(tmp_path / "run"), "--resume", "--rounds", "3"]
+    done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stderr.startswith("flashfl: warning: rounds was 2 and is 3 now")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_run_from_python_is_continued_in_python_and_has_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fl.simulate(fl.PDST(density=0.3), make_task("norm"), 1, folder=tmp_path, per_round=2, batch=4, workers=1)
+    assert main(["run", "--out", str(tmp_path), "--resume"]) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        f"flashfl: {tmp_path} was made in Python: continue it there, with fl.simulate(method, task, rounds, "
+        f"folder={str(tmp_path)!r}, resume=True)\n"
+    )
+    assert main(["export", str(tmp_path)]) == 1
+    assert f"its model is in {tmp_path / 'model.safetensors'} already" in capsys.readouterr().err

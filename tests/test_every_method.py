@@ -51,11 +51,19 @@ VARIANTS = [
     ("jmwst", {"freeze_after": 2}),
     ("jmwst", {"aggregator": "wfa", "adapt": fl.PruneRegrow(growth="gradient")}),
     ("nst", {"adapt": fl.PruneRegrow(growth="momentum")}),
+    ("flashplus", {"r_int": 2, "look_ahead": 0.5}),
+    ("flashplus", {"multiply": 1.0, "shrink": 0.001, "init_scale": 0.5}),
+    ("fedspa", {"moving": True}),
+    ("zerofl", {"upload": "largest changes"}),
+    ("zerofl", {"upload": "changes of the largest weights"}),
 ]
 variants = pytest.mark.parametrize(
     ("name", "changes"), VARIANTS, ids=["-".join([n, *map(str, c)]) for n, c in VARIANTS]
 )
 methods = pytest.mark.parametrize("name", list(fl.METHODS))
+# Systems whose clients, by definition, report masks of no fixed size: drawn bits, slices of several widths, masks that
+# shrink, or that stop below their cap.
+ANY_SIZE = ("fedpm", "heterofl", "fjord", "lotteryfl", "prunefl")
 
 
 def run(method: Method, task: Task, **settings: Any) -> tuple[fl.Run, list[State]]:
@@ -84,7 +92,9 @@ def check_density(method: Method, states: list[State], pattern: int = 0) -> None
         fresh = Mask(state.layout, state.mask.bits)
         assert fresh.counts == state.mask.counts, "a mask must state its true counts"
         assert not state.weights.vector[: state.layout.prunable_size][~state.mask.bits].any()
-        if not method.exact:
+        if method.name == "prunefl":
+            assert not state.phase.counts or fresh.active <= max(budgets)
+        elif not method.exact:
             assert fresh.active >= max(budgets)
         elif state.phase.counts and not pattern:
             assert fresh.active in budgets | {state.layout.prunable_size}
@@ -109,7 +119,7 @@ def test_clients_of_every_round_have_their_exact_budget(name: str, small_task: T
     run(small(name), small_task)
     allowed = {weight_budget(small_task.layout, d) for d in (0.2, 0.3, 0.4, 1.0)}
     assert seen
-    assert {sum(counts) for counts in seen} <= allowed
+    assert name in ANY_SIZE or {sum(counts) for counts in seen} <= allowed
 
 
 @methods

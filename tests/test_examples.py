@@ -14,7 +14,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXPECTED = {
     "own_model.py": "loaded model:",
-    "regression.py": "last rmse",
+    "regression.py": "last mse",
     "own_method.py": "server-momentum",
     "huggingface.py": "task pictures",
     "flower_app.py": "Run(method spdst",

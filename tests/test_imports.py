@@ -8,8 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "src" / "flashfl"
 ORDER = (
-    "core", "kernels", "sparsity", "aggregate", "methods", "wire", "models", "data", "measure", "engine", "run",
-    "flower", "paper", "report", "cli",
+    "core", "kernels", "native", "sparsity", "aggregate", "methods", "wire", "privacy", "models", "data", "measure",
+    "engine",
+    "run", "flower", "paper", "report", "cli",
 )  # fmt: skip
 
 

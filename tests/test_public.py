@@ -16,7 +16,8 @@ SOURCE = Path(fl.__file__).parent
 
 PUBLIC = {"Phase", "RoundRecord", "allocate", "calibrate", "fedavg", "nested", "random_mask", "top_mask", "wfa",
     # methods, and what they are made of
-    "METHODS", "Method", "Dense", "NST", "PDST", "SPDST", "JMWST", "HeteroSPDST", "HeteroJMWST", "PruneRegrow",
+    "METHODS", "Method", "Dense", "NST", "PDST", "SPDST", "JMWST", "FlashPlus", "HeteroSPDST", "HeteroJMWST",
+    "PruneRegrow",
     # what the parties know and exchange
     "Client", "Local", "Mask", "Order", "Plan", "State", "Sums", "Update", "Weights",
     # tasks and runs

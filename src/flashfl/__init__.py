@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .core.state import Phase, Plan, State
     from .data import tasks
     from .data.task import Task, accuracy
-    from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, HeteroJMWST, HeteroSPDST
+    from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, FlashPlus, HeteroJMWST, HeteroSPDST
     from .run.config import TrainConfig
     from .run.run import Run
     from .run.simulate import simulate
@@ -34,7 +34,7 @@ _HOMES = {
     ".core.state": ("Phase", "Plan", "State"),
     ".data.tasks": ("tasks",),
     ".data.task": ("Task", "accuracy"),
-    ".methods": ("JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "HeteroJMWST", "HeteroSPDST"),
+    ".methods": ("JMWST", "METHODS", "NST", "PDST", "SPDST", "Dense", "FlashPlus", "HeteroJMWST", "HeteroSPDST"),
     ".run.config": ("TrainConfig",),
     ".run.run": ("Run",),
     ".run.simulate": ("simulate",),
@@ -50,6 +50,7 @@ __all__ = [
     "Client",
     "Dense",
     "FlashError",
+    "FlashPlus",
     "HeteroJMWST",
     "HeteroSPDST",
     "Local",

@@ -15,8 +15,11 @@ from .core.mask import Mask
 _PART = 1 << 20  # weights that are divided in double precision at a time
 
 
-def add(sums: Sums, update: Update) -> Sums:
-    """Add one update, in place. Callers add in ascending client id, so that sums do not depend on timing."""
+def add(sums: Sums, update: Update, mask: Mask | None = None) -> Sums:
+    """Add one update, in place. Callers add in ascending client id, so that sums do not depend on timing.
+
+    mask: that of the update, if its weights were added elsewhere.
+    """
     sums.n += update.n
     sums.clients += 1
     sums.counts = [a + b for a, b in zip(sums.counts or [0] * len(update.counts), update.counts, strict=True)]
@@ -28,6 +31,8 @@ def add(sums: Sums, update: Update) -> Sums:
             add_statistics(sums, update.mask.active, statistics.double() * update.n, update.n)
     for name, extra in update.extra.items():
         value = extra.value.double() * update.n
+        if extra.form == "masked" and (places := update.mask or mask) is not None:
+            value = value.new_zeros(sums.layout.prunable_size).index_put((places.places,), value)
         sums.extra[name] = sums.extra[name] + value if name in sums.extra else value
     return sums
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import signal
 import sys
+import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +18,13 @@ from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands
 from .run.datacli import add_data
+from .run.sealed import KEY
 
 if TYPE_CHECKING:
     from .run.config import RunConfig
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
-_COMPARED = ("accuracy %", "best %", "density", "up / round", "down / round", "mask mismatch", "time (s)")
+_COMPARED = ("accuracy %", "best %", "personal %", "density", "up / round", "down / round")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, commands = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    warnings.formatwarning = _warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that cannot be encoded must not end a command
             stream.reconfigure(errors="replace")
@@ -43,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from .run.loaded import load_file
 
             load_file(args.load)
+        if getattr(args, "checkpoint_key", None):
+            os.environ[KEY] = str(args.checkpoint_key)
         return int(args.go(args, overrides) or 0)
     except FlashError as error:
         print(f"flashfl: {error}", file=sys.stderr)
@@ -60,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # for example a full disk
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """On the command line a warning has no place in the user's code to point at."""
+    return f"flashfl: warning: {message}\n"
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -96,6 +110,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
     def add(name: str, go: Callable[..., Any], help: str, settings: bool = False) -> argparse.ArgumentParser:
         epilog = "Give any setting as --name value; `flashfl methods` and `flashfl settings` list them."
+        if name == "compare":
+            epilog += " --METHOD.name value is for one method only, for instance --spdst.density 0.1."
         sub = commands.add_parser(
             name, help=help, description=help, allow_abbrev=False, epilog=epilog if settings else None
         )
@@ -114,16 +130,20 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     run.add_argument("--quiet", action="store_true", help="show only the final line")
 
     comparison = add("compare", _compare, "train several methods with several seeds and print a table", settings=True)
-    comparison.add_argument("--methods", default=_DEMO_METHODS, help=f"comma-separated (default: {_DEMO_METHODS})")
+    comparison.add_argument(
+        "--methods", default=_DEMO_METHODS, help=f"comma-separated or all (default: {_DEMO_METHODS})"
+    )
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
     said = "replace runs with other settings or code in that folder"
     comparison.add_argument("--overwrite", action="store_true", help=said)
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
-    export = add("export", _export, "write a run's final model as safetensors, with its masks in a second file")
+    export = add("export", _export, "write a run's final model as a file")
     export.add_argument("run", type=Path, help="folder of a run")
-    export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW].safetensors)")
+    said = "safetensors: all weights, and the masks in a second file; sparse: active weights; onnx: for other runtimes"
+    export.add_argument("--format", choices=("safetensors", "sparse", "onnx"), default="safetensors", help=said)
+    export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW] with the format's ending)")
     export.add_argument("--view", default="", help="export another model than the reported one, e.g. 'density 0.1'")
     add_data(add)
     add_commands(add)
@@ -136,6 +156,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command.add_argument("--central", action="store_true", help="one client holds all data; a round is an epoch")
         said = "folder of data sets (default: FLASHFL_DATA, or ./data)"
         command.add_argument("--data-root", dest="root", help=said)
+    for command in (run, comparison, export):
+        said = f"file with a secret key: sign checkpoints, and use only signed ones (default: {KEY})"
+        command.add_argument("--checkpoint-key", type=Path, metavar="FILE", help=said)
     for command in (run, comparison, export, methods):
         said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
         command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
@@ -167,7 +190,12 @@ def _resumed_config(folder: Path, overrides: dict[str, str]) -> RunConfig | None
         recorded = Results.read(folder).header.get("config")
     except FlashError:
         return None
-    return make_config(recorded, overrides) if isinstance(recorded, dict) and recorded else None
+    if recorded == {}:
+        raise ConfigError(
+            f"{folder} was made in Python: continue it there, with fl.simulate(method, task, rounds, "
+            f"folder={str(folder)!r}, resume=True)"
+        )
+    return make_config(recorded, overrides) if isinstance(recorded, dict) else None
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -184,22 +212,26 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
                           "or choose another folder with --out")  # fmt: skip
     run = run_config(config, folder, resume=args.resume, quiet=args.quiet)
     print(
-        f"{config.method.name}: accuracy {100 * run.accuracy:.2f} % (best {100 * run.best:.2f} %), "
+        f"{config.method.name}: {run.scored}, "
         f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
-        f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
+        f"{run.spent}{run.seconds:.1f} s, checksum {run.checksum}"
+        + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 
 def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from .methods import METHODS
     from .paper.verdict import verdict
     from .report.command import page_for
     from .run.compare import check_settings, compare, replace_seed, settings_for
+    from .run.progress import amount
     from .run.summary import Metric, numbers_of, summarise
-    from .run.table import summary_table
+    from .run.table import TRANSFER, summary_table
 
-    names = list(dict.fromkeys(name.strip() for name in args.methods.split(",") if name.strip()))
+    asked = ",".join(METHODS) if args.methods.strip() == "all" else args.methods
+    names = list(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
     if not names:
         raise ConfigError("--methods names no method: `flashfl methods` lists them")
     if args.seeds < 1:
@@ -217,15 +249,23 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     }
     train, task = first[0].train, first[0].task
     density = {c.to_json()["method"].get("density", 1.0) for c in first} - {1.0}
+    size = f"density {', '.join(map(str, sorted(density))) or '1'}"
+    if train.budget:
+        size = f"{amount(train.budget)} a client and round each way"
     title = (
-        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, "
-        f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
+        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, {size}, "
+        f"{args.seeds} seed(s)"
     )
-    print(summary_table(found, _COMPARED, title).terminal())
-    print("\nBytes are those of the encoded messages, first phase included, averaged over rounds.")
-    print("Mask mismatch: between the server's masks of consecutive rounds, over the last\nsixth of the run.")
-    if text := verdict(found):
-        print(text)
+    personal = any(one.personal is not None for one in found.values())
+    columns = [name for name in _COMPARED if personal or name != "personal %"]
+    costs = (TRANSFER, "FLOPs", "mask mismatch", "time (s)")
+    print(summary_table(found, columns, title).terminal(), summary_table(found, costs).terminal(), sep="\n\n")
+    said = (
+        "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mbit/s: seconds that the "
+        "bytes of one client and round take, up and down together. Mask mismatch: between the server's masks of "
+        "consecutive rounds, over the last sixth of the run."
+    )
+    print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")
     if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
         print(f"page: {page}")
@@ -235,7 +275,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.export import export_run
 
-    print(export_run(args.run, args.to, args.view))
+    print(export_run(args.run, args.to, args.view, args.format))
     return 0
 
 

@@ -393,7 +393,7 @@ def test_client_memory_is_a_list_of_hashes(side: ClientSide) -> None:
     reply = side.work(0, task.train[0], server.encode(message).data, [])
     assert isinstance(reply, Reply)
     assert not reply.lacks
-    [(tag, mask, own)] = reply.memory
+    [(tag, mask, own, _)] = reply.memory
     assert tag == (2, 0, 0)
     assert mask == order.weights.mask.hash
     update = server.decode(reply.data, message)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashfl.core.exchange import Local
-from flashfl.engine.step import MaskedStep, StepSettings
+from flashfl.engine.step import MaskedStep
 from flashfl.sparsity import PruneRegrow
 
 MASKS = torch.tensor([[True, False], [True, True]])
@@ -19,7 +19,7 @@ BUSY = torch.tensor([[True], [False]])
 def begun(weights: list[list[float]], masks: Tensor | None = MASKS, lr: float = 0.1, **settings: Any) -> MaskedStep:
     """A step on rows of two prunable weights and one other."""
     step = MaskedStep(torch.tensor(weights), 2, masks)
-    step.begin(StepSettings.of(Local(**settings)), lr)
+    step.begin(Local(lr=lr, **settings))
     return step
 
 
@@ -80,7 +80,7 @@ def test_without_masks_every_weight_trains() -> None:
 def test_a_second_client_starts_without_the_velocity_of_the_first() -> None:
     step = begun([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]], momentum=0.9)
     step(*gradients([1.0, 1.0, 1.0], [1.0, 1.0, 1.0]))
-    step.begin(StepSettings(momentum=0.9), 0.1)
+    step.begin(Local(lr=0.1, momentum=0.9))
     before = step.weights.clone()
     step(*gradients([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]))
     assert torch.equal(step.weights, before)

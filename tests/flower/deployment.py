@@ -96,7 +96,10 @@ class Deployment:
         )
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """A process in a session of its own, in a neutral folder, with a log; known by a name and its id."""
+        """A process in a session of its own, in a neutral folder, with a log; known by a name and its id.
+
+        What it creates may be read by everyone, unless it takes care itself.
+        """
         where = self.folder / name
         where.mkdir(exist_ok=True)
         log = (self.folder / f"{name}.log").open("ab")
@@ -107,7 +110,7 @@ class Deployment:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            umask=0o077,
+            umask=0o022,
         )
         log.close()
         self.processes[name] = process
@@ -122,9 +125,10 @@ class Deployment:
         (self.folder / f"{name}.log").write_bytes(b"")
 
     def superlink(self) -> None:
-        """Start the SuperLink and wait until it serves."""
+        """Start the SuperLink and wait until it serves, to other machines too."""
         self.start(
-            "superlink", "flower-superlink", "--host", "127.0.0.1", "--port", str(self.port),
+            "superlink", sys.executable, "-m", "flashfl.flower.superlink",
+            "--host", "0.0.0.0", "--port", str(self.port),
             "--ssl-certfile", str(self.folder / "server.pem"), "--ssl-keyfile", str(self.folder / "server.key"),
             "--ssl-ca-certfile", str(self.folder / "ca.crt"), "--enable-supernode-auth",
             "--disable-runtime-dependency-installation", "--database", str(self.folder / "link.db"),
@@ -132,18 +136,28 @@ class Deployment:
         wait_for(lambda: "Uvicorn running" in self.log("superlink"), 60, "the SuperLink")
 
     def supernode(
-        self, number: int, of: int, via: int | None = None, launcher: str = QUICK, env: Mapping[str, str] | None = None
+        self,
+        number: int,
+        of: int,
+        via: int | None = None,
+        launcher: str = QUICK,
+        env: Mapping[str, str] | None = None,
+        config: str = "",
     ) -> None:
-        """Start a SuperNode, registered under a key of its own; `via` another port than the SuperLink's."""
+        """Start a SuperNode, registered under a key of its own; `via` another port than the SuperLink's.
+
+        config: more of the node's settings.
+        """
         key = self.folder / f"node{number}.key"
         if not key.exists():
             make_key(key)
             self.flwr("supernode", "register", str(key.with_suffix(".pub")), "here")
         command = [sys.executable, "-m", launcher] if launcher else ["flower-supernode"]
+        settings = f"partition-id={number} num-partitions={of} {config}".strip()
         self.start(
             f"node{number}", *command, "--superlink", f"127.0.0.1:{via or self.port}",
             "--root-certificates", str(self.folder / "ca.crt"), "--auth-supernode-private-key", str(key),
-            "--port", str(free_port()), "--node-config", f"partition-id={number} num-partitions={of}", env=env,
+            "--port", str(free_port()), "--node-config", settings, env=env,
         )  # fmt: skip
 
     def flwr(self, *words: str, timeout: float = 120) -> str:

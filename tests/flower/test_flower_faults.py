@@ -255,7 +255,7 @@ def test_checkpoint_holds_the_nodes_of_clients(tmp_path: Path) -> None:
     assert run.state is not None
     point = load(tmp_path / "checkpoints", run.state.plan, run.results.header["identity"])
     saved: Any = point.clients
-    assert saved["nodes"] == {str(c.id): str(node_of(c.id)) for c in task.clients}
+    assert [(e["client"]["id"], e["node"]) for e in saved["bound"]] == [(c.id, node_of(c.id)) for c in task.clients]
     assert saved["size"] == 8
     assert len(saved["densities"]) == 8
 

@@ -24,8 +24,9 @@ from tests.conftest import NormNet, blobs, make_task
 from tests.test_every_method import small
 
 
-def registry_of(grid: Any, task: Any, need: int = 1) -> Registry:
-    return Registry(grid, Terms(task.layout.hash, fingerprint(task)), FlowerOptions(wait=0.1, poll=0.01), need)
+def registry_of(grid: Any, task: Any, need: int = 1, rebind: bool = False) -> Registry:
+    options = FlowerOptions(wait=0.1, poll=0.01, rebind=rebind)
+    return Registry(grid, Terms(task.layout.hash, fingerprint(task)), options, need)
 
 
 def test_clients_are_known_by_their_own_ids() -> None:
@@ -34,23 +35,6 @@ def test_clients_are_known_by_their_own_ids() -> None:
     assert [c.id for c in registry.present()] == list(range(8))
     assert [c.n for c in registry.present()] == [c.n for c in task.clients]
     assert all(registry.entries[c.id].node == node_of(c.id) for c in task.clients)
-
-
-def test_second_node_with_the_same_client_id_waits(caplog: pytest.LogCaptureFixture) -> None:
-    task = make_task("norm")
-    grid = federation(task)
-    registry = registry_of(grid, task)
-    assert len(registry.present()) == 8
-    grid.join(7, client_app(task), {"partition-id": 3})
-    with caplog.at_level(logging.ERROR, "flwr.flashfl"):
-        registry.refresh()
-        registry.refresh()
-    assert registry.entries[3].node == node_of(3)
-    assert caplog.text.count(f"node 7 is refused: client 3 is already node {node_of(3)}") == 1
-    grid.leave(node_of(3))
-    registry.refresh()
-    assert registry.entries[3].node == 7
-    assert len(registry.present()) == 8
 
 
 def test_node_with_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -193,18 +177,6 @@ def after(grid: Any, number: int, node: int, app: Any, **config: Any) -> Any:
     return change
 
 
-def test_node_restarted_with_other_data_is_dropped_once(caplog: pytest.LogCaptureFixture) -> None:
-    task, cohort = make_task("norm"), {"per_round": 8, "rounds": 5}
-    grid = federation(task)
-    restart = after(grid, 1, node_of(2), of_size(33))
-    run = train(small("pdst"), server_task(NormNet, blobs(30, (1, 5, 5), 7)), grid, watch=restart, **cohort)
-    assert [list(line.failures) for line in run.history] == [[], [], [2], [], []]
-    assert "reports 33 samples" in run.history[2].failures[2]
-    assert f"node {node_of(2)} was restarted: client 2 with 33 samples" in caplog.text
-    assert grid.pushed.count((node_of(2), "query")) == 2
-    assert grid.pushed.count((node_of(3), "query")) == 1
-
-
 @pytest.mark.parametrize(("app", "why"), [
     (of_size(33), "registers 33 samples, flower.max_samples is 20"),
     (client_app(make_task("dropout")), "has another model"),
@@ -216,17 +188,6 @@ def test_node_restarted_with_an_unfit_app_is_refused(app: Any, why: str, caplog:
     run = train(small("pdst"), server, grid, watch=after(grid, 1, node_of(2), app), options=options, per_round=7)
     assert f"node {node_of(2)} is refused: client 2 {why}" in caplog.text
     assert 2 not in run.history[-1].cohort
-
-
-def test_node_restarted_as_another_client_gets_that_id() -> None:
-    task = make_task("norm", clients=3)
-    grid = federation(task)
-    registry = registry_of(grid, task)
-    assert [c.id for c in registry.present()] == [0, 1, 2]
-    grid.join(node_of(2), of_size(9), {"partition-id": 0, "client-id": 5})
-    registry.doubt([2, 77])
-    assert [(c.id, c.n) for c in registry.present()][2:] == [(5, 9)]
-    assert registry.entries[5].node == node_of(2)
 
 
 def test_refused_node_is_asked_again_after_a_while(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from flashfl.cli import main
+from flashfl.report.command import write
+from flashfl.report.load import load
 
 SMALL = [
     "--rounds=5", "--eval_every=1", "--clients=4", "--per_round=2", "--limit=160", "--density=0.1",
@@ -23,6 +25,12 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compared")
     assert main(["compare", "--methods", "dense,nst,spdst,jmwst", "--seeds", "2", "--out", str(folder), *SMALL]) == 0
     return folder
+
+
+@pytest.fixture(scope="session")
+def page(compared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of the page about these runs."""
+    return write(load([compared]), tmp_path_factory.mktemp("page") / "report.html").as_uri()
 
 
 @pytest.fixture

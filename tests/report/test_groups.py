@@ -246,10 +246,13 @@ def test_watch_follows_run_at_any_depth(compared: Path, tmp_path: Path) -> None:
     assert [(g["label"], g["seeds"]) for g in feed.data()["groups"]] == [("nst", 2)]
 
 
-def test_custom_tasks_with_other_data_are_not_averaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [
+    lambda samples: [(x, y.flip(0)) for x, y in samples], lambda samples: [(x + 0.1, y) for x, y in samples],
+], ids=["labels", "inputs"])  # fmt: skip
+def test_custom_tasks_with_other_data_are_not_averaged(tmp_path: Path, change: Callable[[Any], Any]) -> None:
     """Model, name and numbers of samples are the same."""
     first = [blobs(8, (6,), i) for i in range(3)]
-    other = [(x, y.flip(0)) for x, y in first]
+    other = change(first)
     for i, (clients, seed) in enumerate(((first, 0), (first, 1), (other, 2))):
         task = Task(DropoutNet, clients, blobs(9, (6,), 9))
         simulate(PDST(0.3), task, 1, folder=tmp_path / str(i), per_round=2, seed=seed, workers=1, device="cpu")

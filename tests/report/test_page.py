@@ -32,11 +32,6 @@ CHARTS = {
 }
 
 
-@pytest.fixture(scope="session")
-def page(compared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(load([compared]), tmp_path_factory.mktemp("page") / "report.html").as_uri()
-
-
 def count(browser: Any, selector: str) -> int:
     return int(browser.execute_script("return document.querySelectorAll(arguments[0]).length", selector))
 

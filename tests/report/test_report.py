@@ -261,10 +261,11 @@ def test_other_metric_is_named_and_its_best_is_the_lowest(compared: Path, tmp_pa
     scores = [record.score.metric for record in run.counted if record.score]
     assert run.numbers.best == min(scores) == 0.01234567
     head, _, row = groups_table(found).markdown().splitlines()[:3]
-    assert head.startswith("| method | seeds | perplexity | best | paper % |")
+    assert head.startswith("| method | seeds | perplexity (lower is better) | best | paper % |")
     assert row.startswith(f"| nst | 1 | {scores[-1]:.4g} | {min(scores):.4g} |")
     assert rounds_table(found).csv().splitlines()[0].split(",")[6] == "perplexity"
-    assert page_data(found)["metric"] == {"name": "perplexity", "percent": False}
+    about = {"name": "perplexity", "percent": False, "direction": " (lower is better)"}
+    assert page_data(found)["metric"] == about
 
 
 def test_runs_with_other_metrics_share_a_table(compared: Path, tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_runs_with_other_metrics_share_a_table(compared: Path, tmp_path: Path) -
     shutil.copytree(compared / "dense-seed0", tmp_path / "b")
     found = load([tmp_path])
     assert groups_table(found).markdown().startswith("| method | seeds | metric | best |")
-    assert page_data(found)["metric"] == {"name": "metric", "percent": False}
+    assert page_data(found)["metric"] == {"name": "metric", "percent": False, "direction": ""}
     pytest.importorskip("matplotlib")
     assert figures.figure("accuracy-rounds", found.runs).axes[0].get_ylabel() == "metric"
 

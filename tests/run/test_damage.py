@@ -18,7 +18,7 @@ from flashfl.cli import main
 from flashfl.core.errors import CheckpointError
 from flashfl.core.exchange import Traffic
 from flashfl.core.state import Plan
-from flashfl.run import checkpoint
+from flashfl.run import checkpoint, sealed
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task
 
@@ -54,7 +54,7 @@ def forge(**changes: Any) -> Callable[[Path], None]:
         put(**changes)(path)
         record = json.loads(path.read_text())
         record.pop("digest", None)
-        path.write_text(json.dumps({**record, "digest": checkpoint._digest(record)}))
+        path.write_text(json.dumps({**record, "digest": sealed.digest(record)}))
 
     return damage
 

@@ -14,8 +14,10 @@ from wire_surgery import LENGTH, close_up, open_up, payload, remove, replace
 from flashfl.core.errors import FlashError
 from flashfl.core.exchange import Extra
 from flashfl.core.mask import Mask, Recipe
+from flashfl.core.precision import Precision
 from flashfl.sparsity import recipe_mask
 from flashfl.wire import Limits, Message, decode, encode, errors, seal
+from flashfl.wire.message import Coding
 
 LAYOUT = small_layout()
 BASE = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
@@ -194,6 +196,29 @@ def test_invalid_int8_scales_are_refused() -> None:
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", 0.0))))
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", np.float32(0.1)))))
     refused(errors.NonFinite, replace(data, "values", put(body, 2, struct.pack("<f", float("inf")))))
+
+
+def test_invalid_int4_scales_and_levels_are_refused() -> None:
+    data = encode(update(BASE), (BASE,), "int4").data
+    body = payload(data, "values")
+    for scale in (b"\0\x80", b"\0\0", b"\x01\0"):  # negative zero, zero, and far too small
+        refused(errors.BadField, replace(data, "values", put(body, 2, scale)))
+    refused(errors.NonFinite, replace(data, "values", put(body, 2, b"\x80\x7f")))
+    first = 2 + 2 * -(-(BASE.active + 12) // 64)
+    refused(errors.BadField, replace(data, "values", put(body, first, b"\x88")))  # level -8
+
+
+def test_changes_are_refused_where_they_make_no_sense() -> None:
+    how = Precision("int8", changes=True)
+    data = encode(update(BASE), (BASE,), how).data
+    assert decode(data, LAYOUT, {BASE.hash: BASE}).coding == Coding("known", BASE.hash, how)
+    body = payload(data, "values")
+    refused(errors.BadField, replace(data, "values", put(body, 0, b"\2")))  # statistics alone
+    data = encode(order(BASE), (BASE,)).data
+    refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([32]))))
+    refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([5]))))
+    refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([64]))))
+    refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([16]))))  # fp32 has no rest
 
 
 def test_every_error_is_a_wire_error() -> None:

@@ -20,6 +20,7 @@ from flashfl.core.exchange import Local
 from flashfl.core.layout import KINDS as LAYOUT_KINDS
 from flashfl.core.layout import Layer, Layout
 from flashfl.core.mask import Mask, Recipe
+from flashfl.core.precision import Precision, Rounding
 from flashfl.core.rng import fold, hashes
 from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
 from flashfl.wire import Limits, encode
@@ -153,13 +154,40 @@ def test_second_reader_sees_the_same_message(form: str, densities: list[float]) 
     assert list(struct.unpack(f"<{message.values.numel()}f", values.data[2:])) == message.values.tolist()
 
 
+def read_int4(body: Bytes, counts: list[int]) -> list[float]:
+    """The same values are coarse; the rest travels as fp16."""
+    count = sum(counts) + 12
+    scales = [struct.unpack("<f", b"\0\0" + body.take(2))[0] for _ in range(-(-count // 64))]
+    halves = [half for byte in body.take(-(-count // 2)) for half in (byte & 15, byte >> 4)]
+    levels = [h - 16 if h > 7 else h for h in halves[:count]]
+    assert not any(halves[count:])
+    values = [level * scales[i // 64] for i, level in enumerate(levels)]
+    fine = struct.unpack("<15e", body.take(30))
+    return [*values[:-12], *fine[:5], *values[-12:], *fine[5:]]
+
+
+@pytest.mark.parametrize("densities", [[0.2, 0.1, 0.0, 1.0], [0.9, 0.5, 0.0, 0.1]])
+@pytest.mark.parametrize("rounding", ["unbiased", "nearest"])
+def test_second_reader_sees_the_same_int4_values(densities: list[float], rounding: Rounding) -> None:
+    mask = mask_of(LAYOUT, densities, 1)
+    message, how = update(mask), Precision("int4", "fp16", rounding)
+    _, _, values = read(encode(message, values=how, form="rice").data, mask)
+    assert values.take(2) == b"\0" + bytes([4 + 16])
+    assert message.values is not None
+    rounded = round_values(message.values, segments(LAYOUT, mask.counts, "all", "int4"), how, message.value_key)
+    assert torch.equal(torch.tensor(read_int4(values, list(mask.counts))), rounded)
+    assert values.at == len(values.data)
+
+
 def test_second_reader_sees_the_same_int8_values() -> None:
     mask = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
     message = update(mask)
     _, _, values = read(encode(message, values="int8", form="rice").data, mask)
     assert values.take(2) == b"\0\3"
     assert message.values is not None
-    rounded = round_values(message.values, segments(LAYOUT, mask.counts, "all", "int8"), "int8", message.value_key)
+    rounded = round_values(
+        message.values, segments(LAYOUT, mask.counts, "all", "int8"), Precision("int8"), message.value_key
+    )
     assert torch.equal(torch.tensor(read_int8(values, list(mask.counts))), rounded)
     assert values.at == len(values.data)
 
@@ -249,7 +277,7 @@ def test_layout_hash_escapes_names_as_described() -> None:
 
 def test_settings_as_described() -> None:
     """The page's table of fields and defaults is the classes'."""
-    for cls in (Local, Recipe, PruneRegrow):
+    for cls in (Local, Precision, Recipe, PruneRegrow):
         row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{cls.__name__}` |"))
         for f in fields(cls):
             default = [] if f.default == () else f.default

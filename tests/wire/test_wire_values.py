@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_support import mask_of, small_layout
 
+from flashfl.core.precision import FORMS, Form, Precision
 from flashfl.wire.errors import BadField, NonFinite
 from flashfl.wire.reader import Reader
 from flashfl.wire.values import (
     CARRIES,
-    FORMS,
     Carries,
-    Form,
     count_values,
     read_values,
     round_values,
@@ -29,39 +31,45 @@ MASK = mask_of(LAYOUT, [0.5, 0.1, 0.0, 1.0], 4)
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def there_and_back(values: torch.Tensor, carries: Carries, form: Form, key: int) -> torch.Tensor:
-    data = b"".join(values_chunks(values, LAYOUT, MASK.counts, carries, form, key))
-    assert len(data) == values_size(LAYOUT, MASK.active, carries, form)
+EVERY = [
+    Precision(form, rest, rounding)
+    for form, rest, rounding in itertools.product(FORMS, ("fp32", "fp16"), ("unbiased", "nearest"))
+]
+
+
+def there_and_back(values: torch.Tensor, carries: Carries, how: Precision, key: int) -> torch.Tensor:
+    data = b"".join(values_chunks(values, LAYOUT, MASK.counts, carries, how, key))
+    assert len(data) == values_size(LAYOUT, MASK.active, carries, how)
     reader = Reader(memoryview(data), "values")
     found, *head = read_values(reader, LAYOUT, MASK.counts)
-    assert head == [carries, form]
+    assert head == [carries, replace(how, rounding="unbiased")]  # the receiver need not know how it was rounded
     reader.end()
     return found
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from(FORMS), st.sampled_from(CARRIES), st.integers(0, 2**64 - 1))
-def test_rounded_values_are_the_decoded_values(data: st.DataObject, form: Form, carries: Carries, key: int) -> None:
+@given(st.data(), st.sampled_from(EVERY), st.sampled_from(CARRIES), st.integers(0, 2**64 - 1))
+def test_rounded_values_are_the_decoded_values(data: st.DataObject, how: Precision, carries: Carries, key: int) -> None:
     """`round_values` gives the receiver's values bit for bit, and rounding again under any key changes nothing."""
     count = count_values(LAYOUT, MASK.active, carries)
     few = data.draw(st.lists(numbers, min_size=1, max_size=12))
     values = torch.tensor((few * count)[:count], dtype=torch.float32)
-    parts = segments(LAYOUT, MASK.counts, carries, form)
-    rounded = round_values(values, parts, form, key)
-    found = there_and_back(values, carries, form, key)
+    parts = segments(LAYOUT, MASK.counts, carries, how.values)
+    rounded = round_values(values, parts, how, key)
+    found = there_and_back(values, carries, how, key)
     assert torch.equal(rounded.view(torch.int32), found.view(torch.int32))
-    assert torch.equal(round_values(found, parts, form, key ^ 1), found)
-    assert torch.equal(there_and_back(found, carries, form, key ^ 1).view(torch.int32), found.view(torch.int32))
+    assert torch.equal(round_values(found, parts, how, key ^ 1), found)
+    assert torch.equal(there_and_back(found, carries, how, key ^ 1).view(torch.int32), found.view(torch.int32))
 
 
-@pytest.mark.parametrize("form", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("form", ["fp16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 def test_rounding_is_unbiased(form: Form, scale: float) -> None:
     """Over many keys the mean of a rounded value is the value, within five standard errors."""
     count = count_values(LAYOUT, MASK.active, "all")
     values = torch.from_numpy((np.random.default_rng(1).standard_normal(count) * scale).astype(np.float32))
     parts = segments(LAYOUT, MASK.counts, "all", form)
-    runs = torch.stack([round_values(values, parts, form, key) for key in range(2000)]).double()
+    runs = torch.stack([round_values(values, parts, Precision(form), key) for key in range(2000)]).double()
     error, spread = runs.mean(0) - values.double(), runs.std(0)
     assert bool((error.abs() <= 5 * spread / 2000**0.5 + values.abs() * 1e-4).all())
     coarse = torch.cat([torch.full((p.stop - p.start,), p.coarse) for p in parts])
@@ -79,30 +87,30 @@ def test_values_beyond_the_range_are_clamped() -> None:
     count = count_values(LAYOUT, MASK.active, "weights")
     huge = torch.full((count,), torch.finfo(torch.float32).max)
     for form, largest in (("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)):
-        assert float(there_and_back(-huge, "weights", form, 3).min()) == -largest
+        assert float(there_and_back(-huge, "weights", Precision(form), 3).min()) == -largest
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("form", FORMS)
-def test_non_finite_values_are_not_sent(bad: float, form: Form) -> None:
+@pytest.mark.parametrize("how", EVERY)
+def test_non_finite_values_are_not_sent(bad: float, how: Precision) -> None:
     values = torch.zeros(count_values(LAYOUT, MASK.active, "all"))
     values[3] = bad
     with pytest.raises(NonFinite):
-        values_chunks(values, LAYOUT, MASK.counts, "all", form, 1)
+        values_chunks(values, LAYOUT, MASK.counts, "all", how, 1)
 
 
 def test_wrong_number_of_values_is_refused() -> None:
     with pytest.raises(BadField, match="expected"):
-        values_chunks(torch.zeros(3), LAYOUT, MASK.counts, "all", "fp32", 1)
+        values_chunks(torch.zeros(3), LAYOUT, MASK.counts, "all", Precision(), 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("form", FORMS)
-def test_cpu_and_gpu_round_alike(form: Form) -> None:
+@pytest.mark.parametrize("how", EVERY)
+def test_cpu_and_gpu_round_alike(how: Precision) -> None:
     count = count_values(LAYOUT, MASK.active, "all")
     scales = torch.logspace(-44, 38, count, dtype=torch.float64)
     values = (torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * scales).float()
-    parts = segments(LAYOUT, MASK.counts, "all", form)
-    there = round_values(values.cuda(), parts, form, 7).cpu()
-    assert torch.equal(round_values(values, parts, form, 7).view(torch.int32), there.view(torch.int32))
+    parts = segments(LAYOUT, MASK.counts, "all", how.values)
+    there = round_values(values.cuda(), parts, how, 7).cpu()
+    assert torch.equal(round_values(values, parts, how, 7).view(torch.int32), there.view(torch.int32))

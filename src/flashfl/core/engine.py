@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
-from .exchange import Client, Evaluation, Order, Outcome
+from .exchange import Client, Evaluation, Local, Order, Outcome
 from .mask import Weights
 from .method import Method
+from .record import Score
 from .state import State
 
 # What checkpoints hold beside tensors: plain JSON.
@@ -44,11 +45,17 @@ class Engine(Protocol):
     @property
     def memory(self) -> Memory: ...
 
+    def prepare(self, s: State) -> Mapping[str, JSON]:
+        """Choose how a new run computes, before its first round. The choice goes into the results' header."""
+
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Carry out the orders. They are made as they are needed, in ascending client id."""
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """How good a model is; without `statistics` BatchNorm uses each batch's own."""
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        """How good the model is under each client's own mask, on samples like the client's; None: cannot be told."""
 
     def close(self) -> None: ...
 

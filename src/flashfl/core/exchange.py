@@ -5,22 +5,24 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .client import Form, Part
 from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
 from .parts import coerce, part
+from .precision import Precision
 
 _WHOLE, _REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
 _RANGES = (
     *(("epochs", 1, _WHOLE), ("batch", 1, _WHOLE), ("max_steps", 0, _WHOLE)),
-    *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox")),
+    *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox", "lr_last")),
 )
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
 _PART = 1 << 20  # values that are added in double precision at a time
@@ -65,12 +67,16 @@ class Local:
     momentum: float = 0.0
     weight_decay: float = 0.0
     prox: float = 0.0
+    lr_last: float = 1.0  # within the round, the learning rate falls linearly from lr towards lr_last * lr
     max_steps: int = 0  # at most this many batches an epoch; 0: all
     adapt: Adapt | None = None  # the rule that moves the mask during training; None: the mask is frozen
     start: Recipe | None = None  # the mask for a client that has no stored mask
     keep: tuple[str, ...] = ()  # what the client stores for its next round: nothing, or "mask"
-    report: Literal["weights", "counts", "statistics"] = "weights"
+    personal: bool = False  # a client is sent only the part of the model that its own mask, or `start`, covers
+    report: Literal["weights", "counts", "statistics", "mask"] = "weights"  # mask: no values of active weights
     statistics: bool = True  # False: static BatchNorm, running statistics neither kept nor sent
+    upload: Precision | None = None  # how the update's values travel; None: as those of the order
+    parts: tuple[Part, ...] = ()  # what the client does beyond masked SGD; see `core.client`
 
     def __post_init__(self) -> None:
         # Each number gets its field's exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
@@ -83,7 +89,21 @@ class Local:
             lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
             raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
         if tuple(self.keep) not in ((), ("mask",)):
-            raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
+            raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',). What parts keep, they say themselves.")
+        for one in self.parts:
+            if not isinstance(one, Part):
+                raise ConfigError(f"parts has {one!r}: must be parts, such as Multiply(); derive yours from Part")
+        if self.report == "mask" and not self.statistics:
+            raise ConfigError("static_bn cannot be used here: clients send all values but those of active weights")
+
+    def sends(self, order: Precision) -> Precision:
+        """How the update's values travel, in answer to an order whose values travelled like `order`.
+
+        Only weights can travel as changes, and not if parts of the work report changes already.
+        """
+        how = self.upload or order
+        changes = how.changes and self.report == "weights" and not any(one.changes for one in self.parts)
+        return how if changes == how.changes else replace(how, changes=changes)
 
     def batches(self, n: int) -> int:
         """The number of batches in an epoch of n samples."""
@@ -102,15 +122,15 @@ class Client:
 
 @dataclass(frozen=True)
 class Extra:
-    """A tensor beside the weights. Forms: masked (values at the mask's active positions), dense, bits, scalar."""
+    """A tensor beside the weights, in the form in which it travels and is stored; see `Field`."""
 
-    form: Literal["masked", "dense", "bits", "scalar"]
+    form: Form
     value: Tensor
 
 
 @dataclass(frozen=True)
 class Order:
-    """A message from the server to one client. The built-in clients ignore `extra`."""
+    """A message from the server to one client. Parts find `extra` in `Clients.given`."""
 
     weights: Weights
     local: Local
@@ -133,6 +153,7 @@ class Update:
     counts: tuple[int, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Extra] = field(default_factory=dict)
+    notes: Mapping[str, Extra] = field(default_factory=dict)  # what the client's parts remember; it never travels
 
     @staticmethod
     def of(
@@ -217,6 +238,20 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What is known about privacy after a private round.
+
+    known: epsilon against somebody who knows the cohorts, such as the server. sampled: against somebody who does not.
+    """
+
+    known: float = 0.0
+    sampled: float = 0.0
+    delta: float = 0.0  # 0: no differential privacy
+    clamped: int = 0  # values beyond their declared range; not reported under differential privacy
+    over: bool = False  # the budget allows no other round
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What an engine brings back from one round."""
 
@@ -224,6 +259,8 @@ class Outcome:
     traffic: Traffic
     failures: Mapping[int, str]  # client id -> why it was dropped
     seconds: Mapping[str, float] = field(default_factory=dict)
+    privacy: Spent | None = None  # of a private round
+    revealed: bool = False  # clients gave away shares of a sum that could not be opened: they open no other this round
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ def put(path: Path, data: bytes | Callable[[Path], None], sync: bool = False) ->
     through = path.with_name(f"{path.name}.{os.getpid()}.partial") if whole else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if whole:
+            through.unlink(missing_ok=True)  # a link there would lead to another file
         if isinstance(data, bytes):
             through.write_bytes(data)
         else:

@@ -49,14 +49,19 @@ def run_rounds(
             state = trips.repeat(state, outcome)
             continue
         trained = time.perf_counter()
-        after = _aggregate(method, state, outcome)
-        traffic, failures = trips.lost + outcome.traffic, dict(outcome.failures)
-        last = method.done(after) or enough(traffic)
+        after = _aggregate(method, state, outcome).averaged(state)
+        traffic, failures, privacy = trips.lost + outcome.traffic, dict(outcome.failures), outcome.privacy
+        last = method.done(after) or enough(traffic) or (privacy is not None and privacy.over)
         if last and not after.plan.local.statistics:
             after, gathered = trips.gather_statistics(after, present)
             traffic, failures = traffic + gathered.traffic, failures | dict(gathered.failures)
+            privacy = gathered.privacy
         aggregated = time.perf_counter()
         metrics, sent = _evaluate(method, after, engine, last) if last or _due(after, eval_every) else ({}, 0)
+        if last and method.personal:
+            works = [(client, method.work(after, client)) for client in present]
+            if (own := engine.evaluate_personal(after.weights, works)) is not None:
+                metrics["personal"] = own
         seconds = {
             **outcome.seconds,
             "train": trained - began,
@@ -66,7 +71,7 @@ def run_rounds(
         ids = tuple(c.id for c in cohort)
         record = RoundRecord(
             state.phase.name, state.phase.counts, state.round, state.attempt, ids, failures, outcome.sums.mean_loss,
-            traffic, trips.missed, metrics, sent, seconds,
+            traffic, trips.missed, metrics, sent, seconds, privacy,
         )  # fmt: skip
         state, trips.lost, trips.missed = after, Traffic(), {}
         yield state, record
@@ -105,11 +110,11 @@ class _Trips:
             )
         self.missed |= outcome.failures
         self.lost += outcome.traffic
-        return s.again()
+        return s.skip() if outcome.revealed else s.again()
 
     def gather_statistics(self, s: State, clients: Sequence[Client]) -> tuple[State, Outcome]:
         """The last step with static BatchNorm: every client reports its data's statistics under the final weights."""
-        local = replace(s.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
+        local = replace(s.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None, parts=())
         asked, traffic = s, Traffic()
         while True:
             orders = ((c, asked.order(c, local, w)) for c, w in self.method.models(s, clients))
@@ -125,7 +130,10 @@ class _Trips:
             asked = asked.again()
         outcome = replace(outcome, traffic=traffic)
         # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
-        return self.method.with_statistics(replace(s, before=None), outcome.sums), outcome
+        after = self.method.with_statistics(replace(s, before=None), outcome.sums)
+        if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now
+            after = replace(after, average=after.average.with_statistics(after.weights.statistics))
+        return after, outcome
 
 
 def _reasons(outcome: Outcome) -> str:
@@ -138,7 +146,7 @@ def _due(state: State, every: int) -> bool:
 
 def _aggregate(method: Method, s: State, outcome: Outcome) -> State:
     """The next state. With static BatchNorm nobody reports statistics, so the server keeps the model's own."""
-    after = checked(method, method.aggregate(s, outcome.sums), s)
+    after = s.plan.server.apply(s, checked(method, method.aggregate(s, outcome.sums), s))
     if s.plan.local.statistics or after.phase != s.phase:
         return after
     own = s.weights.statistics
@@ -172,7 +180,7 @@ def _evaluate(method: Method, state: State, engine: Engine, last: bool) -> tuple
     """The scores of all views, and the bytes that were sent for them."""
     use_running = state.plan.local.statistics or last  # static BatchNorm has no statistics before the end
     scores, sent = {}, 0
-    for name, weights in method.views(state).items():
+    for name, weights in method.reported(state).items():
         if not weights.is_masked():
             raise FlashError(
                 f"{_name(method)}.views[{name!r}] has weights outside its mask. They never travel, so the score would "

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from .errors import unknown
-from .exchange import Client, Local, Order, Sums
+from .exchange import Client, Extra, Local, Order, Sums
 from .mask import Weights
 from .rng import choose
 from .state import TRAINING, Phase, Plan, State
@@ -23,7 +23,18 @@ class Method:
 
     name: ClassVar[str] = ""
     phases: ClassVar[tuple[Phase, ...]] = (TRAINING,)
+    counts_flops: ClassVar[bool] = False  # whether it reads `plan.flops`
+    personal: ClassVar[bool] = False  # whether clients end with models of their own, which are then evaluated too
+    recipe: ClassVar[Mapping[str, object]] = {}  # settings of the run it is meant for; the user's own win
     exact: ClassVar[bool] = True  # the server's model has exactly its `density`; False: it may be denser
+
+    @property
+    def common(self) -> bool:
+        """Whether in every round all clients get one model and return its mask unchanged, so that sums can be secret.
+
+        A method with its own `work` or `models` must say so itself.
+        """
+        return type(self).work is Method.work and type(self).models is Method.models
 
     def init(self, plan: Plan) -> State:
         """The server's state before the first round. `plan.initial()` draws the weights."""
@@ -47,8 +58,13 @@ class Method:
 
     def orders(self, s: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
         """The orders of a round, made as they are needed."""
+        extra = self.download(s)
         for client, weights in self.models(s, cohort):
-            yield client, s.order(client, self.work(s, client), weights)
+            yield client, replace(s.order(client, self.work(s, client), weights), extra=extra)
+
+    def download(self, s: State) -> Mapping[str, Extra]:
+        """What clients are sent beside the weights, by name. Their parts find it in `Clients.given`."""
+        return {}
 
     def aggregate(self, s: State, sums: Sums) -> State:
         """The next state, from the sums of this round's updates."""
@@ -62,9 +78,13 @@ class Method:
         """The models to evaluate, by name; the first is reported. By default `weights`, and `before` if it is set."""
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
+    def reported(self, s: State) -> Mapping[str, Weights]:
+        """The views with the running average of the server's model before them, if the run keeps one."""
+        return self.views(s) if s.average is None else {"average": s.average, **self.views(s)}
+
     def view(self, s: State, name: str = "") -> Weights:
         """The view of this name; by default the reported one."""
-        views = self.views(s)
+        views = self.reported(s)
         if name and name not in views:
             raise unknown("view", name, views)
         return views[name or next(iter(views))]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 from .errors import ConfigError, DataError
-from .exchange import Traffic
+from .exchange import Spent, Traffic
 from .parts import build
 
 
@@ -45,6 +45,7 @@ class RoundRecord:
     metrics: Mapping[str, Score] = field(default_factory=dict)  # by view; empty if the round was not evaluated
     evaluation_bytes: int = 0  # sent to clients that evaluated the model; not part of `bytes`
     seconds: Mapping[str, float] = field(default_factory=dict)
+    privacy: Spent | None = None  # of a private round
 
     total: Traffic = field(default_factory=Traffic)  # bytes of the run so far
     density: float = 1.0  # of the server's mask after the round
@@ -69,9 +70,9 @@ class RoundRecord:
     @staticmethod
     def from_json(line: Mapping[str, object]) -> RoundRecord:
         """The record that `to_json` described, or a DataError that names what is wrong with it."""
-        known = {f.name: _or_nan(line[f.name]) for f in fields(RoundRecord) if f.name in line}
+        given = {name: _or_nan(value) for name, value in line.items() if name != "type"}
         try:
-            return build(RoundRecord, {"failures": {}, **known}, "round")
+            return build(RoundRecord, {"failures": {}, **given}, "round")
         except (ConfigError, ValueError, OverflowError) as error:
             raise DataError(f"a round's record cannot be read ({error})") from None
 

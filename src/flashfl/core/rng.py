@@ -42,6 +42,17 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
+def mix(x: Tensor) -> Tensor:
+    """A bijection on int32 that spreads every bit."""
+    return _mix(x.clone())
+
+
+def words(keys: Sequence[int], device: Device = "cpu") -> Tensor:
+    """Keys as pairs of int32, [keys, 2], for draws inside captured work."""
+    pairs = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
+    return torch.tensor(pairs, dtype=torch.int32).to(device, non_blocking=True)
+
+
 def hashes(key: int, start: int, stop: int, device: Device = "cpu") -> Tensor:
     """int32 hashes of the indices start..stop-1 under `key`; distinct indices get distinct hashes."""
     if not 0 <= start <= stop <= 1 << 31:
@@ -59,11 +70,11 @@ def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu"
     """One row of `hashes` for each key, all at once."""
     if torch.device(device).type == "cpu":
         return torch.stack([hashes(key, start, stop) for key in keys])
-    words = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
+    pairs = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
     if (fast := kernel("hash", "hash_rows")) is not None:
-        rows: Tensor = fast(words, start, stop, torch.device(device))
+        rows: Tensor = fast(pairs, start, stop, torch.device(device))
         return rows
-    low, high = torch.tensor(words, dtype=torch.int32).to(device, non_blocking=True).T[:, :, None]
+    low, high = words(keys, device).T[:, :, None]
     x = torch.arange(start, stop, dtype=torch.int32, device=device) ^ low
     _mix(x)
     x += high

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,19 @@ class Phase:
 TRAINING = Phase("training", 2)  # 1 is left to phases that prepare it
 
 
+class Server(Protocol):
+    """How the server's model follows what a method made of a round; see `core.server.ServerStep`."""
+
+    def apply(self, before: State, after: State) -> State: ...
+
+
+class Follow:
+    """The model is what the method made."""
+
+    def apply(self, before: State, after: State) -> State:
+        return after
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is fixed for a run: layout, initial weights, seed, number of rounds and clients, learning rates."""
@@ -48,6 +61,9 @@ class Plan:
     local: Local = field(default_factory=Local)
     lr_end: float = 0.001
     device: torch.device | str = "cpu"
+    flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
+    server: Server = field(default_factory=Follow)  # how the model follows the average
+    average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_round <= self.clients:
@@ -80,6 +96,7 @@ class State:
     extra: Mapping[str, Mask | Tensor] = field(default_factory=dict)
     counted: int = 0  # finished rounds of all phases that count
     before: Weights | None = None  # the average before the server cut it to its mask, if it did; not in checkpoints
+    average: Weights | None = None  # the running average of `weights` over rounds, which the loop keeps; see `averaged`
 
     def __post_init__(self) -> None:
         for name, value in self.extra.items():
@@ -113,8 +130,11 @@ class State:
 
     def kept(self, kind: type[T], name: str) -> T:
         """The mask or tensor that the method stored under this name."""
-        found = self.extra[name]
-        assert isinstance(found, kind)
+        found = self.extra.get(name)
+        if not isinstance(found, kind):
+            raise FlashError(
+                f"the state has no {kind.__name__} {name!r}: its checkpoint was not written by this method"
+            )
         return found
 
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:
@@ -128,12 +148,36 @@ class State:
         """The first round of another phase."""
         counted = self.counted + self.phase.counts
         return replace(
-            self, weights=weights, phase=phase, round=0, attempt=0, before=None, extra=extra, counted=counted
-        )
+            self, weights=weights, phase=phase, round=0, attempt=0, before=None, average=None, extra=extra,
+            counted=counted,
+        )  # fmt: skip
+
+    def averaged(self, last: State) -> State:
+        """The state with the running average after one more round; `last` is the state before that round.
+
+        ema = b * ema + (1 - b) * w, where b is `plan.average`, but at most (t - 1) / (t + 9) in round t of a phase: a
+        short run would still hold its first models otherwise. Statistics are averaged like weights. A weight that
+        leaves the mask leaves the average, and one that enters starts at its current value. Each phase has an average
+        of its own.
+        """
+        old, new, t = last.average, self.weights, self.round
+        if not self.plan.average or self.phase != last.phase:
+            return replace(self, average=None)
+        if old is None:
+            return replace(self, average=new)
+        keep = min(self.plan.average, (t - 1) / (t + 9))
+        vector, k = new.vector.lerp(old.vector, keep), self.layout.prunable_size
+        if old.mask is not new.mask:
+            vector[:k] = torch.where(old.mask.bits & new.mask.bits, vector[:k], new.vector[:k])
+        return replace(self, average=Weights(new.mask, vector))
 
     def again(self) -> State:
         """The same round again with new random keys, and so with another cohort."""
         return replace(self, attempt=self.attempt + 1)
+
+    def skip(self) -> State:
+        """The next round with the same model, as clients take no further part in this one."""
+        return replace(self, round=self.round + 1, attempt=self.attempt + 1)
 
     def order(self, client: Client, local: Local, weights: Weights | None = None) -> Order:
         """An order of this round for one client, with a random key for this client."""

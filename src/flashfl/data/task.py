@@ -48,7 +48,8 @@ class Task:
     clients: a list with each client's samples: a tuple (inputs, targets) of tensors, a torch Dataset, or a source.
     test: the server's test samples. Without them, each client holds back the share `holdout` of its samples, and the
         model is evaluated on those. Use holdout=0 on Flower clients if the server has test samples.
-    loss, metric: functions of (output, targets) that give the mean over a batch.
+    loss, metric: functions of (output, targets) that give the mean over a batch. Batches are averaged, weighted by
+        their samples: give the mean squared error, not its root.
     prunable, fixed: which parameters may be sparse, and which are never trained. docs/data.md lists the rules.
     densities: each client's density budget, for heterogeneous methods.
     metric_name: what reports call the metric; without it, the name of the function ("metric" for a lambda).
@@ -105,6 +106,13 @@ class Task:
             f"Task({self.name!r}, {len(self.train)} clients, {samples:,} training samples, {parameters:,} parameters, "
             f"{self.layout.prunable_size / max(1, parameters):.0%} prunable)"
         )
+
+    @property
+    def model_name(self) -> str:
+        """What reports call the model: its class, or the function that makes it."""
+        made = self._model
+        name = type(made).__name__ if isinstance(made, nn.Module) else getattr(made, "__name__", "")
+        return "" if name == "<lambda>" else name
 
     @property
     def pretrained(self) -> bool:

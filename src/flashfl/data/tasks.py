@@ -45,6 +45,7 @@ class TaskConfig:
     augment: bool = True  # crop and flip training images at random, where the data set does so
     verify: bool = True  # compare files with their published checksums
     holdout: float = 0.2  # share of each client's samples to evaluate on, if the data set has no test samples
+    held_out: int = 0  # evaluate on this many training samples, which no client gets, instead of the test samples
     prunable: str = "auto"  # a rule or a glob (docs/data.md); auto: what the model says
     tokens: str = "auto"  # wordpiece or words; auto: wordpiece for a pretrained model
     length: int = 64  # tokens that a text is cut or padded to
@@ -53,7 +54,7 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         # A text has a start, a word and an end; a vocabulary the four special words and one more.
-        least = {"clients": 0, "per_client": 0, "limit": 0, "size": 0, "length": 3, "vocab_size": 5}
+        least = {"clients": 0, "per_client": 0, "limit": 0, "held_out": 0, "size": 0, "length": 3, "vocab_size": 5}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least {value}")
@@ -95,6 +96,12 @@ def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) ->
     test: Source | None = data.test
     if data.test and 0 < config.limit < len(data.test):
         test = Subset(data.test, torch.from_numpy(_some(len(data.test), config.limit, fold(0, "test"))))
+    if config.held_out:
+        # The same samples for every seed and split: settings are chosen on them, and the test samples stay unseen.
+        chosen = _some(len(data.train), config.held_out, fold(0, "held out"))
+        test, parts = Subset(data.train, torch.from_numpy(chosen)), [np.setdiff1d(part, chosen) for part in parts]
+        if min(map(len, parts)) == 0:
+            raise ConfigError(f"held_out = {config.held_out} leaves a client without samples: hold out fewer")
     task = Task(
         _model(name, config, data, key),
         [Subset(data.train, torch.from_numpy(part)) for part in parts],

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ..core.exchange import Outcome, Sums, Tag, Traffic
+from dataclasses import replace
+
+from ..core.exchange import Client, Order, Outcome, Sums, Tag, Traffic
 from ..core.mask import Mask
+from ..sparsity import recipe_mask
 from .memory import ClientMemory, Kept
 from .robust import Cohort, Robust
 
@@ -22,12 +25,25 @@ class Account:
         self.traffic = Traffic()
         self.failures: dict[int, str] = {}
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
-        self._accepted: dict[int, tuple[Tag, Kept, Kept | None]] = {}
+        self._accepted: dict[int, tuple[Tag, Kept, Kept | None, Kept | None]] = {}
 
-    def accepted(self, client: int, tag: Tag, order: Mask, own: Mask | None) -> None:
-        """A client's update is good, unless it fails later. `own`: the mask that the client keeps, if any."""
+    def personal(self, client: Client, order: Order) -> Order:
+        """The order as it is sent. A personal one has only the weights that the client's own mask covers.
+
+        A client whose mask is no longer known here is sent the whole model, and covers it itself.
+        """
+        if not order.local.personal:
+            return order
+        own, start = self.memory.own(client.id), order.local.start
+        fresh = "mask" not in order.local.keep or self.memory.start(client.id) is None
+        if own is None and start is not None and fresh:
+            own = recipe_mask(self.layout, start, order.weights.vector.device)
+        return order if own is None else replace(order, weights=order.weights.restrict(own))
+
+    def accepted(self, client: int, tag: Tag, order: Mask, own: Mask | None, notes: Kept | None = None) -> None:
+        """A client's update is good, unless it fails later. own, notes: what the client keeps, if anything."""
         kept = None if own is None else self.memory.keep(own, own=True)
-        self._accepted[client] = (tag, self.memory.keep(order), kept)
+        self._accepted[client] = (tag, self.memory.keep(order), kept, notes)
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped from this round."""
@@ -36,6 +52,6 @@ class Account:
 
     def close(self) -> Outcome:
         """What the round came to. Only now clients are known to hold what this round gave them."""
-        for client, (tag, order, own) in sorted(self._accepted.items()):
-            self.memory.accept(client, tag, order, own)
+        for client, held in sorted(self._accepted.items()):
+            self.memory.accept(client, *held)
         return Outcome(self.sums, self.traffic, dict(sorted(self.failures.items())))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..core.errors import FlashError
 from ..core.exchange import Extra, Order, Tag, Update
@@ -16,13 +18,15 @@ from ..core.mask import Mask
 from ..data.sources import Source
 from ..wire import Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
-from ..wire.values import Carries, Form
-from .encoding import OWN
+from ..wire.values import Carries
+from .encoding import OWN, base_values
 from .memory import Rounds
+from .pipeline import Notes
 from .store import MaskStore
 from .train import ClientFailed, Trainer
 
 log = logging.getLogger("flashfl")
+Pack = Callable[[Update, Message, Tensor], bytes]  # an update, its order, and the packed values that were sent
 _TORCH = Path(torch.__file__).parent
 
 
@@ -43,15 +47,20 @@ class ClientLedger:
     """
 
     def __init__(self) -> None:
-        self.rounds: dict[Tag, tuple[Mask | None, Mask | None]] = {}  # the order's mask and the client's own
+        # The order's mask, the client's own, and the notes of its parts.
+        self.rounds: dict[Tag, tuple[Mask | None, Mask | None, Notes]] = {}
 
     def known(self) -> dict[str, Mask]:
         """The masks that an order may lean on, by hash."""
-        return {mask.hash: mask for masks in self.rounds.values() for mask in masks if mask is not None}
+        return {mask.hash: mask for one in self.rounds.values() for mask in one[:2] if mask is not None}
 
     def own(self, start: Tag | None) -> Mask | None:
         """The mask kept from the round `start`."""
         return self.rounds[start][1] if start in self.rounds else None
+
+    def notes(self, start: Tag | None) -> Notes:
+        """What the client's parts remember from the round `start`."""
+        return self.rounds[start][2] if start in self.rounds else {}
 
     def begin(self, order: Message) -> None:
         """An order has come: only the round it starts from still counts. Raises UnknownMask if that is lost."""
@@ -65,22 +74,22 @@ class ClientLedger:
         mine = self.own(order.start) if order.own is not None else None
         return tuple(mask for mask in (order.mask, mine) if mask is not None)
 
-    def finish(self, order: Message, own: Mask | None = None) -> None:
-        """The update is ready; `own` is the mask to keep, if the order says so."""
-        self.rounds[order.tag] = (order.mask, own)
+    def finish(self, order: Message, own: Mask | None = None, notes: Notes | None = None) -> None:
+        """The update is ready; `own` is the mask to keep, if the order says so, `notes` what its parts remember."""
+        self.rounds[order.tag] = (order.mask, own, notes or {})
 
 
 class ClientSide:
     """Plays one client at a time on one replica. The masks it remembers lie in a store, by hash."""
 
-    def __init__(self, trainer: Trainer, store: MaskStore, values: Form | None = "fp32") -> None:
-        """`values`: how weights travel; None: as they came."""
-        self.trainer, self.layout, self.store, self.values = trainer, trainer.layout, store, values
+    def __init__(self, trainer: Trainer, store: MaskStore) -> None:
+        self.trainer, self.layout, self.store = trainer, trainer.layout, store
 
-    def work(self, client: int, data: Source, order_bytes: bytes, memory: Rounds) -> Reply:
+    def work(self, client: int, data: Source, order_bytes: bytes, memory: Rounds, pack: Pack | None = None) -> Reply:
         """Carry out an order. Raises ClientFailed if training fails.
 
-        The traceback of what training raised goes to the logger `flashfl`, at level debug.
+        pack: makes the answer's bytes, in a private round. The traceback of what training raised goes to the logger
+        `flashfl`, at level debug.
         """
         ledger = self._recall(memory)
         try:
@@ -95,27 +104,33 @@ class ClientSide:
         assert local is not None
         assert coding is not None
         # Values and weights may each be as large as the model: release them before training.
-        orders = [Order(message.weights(), local, message.key, message.tag, extra)]
+        orders, how = [Order(message.weights(), local, message.key, message.tag, extra)], local.sends(coding.values)
+        start = message if how.changes or pack is not None else None
         message = replace(message, values=None)
         own = ledger.own(message.start) if "mask" in local.keep else None
         try:
-            update = self.trainer.train(orders.pop(), client, data, own)
+            update = self.trainer.train(orders.pop(), client, data, own, ledger.notes(message.start))
         except (FlashError, MemoryError):
             raise
         except Exception as error:  # most likely in the user's model, loss or data: other clients may still work
             log.debug("client %d failed", client, exc_info=True)
             raise ClientFailed(said(error)) from error
-        answer = update_message(update, message, self.layout)
-        encoded = encode(answer, ledger.bases(message), self.values or coding.values)
-        ledger.finish(message, own=update.mask if "mask" in local.keep else None)
-        return Reply(encoded.data, self._keep(ledger))
+        if pack is not None and start is not None and start.values is not None:
+            data_up = pack(update, message, start.values)
+        else:
+            answer = update_message(update, message, self.layout)
+            if start is not None and answer.mask is not None and answer.values is not None:
+                answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
+            data_up = encode(answer, ledger.bases(message), how).data
+        ledger.finish(message, update.mask if "mask" in local.keep else None, update.notes)
+        return Reply(data_up, self._keep(ledger))
 
     def _recall(self, memory: Rounds) -> ClientLedger:
         ledger = ClientLedger()
-        for tag, order, own in memory:
+        for tag, order, own, notes in memory:
             # A mask that is lost or damaged is as good as none: the server will be told.
             found = [None if digest is None else self.store.find(digest) for digest in (order, own)]
-            ledger.rounds[tag] = (found[0], found[1])
+            ledger.rounds[tag] = (found[0], found[1], {} if notes is None else self.store.find_notes(notes))
         return ledger
 
     def _given_back(self, ledger: ClientLedger, order: Message) -> dict[str, Extra]:
@@ -125,11 +140,14 @@ class ClientSide:
         if own is not None and order.start is not None and order.mask is not None:
             if own.value.numel() != self.layout.prunable_size:
                 raise WrongContent(f"a mask of {own.value.numel()} weights, expected {self.layout.prunable_size}")
-            ledger.rounds[order.start] = (order.mask, Mask(self.layout, own.value))
+            ledger.rounds[order.start] = (order.mask, Mask(self.layout, own.value), ledger.notes(order.start))
         return extra
 
     def _keep(self, ledger: ClientLedger) -> Rounds:
-        return [(tag, self._put(order), self._put(own)) for tag, (order, own) in ledger.rounds.items()]
+        return [
+            (tag, self._put(order), self._put(own), self.store.put_notes(notes) if notes else None)
+            for tag, (order, own, notes) in ledger.rounds.items()
+        ]
 
     def _put(self, mask: Mask | None) -> str | None:
         return None if mask is None else self.store.put(mask)
@@ -160,6 +178,8 @@ def update_message(update: Update, order: Order | Message, layout: Layout) -> Me
     if local.report == "statistics":
         mask, carries = None, "statistics"
         values = values[len(values) - tail :] if values is not None else None
+    elif local.report == "mask" and values is not None and mask is not None:
+        carries, values = "rest", values[mask.active :]
     elif values is not None and not local.statistics:
         values = values[: len(values) - tail]
     return Message(

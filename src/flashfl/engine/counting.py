@@ -16,17 +16,19 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add, add_statistics
+from ..core.client import overrides
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
 from ..core.kernel import kernel
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
-from ..wire.values import Form
 from .account import Account
-from .memory import ClientMemory
+from .memory import ClientMemory, Kept
+from .pipeline import Notes, tallied
 from .robust import PLAIN, Robust, Start
 from .train import NOT_FINITE
 from .work import Work
@@ -50,16 +52,25 @@ class _Heard:
 class Counting(Account):
     """The account of a round whose updates lie on the device, many clients to a stack."""
 
-    def __init__(self, memory: ClientMemory, values: Form = "fp32", robust: Robust = PLAIN) -> None:
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
+        """values: how those of orders travel."""
         super().__init__(memory, robust)
         self.values = values
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
         self._held: dict[int, Update] = {}  # by client, where the cohort must be known before updates can be added
-        self._sizes: dict[tuple[str | bool | int, ...], tuple[Local | None, Parts]] = {}
+        self._tallies: dict[int, Notes] = {}  # what the server derives from each update
+        self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Parts]] = {}
 
-    def sent(self, client: Client, order: Order) -> None:
+    def sent(self, client: Client, order: Order) -> Order:
+        """Record an order; it is returned as it is sent."""
+        order = self.personal(client, order)
         self.orders.append((client, order))
+        return order
+
+    def trains(self, client: int) -> bool:
+        """Whether a client gets as far as to train."""
+        return client not in self.failures
 
     def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
@@ -67,6 +78,9 @@ class Counting(Account):
         With robust sums they are held until the round is closed.
         """
         local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
+        if any(overrides(part, "tally") for part in local.parts):
+            for seat, row, mine in zip(seats, values, bits.expand(len(seats), -1), strict=True):
+                self._tallies[seat.client.id] = tallied(local.parts, self.layout, row, mine)
         finite = kernel("collect", "finite") if values.is_cuda else None
         good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
         if local.report != "counts":  # else neither weights nor statistics travel
@@ -158,16 +172,16 @@ class Counting(Account):
             local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
             carries="all" if order.local.statistics else "weights", extra=order.extra,
         )  # fmt: skip
-        return self._sized(message, order.weights.mask.active).traffic("order")
+        return self._sized(message, order.weights.mask.active, self.values).traffic("order")
 
-    def _sized(self, message: Message, active: int) -> Parts:
+    def _sized(self, message: Message, active: int, values: Precision) -> Parts:
         """A message's size without its mask, worked out once for all clients whose messages are as long."""
         if message.extra:
-            return size_with(message, active, 0, self.values)
-        alike = (message.kind, message.start is None, message.own is None, message.carries, active)
+            return size_with(message, active, 0, values)
+        alike = (message.kind, message.start is None, message.own is None, message.carries, active, values)
         known = self._sizes.get(alike)
         if known is None or known[0] != message.local:
-            known = self._sizes[alike] = (message.local, size_with(message, active, 0, self.values))
+            known = self._sizes[alike] = (message.local, size_with(message, active, 0, values))
         return known[1]
 
     def _settle(self, seat: Work, mask_bytes: int, loss: float) -> None:
@@ -175,32 +189,37 @@ class Counting(Account):
         order, local = seat.order, seat.order.local
         steps = min(seat.batches * local.batch, seat.n) * local.epochs
         mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
-        update = Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean})
+        extra = {**seat.extra, **self._tallies.get(seat.client.id, {})}
+        update = Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}, extra)
         if self.cohort is None:
-            add(self.sums, update)
+            add(self.sums, update, seat.mask)
         else:
             held = self._held.get(seat.client.id, update)
-            self._held[seat.client.id] = held = replace(held, metrics=update.metrics)
-            start = order.weights if local.report == "weights" else None
-            self.cohort.see(held, None if start is None else Start(start.mask, start.packed()))
+            self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra)
+            start = Start.of(held, local, order.weights.mask, order.weights.packed)
+            self.cohort.see(held, start)
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"
-        self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None)
+        notes = Kept(notes=seat.notes) if seat.notes else None
+        self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None, notes)
 
     def _up(self, seat: Work, mask_bytes: int, loss: float) -> Traffic:
         """What an update takes."""
         order, local, layout = seat.order, seat.order.local, self.layout
         message = Message(
             "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
-            carries="all" if local.statistics else "weights",
+            carries="all" if local.statistics else "weights", extra=seat.extra,
         )  # fmt: skip
-        if local.report == "weights":
-            return replace(self._sized(message, sum(seat.counts)), mask=mask_bytes).traffic("update")
+        if local.report == "mask":
+            message = replace(message, carries="rest")
+        values = local.sends(self.values)
+        if local.report in ("weights", "mask"):
+            return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":
             whole = replace(message, counts=seat.counts)
         else:
             whole = replace(message, carries="statistics", values=torch.zeros(layout.size - layout.trained_size))
-        return encode(whole, (), self.values).parts.traffic("update")
+        return encode(whole, (), values).parts.traffic("update")
 
 
 @functools.lru_cache(maxsize=8)

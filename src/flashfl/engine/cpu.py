@@ -6,26 +6,34 @@ import functools
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.engine import JSON
 from ..core.errors import CheckpointError, FlashError, warn
-from ..core.exchange import DROPPED, Client, Evaluation, Order, Outcome
+from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.mask import Weights
+from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task
-from ..wire.values import Form
 from .client import ClientSide, Reply, said
 from .encoding import Encoding, Server
 from .memory import ClientMemory, Rounds
+from .personal import personal_score
 from .pool import Died, InProcess, Pool
 from .robust import Robust
 from .settings import EngineSettings
+from .sparse import choose
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
+
+if TYPE_CHECKING:
+    from .party import PrivateRun, Simulated
+    from .private import PrivateRound
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,16 @@ class Training:
 
     client: int
     data: bytes
+    memory: Rounds
+    sparse: bool  # compute active weights only, where possible
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of a private round."""
+
+    client: int
+    request: bytes
     memory: Rounds
 
 
@@ -47,7 +65,7 @@ class Evaluating:
     statistics: bool
 
 
-Job = Training | Evaluating
+Job = Training | Asked | Evaluating
 Result = Reply | tuple[float, float] | ClientFailed  # of evaluating: loss and metric, summed over samples
 
 
@@ -58,9 +76,10 @@ class CPUEngine:
 
     def __init__(self, task: Task, config: EngineSettings, folder: Path | None = None) -> None:
         """folder: where masks are stored."""
-        self.task, self.dropout, values, threads = task, config.dropout, config.values, config.threads
+        self.task, self.dropout, threads = task, config.dropout, config.threads
+        self._may_be_sparse, self._threads = config.sparse_compute, threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, values, Robust.of(config))
+        self.server = Server(self.memory, config.down, Robust.of(config))
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
@@ -70,11 +89,18 @@ class CPUEngine:
         count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
             count = 1
-        make = functools.partial(_worker, task, self.memory.store, values, self._file.name)
+        self.private = _private(task, config, folder)
+        simulated = None if self.private is None else self.private.simulated
+        make = functools.partial(_worker, task, self.memory.store, self._file.name, simulated)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
+    def prepare(self, s: State) -> dict[str, JSON]:
+        return choose(self.task, s, self.memory, self._threads) if self._may_be_sparse else {}
+
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
+        if self.private is not None:
+            return self._train_privately(self.private.open(self.server, s, list(orders)), s)
         account, asked, died = self.server.open(), list[int](), list[int]()
         for number, result in self.pool.each(self._jobs(s, orders, account, asked)):
             if isinstance(result, Died):
@@ -83,10 +109,27 @@ class CPUEngine:
                 _take(account, asked[number], result)
         # A worker may have died for lack of memory, so its client gets a second try when the others are done. No real
         # client died, so nothing is counted twice.
-        again = (Training(client, account.again(client), self.memory.rounds(client)) for client in died)
+        again = (self._training(client, account.again(client)) for client in died)
         for number, result in self.pool.each(again):
             _take(account, died[number], result)
         return account.close()
+
+    def _train_privately(self, account: PrivateRound, s: State) -> Outcome:
+        """Every step of a private round. A client whose process dies is dropped, as a real one would be."""
+        while True:
+            asked: list[int] = []
+            for number, result in self.pool.each(self._requests(account, s, asked)):
+                _take(account, asked[number], result)
+            if not account.advance():
+                return account.close()
+
+    def _requests(self, account: PrivateRound, s: State, asked: list[int]) -> Iterator[Job]:
+        for client, request in account.requests():
+            if self.dropout and drops(s, client, self.dropout) and account.step >= dropout_step(s, client):
+                account.failed(client, DROPPED)
+                continue
+            asked.append(client)
+            yield Asked(client, request, self.memory.rounds(client))
 
     def _jobs(
         self, s: State, orders: Iterable[tuple[Client, Order]], account: Encoding, asked: list[int]
@@ -97,7 +140,10 @@ class CPUEngine:
                 account.failed(client.id, DROPPED)
                 continue
             asked.append(client.id)
-            yield Training(client.id, data, self.memory.rounds(client.id))
+            yield self._training(client.id, data)
+
+    def _training(self, client: int, data: bytes) -> Training:
+        return Training(client, data, self.memory.rounds(client), self.memory.sparse)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
@@ -120,6 +166,9 @@ class CPUEngine:
                 total = [total[0] + found[0], total[1] + found[1]]
         return Evaluation(total[0] / n, total[1] / n)
 
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        return personal_score(Trainer(self.task), self.memory, weights, clients)
+
     def _report(self, failed: Mapping[int, str]) -> None:
         """Warn about clients that could not evaluate the model. Without any other client that is an error."""
         if failed and (self.task.test is not None or len(failed) == len(self.task.evaluation)):
@@ -131,9 +180,11 @@ class CPUEngine:
     def close(self) -> None:
         self.pool.close()
         self._file.close()
+        if self.private is not None:
+            self.private.close()
 
 
-def _take(account: Encoding, client: int, result: Result | Died) -> None:
+def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) -> None:
     """Hand a client's answer, or the lack of one, to the account of the round."""
     if isinstance(result, ClientFailed | Died):
         account.failed(client, str(result))
@@ -143,7 +194,7 @@ def _take(account: Encoding, client: int, result: Result | Died) -> None:
         raise CheckpointError(
             f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
         )
-    account.received(client, result.data)
+    account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 
 
 def _shared_model(task: Task, path: str) -> Weights:
@@ -151,25 +202,42 @@ def _shared_model(task: Task, path: str) -> Weights:
     return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
 
 
-def _worker(task: Task, store: MaskStore, values: Form, path: str) -> Callable[[Job], Result]:
+def _worker(task: Task, store: MaskStore, path: str, simulated: Simulated | None) -> Callable[[Job], Result]:
     """The function that does jobs; `path` leads to the model that is evaluated."""
     trainer, model = Trainer(task), _shared_model(task, path)
-    side = ClientSide(trainer, store, values)
+    side = ClientSide(trainer, store)
 
     def work(job: Job) -> Result:
         try:
             if isinstance(job, Training):
+                trainer.sparse = job.sparse
                 return side.work(job.client, task.train[job.client], job.data, job.memory)
+            if isinstance(job, Asked):
+                assert simulated is not None
+                return simulated.side(side, job.client).answer(task.train[job.client], job.request, job.memory)
             index = torch.arange(job.start, job.stop)
             return trainer.evaluate(model, task.evaluation[job.which], index, job.statistics)
         except ClientFailed as error:
             return error
         except Exception as error:
-            if isinstance(job, Training) or task.test is not None:
+            if not isinstance(job, Evaluating) or task.test is not None:
                 raise
             return ClientFailed(said(error))  # the samples of one client: others may still work
 
     return work
+
+
+def _private(task: Task, config: EngineSettings, folder: Path | None) -> PrivateRun | None:
+    if not (config.secure or config.dp_epsilon or config.dp_noise):
+        return None
+    from .party import PrivateRun  # only here, as it needs an extra
+
+    return PrivateRun(config, len(task.train), folder)
+
+
+def dropout_step(s: State, client: int) -> int:
+    """In which of the five steps of a private round a client fails that is chosen to fail."""
+    return s.key("dropout step", client) % 5
 
 
 def drops(s: State, client: int, share: float) -> bool:

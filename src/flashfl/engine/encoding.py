@@ -8,14 +8,18 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add
+from ..core.client import active_range, fields_of, moves_mask, overrides
 from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
 from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
-from ..wire.values import Form
+from ..wire.errors import NonFinite, WrongContent
+from ..wire.values import Carries
 from .account import Account
 from .held import Held
-from .memory import ClientMemory
+from .memory import ClientMemory, Kept
+from .pipeline import tallied
 from .robust import PLAIN, Robust, Start
 from .trust import check_update
 
@@ -25,7 +29,8 @@ OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 class Server:
     """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
 
-    def __init__(self, memory: ClientMemory, values: Form = "fp32", robust: Robust = PLAIN) -> None:
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
+        """values: how the values of orders travel."""
         self.memory, self.layout, self.values, self.robust = memory, memory.layout, values, robust
         self._packed: tuple[Weights, Tensor] | None = None
 
@@ -58,13 +63,14 @@ class Server:
         own = self.memory.own(order.client) if order.own is not None else None
         known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
         update = decode(data, self.layout, known=known, limits=_limits(order))
+        update = _restored(update, order)
         check_update(update, order, self._frozen(order))
         return update
 
     def _frozen(self, order: Message) -> Mask | None:
         """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
         local = order.local
-        if local is None or local.adapt is not None:
+        if local is None or local.adapt is not None or moves_mask(local.parts):
             return None
         if "mask" in local.keep and order.start is not None:
             return self.memory.own(order.client)
@@ -90,18 +96,19 @@ class Encoding(Account):
 
     def sent(self, client: Client, order: Order) -> bytes:
         """The bytes of an order that is sent now."""
-        message = self.server.message(client, order)
+        message = self.server.message(client, self.personal(client, order))
         self._orders[client.id] = message
         return self._count(self.server.encode(message))
 
     def largest_update(self, client: int) -> int:
         """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
         order = self._orders[client]
-        start, k = order.local.start if order.local else None, self.layout.prunable_size
-        active = max(sum(start.budgets) if start else 0, order.mask.active if order.mask else 0)
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, self.server.values).total
-        extras = max([k, *(extra.value.numel() for extra in order.extra.values())])
-        return plain + 4 * extras * len(order.extra)
+        local, k = order.local or Local(), self.layout.prunable_size
+        active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
+        active = max(active, active_range(local.parts, self.layout, active)[1])
+        values, limits = local.sends(self.server.values), _limits(order)
+        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
+        return plain + (300 + 8 * limits.elements) * limits.extras
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""
@@ -135,8 +142,8 @@ class Encoding(Account):
         self._orders.pop(client, None)
         self._add_ready()
 
-    def received(self, client: int, data: bytes) -> None:
-        """An answer. If it is not a good one, its client is dropped."""
+    def received(self, client: int, data: bytes, notes: str | None = None) -> None:
+        """An answer. If it is not a good one, its client is dropped. notes: the hash of what a simulated one keeps."""
         order = self._orders[client]
         try:
             update = self.server.decode(data, order)
@@ -149,12 +156,12 @@ class Encoding(Account):
         assert order.values is not None
         self.traffic += update.parts.traffic("update")
         keeps = order.local is not None and "mask" in order.local.keep
-        self.accepted(client, order.tag, order.mask, update.mask if keeps else None)
+        kept = None if notes is None else Kept(notes)
+        self.accepted(client, order.tag, order.mask, update.mask if keeps else None, kept)
         del self._orders[client]
-        trained = update.mask is not None and update.values is not None
-        found = _update(update, order)
+        found, sent = _update(update, order), order.values
         if self.cohort is not None:
-            self.cohort.see(found, Start(order.mask, order.values) if trained else None)
+            self.cohort.see(found, Start.of(found, order.local or Local(), order.mask, lambda: sent))
         self._held.put(found, order.mask)
         self._add_ready()
 
@@ -176,11 +183,39 @@ class Encoding(Account):
 
 def _limits(order: Message) -> Limits:
     """Reject more or larger extras than the order has, and a recipe unless the order allows one."""
-    most = max([order.layout.prunable_size, *(extra.value.numel() for extra in order.extra.values())])
     local = order.local or Local()
+    declared = fields_of(local.parts, "reports", order.layout)
+    sizes = [extra.value.numel() for extra in order.extra.values()] + [one.size for one in declared.values()]
+    most, count = max([order.layout.prunable_size, *sizes]), len(declared.keys() | order.extra.keys())
     # The mask that a client kept may have been a recipe, and be unknown here by now.
     kept = "mask" in local.keep and order.start is not None and order.own is None
-    return Limits(extras=len(order.extra), elements=most, recipes=local.start is not None or kept)
+    return Limits(extras=count, elements=most, recipes=local.start is not None or kept)
+
+
+def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
+    """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
+    assert order.values is not None
+    layout, values = order.layout, order.values
+    if mask is not order.mask:
+        values = Weights(mask, order.weights().vector).packed()
+    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
+    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
+
+
+def _restored(update: Message, order: Message) -> Message:
+    """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
+    asked, coding = (order.local or Local()).sends(EXACT).changes, update.coding
+    if update.values is None or update.mask is None or coding is None:
+        return update
+    if coding.values.changes != asked:
+        sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
+        raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
+    if not coding.values.changes:
+        return update
+    values = update.values + base_values(order, update.mask, update.carries)
+    if not bool(values.isfinite().all()):
+        raise NonFinite(f"the changes of client {update.client} lead to weights that are not finite")
+    return replace(update, values=values)
 
 
 def _update(message: Message, order: Message) -> Update:
@@ -190,7 +225,14 @@ def _update(message: Message, order: Message) -> Update:
         mask = order.mask
         assert mask is not None
         values = torch.cat([values.new_zeros(mask.active + layout.trained_size - layout.prunable_size), values])
+    elif values is not None and message.carries == "rest" and mask is not None:
+        values = torch.cat([values.new_zeros(mask.active), values])
     elif values is not None and message.carries == "weights":
         values = torch.cat([values, values.new_zeros(layout.size - layout.trained_size)])
     counts = message.counts if message.counts is not None else (0,) * len(layout.prunable)
-    return Update(message.client, message.n, mask, values, counts, dict(message.metrics), dict(message.extra))
+    update = Update(message.client, message.n, mask, values, counts, dict(message.metrics), dict(message.extra))
+    parts = order.local.parts if order.local is not None else ()
+    if any(overrides(part, "tally") for part in parts) and (weights := update.weights) is not None:
+        extra = {**update.extra, **tallied(parts, layout, weights.vector, weights.mask.bits)}
+        update = replace(update, extra=extra)
+    return update

@@ -66,4 +66,5 @@ class Held:
             self._file.truncate(0)
         if bits is not None:
             mask = Mask(self.layout, Mask.unpack(self.layout, bits).bits, update.counts)
-        return replace(update, mask=mask, values=None if values is None else torch.from_numpy(values))
+        found: Update = replace(update, mask=mask, values=None if values is None else torch.from_numpy(values))
+        return found

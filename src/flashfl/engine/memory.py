@@ -1,8 +1,8 @@
-"""What an engine knows about its clients between rounds: for each the last accepted round and the masks it holds.
+"""What an engine knows about its clients between rounds: for each the last accepted round and what it holds.
 
 Once the server has accepted an update, its client holds the mask of the order it answered and, if it was told to keep
 it, the mask it reported. The next messages describe masks by their difference to these. In a simulation this is also
-everything that a simulated client remembers.
+everything that a simulated client remembers, with the notes of its parts. Real clients keep their notes themselves.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from ..core.engine import JSON
 from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import Tag
 from ..core.mask import Mask
+from .pipeline import Notes
 from .store import MaskStore
 
 HISTORY_MASKS = 1024
 HISTORY_BYTES = 128 << 20  # at one bit a weight
 
-# What a client remembers, as JSON: for each of its last rounds the tag and the hashes of the order's mask and its own.
-Rounds = list[tuple[Tag, str | None, str | None]]
+# What a client remembers, as JSON: for each of its last rounds the tag and three hashes: of the order's mask, of its
+# own mask, and of the notes of its parts.
+Rounds = list[tuple[Tag, str | None, str | None, str | None]]
 
 
 @dataclass(eq=False)
 class Kept:
-    """A mask that a client holds. On a GPU the mask itself, as hashing it would wait for the GPU; else its hash."""
+    """A mask or notes that a client holds. On a GPU the thing itself, as hashing waits for the GPU; else its hash."""
 
     digest: str = ""
     mask: Mask | None = None
     own: bool = False  # the client's own mask, not that of an order
+    notes: Notes | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class _Round:
     tag: Tag
     order: Kept
     own: Kept | None
+    notes: Kept | None = None
 
 
 @dataclass
@@ -66,6 +70,10 @@ class _Table:
         """The masks in the history and those that clients keep for themselves."""
         return {*self.history, *(held.own for held in self.clients.values() if held.own is not None)}
 
+    def notes(self) -> list[Kept]:
+        """What clients' parts remember."""
+        return [held.notes for held in self.clients.values() if held.notes is not None]
+
 
 class ClientMemory:
     """The last accepted round of every client, and a bounded history of masks that both sides know.
@@ -86,6 +94,7 @@ class ClientMemory:
         self.most = max(1, min(masks, HISTORY_BYTES // max(1, (self.layout.prunable_size + 7) // 8)))
         self._now, self._saved = _Table(), _Table()
         self._pinned: set[str] = set()
+        self.sparse = False  # whether the run computes active weights only; chosen once, so checkpoints keep it
 
     # -- what clients hold ---------------------------------------------------------------------------------------
 
@@ -122,7 +131,19 @@ class ClientMemory:
         own = held.own.digest if held.own is not None else None
         if own is not None and own not in self.store:
             raise CheckpointError(f"the mask {own} that client {client} keeps is gone; resume from a checkpoint")
-        return [(held.tag, held.order.digest if held.order in self._now.history else None, own)]
+        notes = held.notes.digest if held.notes is not None else None
+        if notes is not None and notes not in self.store:
+            raise CheckpointError(f"the notes {notes} of client {client} are gone; resume from a checkpoint")
+        return [(held.tag, held.order.digest if held.order in self._now.history else None, own, notes)]
+
+    def notes(self, client: int) -> Notes:
+        """What the parts of a simulated client remember."""
+        held = self._now.clients.get(client)
+        if held is None or held.notes is None:
+            return {}
+        if held.notes.notes is None:
+            held.notes.notes = self.store.notes(held.notes.digest)
+        return held.notes.notes
 
     def _known_own(self, client: int) -> Kept | None:
         held = self._now.clients.get(client)
@@ -138,14 +159,14 @@ class ClientMemory:
         """A mask to be passed to `accept`. On a CPU it goes to the store now."""
         return Kept(self.store.put(mask), None, own) if mask.bits.device.type == "cpu" else Kept("", mask, own)
 
-    def accept(self, client: int, tag: Tag, order: Kept, own: Kept | None = None) -> None:
+    def accept(self, client: int, tag: Tag, order: Kept, own: Kept | None = None, notes: Kept | None = None) -> None:
         """Record an accepted update: `order` is its order's mask, `own` the mask the client keeps, if any."""
         history = self._now.history
         order = self._find(order) or order
         history[order] = history.pop(order, 0)  # acknowledged last
         if own is not None:
             history[own] = 0
-        self._set(client, _Round(tag, order, own))
+        self._set(client, _Round(tag, order, own, notes))
 
     def forget(self, client: int) -> None:
         """The client holds nothing: it is sent full masks and starts afresh."""
@@ -185,25 +206,32 @@ class ClientMemory:
 
     def keep_only(self, pinned: set[str]) -> None:
         self._pinned = pinned
-        held = self._now.kept() | self._saved.kept()
+        held = {*self._now.kept(), *self._saved.kept(), *self._now.notes(), *self._saved.notes()}
         self.store.keep_only(pinned | {kept.digest for kept in held})
 
     def save(self) -> dict[str, JSON]:
-        """Masks by place in a list: first the history in its order, then others that simulated clients keep."""
+        """Masks by place in a list: first the history in its order, then what simulated clients keep, then notes.
+
+        What has not changed since the last checkpoint is in the store already, and is not written again.
+        """
         table = self._saved
         kept = list(table.history)
         if self.simulated:
             owns = (held.own for held in table.clients.values())
             kept += [own for own in owns if own is not None and own not in table.history]
-        for one in kept:
-            if one.mask is not None:  # on a GPU: only now it goes to the store
+            kept += table.notes()
+        for one in kept:  # on a GPU: only now it goes to the store
+            if one.mask is not None:
                 one.digest = self.store.put(one.mask)
+            elif one.notes is not None and not one.digest:
+                one.digest = self.store.put_notes(one.notes)
         place: dict[Kept | None, int] = {one: index for index, one in enumerate(kept)}
         masks = [one.digest for one in kept]
         self.store.sync(masks)
         return {
+            **({"sparse": True} if self.sparse else {}),
             "clients": {
-                str(client): [list(held.tag), place.get(held.order), place.get(held.own)]
+                str(client): [list(held.tag), place.get(held.order), place.get(held.own), place.get(held.notes)]
                 for client, held in table.clients.items()
             },
             "masks": masks,
@@ -222,22 +250,34 @@ class ClientMemory:
                 found = self.store[kept.digest]
                 if self.device.type != "cpu":
                     kept.mask = found.to(self.device)
+            for notes in table.notes():
+                self.store.notes(notes.digest)
         except (KeyError, FlashError) as error:
             if self.simulated:
                 raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
             warn(f"what clients hold is lost ({error}); they are sent full masks again")
             table = _Table()
         self._now, self._saved = table, table.copy()
+        self.sparse = bool(saved.get("sparse", False))
 
     def _read(self, saved: Mapping[str, Any]) -> _Table:
-        kept = [Kept(str(digest)) for digest in saved["masks"]]
-        table = _Table(history=dict.fromkeys(kept[: saved["known"]], 0))
-        for client, ((phase, round, attempt), order, own) in saved["clients"].items():
-            held = _Round(
-                (phase, round, attempt), Kept() if order is None else kept[order], None if own is None else kept[own]
-            )
+        masks, known = saved["masks"], saved["known"]
+        if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
+            raise ValueError(f"{known!s:.20} of {len(masks)} masks are known")
+        kept = [Kept(digest) for digest in masks]
+        table = _Table(history=dict.fromkeys(kept[:known], 0))
+        for client, ((phase, round, attempt), *places) in saved["clients"].items():
+            tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))
+            order, own, notes = (None if at is None else kept[_whole(at, len(kept))] for at in places)
+            held = _Round(tag, order or Kept(), own, notes)
             if own is not None:
-                kept[own].own = True
-            table.clients[int(client)] = held
+                own.own = True
+            table.clients[_whole(int(client), 1 << 64)] = held
             table.count(held, 1)
         return table
+
+
+def _whole(value: object, end: int) -> int:
+    if type(value) is not int or not 0 <= value < end:
+        raise ValueError(f"{value!s:.20} where a number from 0 to {end - 1} was expected")
+    return value

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ..core.client import Part
 from ..core.errors import FlashError, warn
 from ..core.layout import Layer, tensors_of
-from ..data.task import Task
+from ..data.task import Task, accuracy
+from .inputs import PrunedInputs
 
+EVALUATION_BATCH = 250  # samples
 _NORMS = nn.modules.batchnorm._NormBase  # every layer that may keep statistics: BatchNorm, InstanceNorm
 _COUNTING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -37,11 +41,18 @@ class Replica:
         for layer in statistics:
             self._set_buffer(layer.name, place(layer))
         bound = {layer.name for layer in statistics}
+        self._inputs: PrunedInputs | None = None
         self._others = [(n, b, b.clone()) for n, b in self.module.named_buffers() if n not in bound]
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
         owner, _, leaf = name.rpartition(".")
         self.module.get_submodule(owner)._buffers[leaf] = value
+
+    def keep_inputs(self, parts: Sequence[Part]) -> None:
+        """From now on, layers keep as much of their inputs for the gradient as the parts say."""
+        if self._inputs is None:
+            self._inputs = PrunedInputs(self.module, {layer.name for layer in self.layers if layer.kind == "prunable"})
+        self._inputs.use(parts)
 
     def reset_buffers(self) -> None:
         """Buffers outside the layout (counters, tables) start every client's work as the model defines them."""
@@ -83,3 +94,28 @@ def warn_of_buffers(task: Task) -> None:
             "every client starts with the model's own, and changes are lost. Statistics of a norm are sent if they are "
             "called running_mean and running_var"
         )
+
+
+def warn_of_metric(task: Task) -> None:
+    """Warn if the metric is no mean over samples: averaged over batches, it is not the metric of all samples."""
+    data = task.evaluation[0]
+    whole = len(task.evaluation) == 1 and len(data) <= EVALUATION_BATCH
+    if task.metric is accuracy or whole or len(data) < 2:
+        return
+    module, count = task.build().eval(), min(8, len(data))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            inputs, target = data.fetch(torch.arange(count))
+            output = module(*inputs)
+            all_, first, rest = (float(task.metric(output[part], target[part])) for part in _PARTS)
+    except Exception:  # whatever the user's model or metric raises is reported where it is evaluated
+        return
+    if not math.isclose(all_, (first + (count - 1) * rest) / count, rel_tol=1e-3, abs_tol=1e-6):
+        warn(
+            f"{task.metric_name} is not a mean over samples. It is computed for each batch of {EVALUATION_BATCH} test "
+            "samples, or for each client that holds samples back, and then averaged. That differs from its value for "
+            "all samples at once. Use a mean over samples, such as the squared error instead of its root."
+        )
+
+
+_PARTS = (slice(None), slice(0, 1), slice(1, None))

@@ -13,7 +13,7 @@ With equal samples, a client of ten moves the weights by about a tenth of the me
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add
-from ..core.exchange import Sums, Update
+from ..core.client import reports_changes
+from ..core.exchange import Local, Sums, Update
 from ..core.mask import Mask
 from .settings import EngineSettings
 
@@ -69,6 +70,15 @@ class Start:
     mask: Mask
     values: Tensor
 
+    @staticmethod
+    def of(update: Update, local: Local, mask: Mask, packed: Callable[[], Tensor]) -> Start | None:
+        """Where an update's weights started from: 0 if they are changes already, None if it has none."""
+        if local.report != "weights" or update.mask is None or update.values is None:
+            return None
+        if reports_changes(local.parts):
+            return Start(update.mask, torch.zeros_like(update.values))
+        return Start(mask, packed())
+
     def under(self, mask: Mask) -> Tensor:
         """The same weights packed under another mask, without statistics; a weight that was not sent is 0."""
         layout, a, b = mask.layout, mask.active, self.mask.active
@@ -111,7 +121,9 @@ class Cohort:
         """An update that answers an order with the weights `start`; None if the client trained no weights."""
         norms = {}
         if self.robust.clip:
-            tensors = {name: extra.value for name, extra in update.extra.items() if extra.form != "bits"}
+            tensors = {
+                name: extra.value for name, extra in update.extra.items() if extra.form not in ("bits", "indices")
+            }
             if start is not None:
                 before, after = _change(update, start)
                 tensors[""] = after - before

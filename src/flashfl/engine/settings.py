@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..wire.values import Form
+from ..core.precision import Precision
+from ..privacy.settings import PrivacySettings
 
 
-class EngineSettings(Protocol):
+class EngineSettings(PrivacySettings, Protocol):
     """The settings engines read; `run.config.TrainConfig` has them all."""
 
     @property
     def device(self) -> str: ...
     @property
-    def values(self) -> Form: ...
+    def down(self) -> Precision: ...
     @property
     def dropout(self) -> float: ...
     @property
@@ -26,6 +27,8 @@ class EngineSettings(Protocol):
     def workers(self) -> int: ...
     @property
     def threads(self) -> int: ...
+    @property
+    def sparse_compute(self) -> bool: ...
     @property
     def precision(self) -> str: ...
     @property

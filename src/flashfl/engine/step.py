@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ..core.client import Part, Place, Rows, overrides, step_parts
 from ..core.exchange import Adapt, Local
 from ..core.kernel import kernel
+from ..core.rng import words
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """What a step depends on, beside the learning rate. A captured step serves one of these."""
+def step_key(local: Local) -> Hashable:
+    """What a step depends on, beside the learning rate. A captured step serves one such key."""
+    return (local.momentum, local.weight_decay, local.prox, local.lr_last, _rule(local), step_parts(local.parts))
 
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    prox: float = 0.0
-    rule: Adapt | None = None  # the rule that moves masks, if it needs the gradient of every step
 
-    @staticmethod
-    def of(local: Local) -> StepSettings:
-        rule = local.adapt if local.adapt is not None and local.adapt.dense_gradient else None
-        return StepSettings(local.momentum, local.weight_decay, local.prox, rule)
+def _rule(local: Local) -> Adapt | None:
+    """The rule that moves masks, if it needs the gradient of every step."""
+    return local.adapt if local.adapt is not None and local.adapt.dense_gradient else None
 
 
 class MaskedStep:
@@ -32,32 +28,71 @@ class MaskedStep:
 
     In the first `prunable` columns only the weights that `masks` [rows, prunable] mark are trained; None marks all.
     `half` is a copy of these columns in half precision, which follows every step. Every buffer keeps its address, so
-    steps can be captured as CUDA graphs.
+    steps can be captured as CUDA graphs. `place` says where weights lie; only parts need it.
     """
 
-    def __init__(self, weights: Tensor, prunable: int, masks: Tensor | None = None, half: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weights: Tensor,
+        prunable: int,
+        masks: Tensor | None = None,
+        half: Tensor | None = None,
+        place: Place | None = None,
+    ) -> None:
         self.weights, self.prunable, self.masks, self.half = weights, prunable, masks, half
-        self.settings = StepSettings()
-        self.lr = torch.zeros((), device=weights.device)
+        self.local = Local()
+        rows, device = len(weights), weights.device
+        self.lr = torch.zeros(rows, 1, device=device)
+        self.count, self.steps = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
+        self._place, self._keys = place, torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self.state: dict[str, Tensor] = {}  # what parts carry through the steps
+        self._buffers: dict[str, Tensor] = {}  # where it lies
         self.scores: Tensor | None = None  # what the rule has collected
+        self._parts: tuple[Part, ...] = ()
+        self._views: tuple[Part, ...] = ()
         self._start: Tensor | None = None
         self._velocity: Tensor | None = None
+        self._kept: Tensor | None = None  # the weights while the forward pass sees something else
         self._inactive = None if masks is None else torch.empty_like(masks)
         # A kernel for plain SGD on one model: one pass over memory instead of several.
-        self._fused = kernel("step", "masked_step") if weights.is_cuda and len(weights) == 1 and prunable else None
+        self._fused = kernel("step", "masked_step") if weights.is_cuda and rows == 1 and prunable else None
 
-    def begin(self, settings: StepSettings, lr: float) -> None:
-        """Take on new models: their weights and masks are in place."""
-        self.settings = settings
-        self.lr.fill_(lr)
-        if settings.momentum:
+    def begin(
+        self,
+        local: Local,
+        keys: Sequence[int] = (),
+        steps: Sequence[int] = (),
+        state: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Take on new models: their weights and masks are in place.
+
+        keys: of the randomness in parts. steps: how many each model will take. state: what parts put there; rows beyond
+        those given have none.
+        """
+        self.local = local
+        self._parts = step_parts(local.parts)
+        self._views = tuple(part for part in self._parts if overrides(part, "view"))
+        self.lr.fill_(local.lr)
+        self.count.zero_()
+        if steps and (self._parts or local.lr_last != 1):
+            self.steps[: len(steps), 0] = torch.tensor(steps)
+        if self._parts and keys:
+            self._keys[: len(keys)] = words(keys, self._keys.device)
+        for name, value in (state or {}).items():
+            if name not in self._buffers:
+                self._buffers[name] = value.new_zeros(len(self.weights), value.shape[1])
+            self._buffers[name][: len(value)] = value
+        self.state = {name: self._buffers[name] for name in state or {}}
+        if local.momentum:
             self._velocity = torch.zeros_like(self.weights) if self._velocity is None else self._velocity.zero_()
-        if settings.rule is not None:
+        if _rule(local) is not None:
             if self.scores is None:
                 self.scores = torch.zeros(len(self.weights), self.prunable, device=self.weights.device)
             self.scores.zero_()
+        if self._views and self._kept is None:
+            self._kept = torch.zeros_like(self.weights)
         self.moved()
-        if settings.prox:
+        if local.prox:
             self._start = self.weights.clone() if self._start is None else self._start.copy_(self.weights)
 
     def moved(self) -> None:
@@ -65,7 +100,7 @@ class MaskedStep:
         if self.masks is not None and self._inactive is not None:
             torch.logical_not(self.masks, out=self._inactive)
             self.weights[:, : self.prunable].masked_fill_(self._inactive, 0.0)
-            if self.settings.momentum and self._velocity is not None:
+            if self.local.momentum and self._velocity is not None:
                 self._velocity[:, : self.prunable].masked_fill_(self._inactive, 0.0)
         self._follow()
 
@@ -74,37 +109,91 @@ class MaskedStep:
             self.half.copy_(self.weights[:, : self.prunable])
 
     @torch.no_grad()
+    def show(self) -> None:
+        """Before the forward pass: put what parts let it see in the place of the weights."""
+        if not self._views or self._kept is None:
+            return
+        self._kept.copy_(self.weights)
+        rows, seen = self._rows(self.lr), self._kept
+        for part in self._views:
+            seen = part.view(rows, seen)
+        self.weights.copy_(seen)
+        self._follow()
+
+    @torch.no_grad()
     def __call__(self, head: Tensor, rest: Tensor, busy: Tensor | None = None) -> None:
         """One step down the gradients of the prunable weights and of the others, which are overwritten.
 
         busy [rows, 1]: rows in which it is False stay as they are.
         """
-        s, rule, scores = self.settings, self.settings.rule, self.scores
+        local, rule, scores, lr = self.local, _rule(self.local), self.scores, self._rate(busy)
+        rows = None
+        if self._parts:
+            rows = self._rows(lr)
+            head, rest = self._before(rows, torch.cat([head.float(), rest], 1), busy)
         if rule is not None and scores is not None:
             _change(scores, busy, lambda rows: rule.collect(rows, head.float()))
-        plain = not (s.momentum or s.weight_decay or s.prox)  # the learning rate times the gradient, nothing else
+        # Plain: the learning rate times the gradient, nothing else.
+        plain = not (local.momentum or local.weight_decay or local.prox or self._parts)
         if self._fused is not None and self.masks is not None and plain:
             half = None if self.half is None else self.half[0]
-            self._fused(self.weights[0, : self.prunable], half, head[0], self.masks[0], self.lr)
+            self._fused(self.weights[0, : self.prunable], half, head[0], self.masks[0], lr)
+            self._descend(slice(self.prunable, None), rest, None, lr, busy)
         else:
-            self._descend(slice(0, self.prunable), head.float(), self._inactive, busy)
+            followed = [
+                self._descend(slice(0, self.prunable), head.float(), self._inactive, lr, busy),
+                self._descend(slice(self.prunable, None), rest, None, lr, busy),
+            ]
+            if rows is not None and any(overrides(part, "after") for part in self._parts):
+                gradient = torch.cat(followed, 1)
+                for part in self._parts:
+                    part.after(rows, gradient)
             self._follow()
-        self._descend(slice(self.prunable, None), rest, None, busy)
+        if rows is not None or local.lr_last != 1:
+            self.count += 1 if busy is None else busy
 
-    def _descend(self, columns: slice, gradient: Tensor, inactive: Tensor | None, busy: Tensor | None) -> None:
-        """Change some columns. Only a proximal term allocates anything as large as the model."""
-        s, weights = self.settings, self.weights[:, columns]
-        if s.weight_decay:
-            gradient.add_(weights, alpha=s.weight_decay)
-        if s.prox and self._start is not None:
-            gradient.add_(weights - self._start[:, columns], alpha=s.prox)
+    def _rate(self, busy: Tensor | None) -> Tensor:
+        """The learning rate of this step, [rows, 1]."""
+        lr = self.lr
+        if self.local.lr_last != 1:
+            lr = lr * (1 - (1 - self.local.lr_last) * self.count / self.steps.clamp(min=1))
+        return lr if busy is None else lr * busy
+
+    def _rows(self, lr: Tensor) -> Rows:
+        assert self._place is not None
+        return Rows(self._place, self.weights, self._keys, self.count, self.steps, lr, self.state)
+
+    def _before(self, rows: Rows, gradient: Tensor, busy: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What parts make of the gradient. Idle rows keep their state."""
+        if self._views and self._kept is not None:
+            self.weights.copy_(self._kept)
+        for part in reversed(self._parts):
+            part.backward(rows, gradient)
+        kept = {} if busy is None else {name: value.clone() for name, value in self.state.items()}
+        for part in self._parts:
+            part.before(rows, gradient)
+        for name, value in kept.items():
+            assert busy is not None
+            self.state[name].copy_(torch.where(busy, self.state[name], value))
+        return gradient[:, : self.prunable], gradient[:, self.prunable :]
+
+    def _descend(
+        self, columns: slice, gradient: Tensor, inactive: Tensor | None, lr: Tensor, busy: Tensor | None
+    ) -> Tensor:
+        """Change some columns; the gradient that was followed. Only a proximal term allocates a model's size."""
+        local, weights = self.local, self.weights[:, columns]
+        if local.weight_decay:
+            gradient.add_(weights, alpha=local.weight_decay)
+        if local.prox and self._start is not None:
+            gradient.add_(weights - self._start[:, columns], alpha=local.prox)
         if inactive is not None:
             gradient.masked_fill_(inactive, 0.0)
-        if s.momentum and self._velocity is not None:
+        if local.momentum and self._velocity is not None:
             velocity, change = self._velocity[:, columns], gradient
-            _change(velocity, busy, lambda rows: rows.mul_(s.momentum).add_(change))
+            _change(velocity, busy, lambda rows: rows.mul_(local.momentum).add_(change))
             gradient = velocity
-        weights.addcmul_(gradient, self.lr if busy is None else self.lr * busy, value=-1)
+        weights.addcmul_(gradient, lr, value=-1)
+        return gradient
 
 
 def _change(state: Tensor, busy: Tensor | None, change: Callable[[Tensor], object]) -> None:

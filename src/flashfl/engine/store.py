@@ -1,11 +1,13 @@
-"""Masks by hash: what clients remember, what the server knows about them, what a run keeps as snapshots.
+"""Masks and notes by hash: what clients remember, what the server knows about them, what a run keeps as snapshots.
 
-A mask is written once, under the hash of its content. So a reader notices damage, and a checkpoint only names hashes.
+Notes are the tensors that a client's parts remember, all in one file. Masks and notes are written once, under the hash
+of their content. So a reader notices damage, and a checkpoint only names hashes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import tempfile
@@ -16,9 +18,11 @@ from pathlib import Path
 
 from ..core import files
 from ..core.errors import CheckpointError, FlashError
+from ..core.exchange import Extra
 from ..core.layout import Layout
 from ..core.mask import Mask
 from ..wire import mask_from_bytes, mask_to_bytes
+from ..wire.tensors import notes_from_bytes, notes_to_bytes
 
 _HASH = re.compile("[0-9a-f]{16}")
 
@@ -107,6 +111,31 @@ class MaskStore(Mapping[str, Mask]):
         except (KeyError, FlashError):
             return None
 
+    def put_notes(self, notes: Mapping[str, Extra]) -> str:
+        """Store what a client's parts remember; its hash."""
+        data = notes_to_bytes(notes)
+        digest = _digest(data)
+        if digest not in self.backend:
+            self.backend[digest] = data
+        return digest
+
+    def notes(self, digest: str) -> dict[str, Extra]:
+        """What `put_notes` stored. Missing notes are a KeyError, damaged ones a CheckpointError."""
+        data = self.backend[digest]
+        if _digest(data) != digest:
+            del self.backend[digest]
+            raise CheckpointError(
+                f"{self.folder or 'memory'}/{digest}.mask is damaged: its content does not match its name"
+            )
+        return notes_from_bytes(data)
+
+    def find_notes(self, digest: str) -> dict[str, Extra]:
+        """What `put_notes` stored; nothing if it is missing or damaged."""
+        try:
+            return self.notes(digest)
+        except (KeyError, FlashError):
+            return {}
+
     def _read(self, digest: str) -> Mask:
         data = self.backend[digest]
         try:
@@ -116,8 +145,11 @@ class MaskStore(Mapping[str, Mask]):
             why = str(error)
         if why:
             del self.backend[digest]  # or `put` would take it for the mask when that comes again
-            raise CheckpointError(f"{self.folder or 'memory'}/{digest}.mask is damaged: {why}")
+            raise self._damaged(digest, why)
         return mask
+
+    def _damaged(self, digest: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.folder or 'memory'}/{digest}.mask is damaged: {why}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.backend)
@@ -144,3 +176,7 @@ class MaskStore(Mapping[str, Mask]):
         self._cache.move_to_end(digest)
         while len(self._cache) > self._room:
             self._cache.popitem(last=False)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

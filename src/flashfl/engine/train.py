@@ -6,30 +6,33 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.client import Clients, Place
 from ..core.errors import FlashError
-from ..core.exchange import Local, Order, Update
+from ..core.exchange import Extra, Local, Order, Update
 from ..core.layout import Layer
 from ..core.mask import Mask, Weights
 from ..data.sources import Inputs, Source, in_memory
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
-from .replica import Replica
-from .step import MaskedStep, StepSettings
+from .pipeline import Finished, Notes, close_clients, open_clients
+from .replica import EVALUATION_BATCH, Replica
+from .sparse import SparseTraining
+from .step import MaskedStep
 from .trust import all_finite
 from .work import Schedule
 
 NOT_FINITE = "its weights or its loss are not finite after training"
-_EVAL_BATCH = 250
 
 
 def evaluation_batches(n: int) -> Iterator[tuple[int, int]]:
     """Start and end of the batches in which n samples are evaluated: the same in every engine, as sums depend on it."""
-    return ((start, min(start + _EVAL_BATCH, n)) for start in range(0, n, _EVAL_BATCH))
+    return ((start, min(start + EVALUATION_BATCH, n)) for start in range(0, n, EVALUATION_BATCH))
 
 
 class ClientFailed(FlashError):
@@ -47,16 +50,22 @@ class Trainer:
         self.module, self.norms = self.replica.module, self.replica.norms
         for layer, p in zip(self.replica.layers, self.replica.params, strict=True):
             p.grad = _view(self.grad, layer)
+        self._place = Place.logical(self.layout, self.device)
+        self.sparse = False  # whether to compute active weights only, where that is possible
+        self._native: SparseTraining | None = None
         self._takes_one: bool | None = None  # whether it can train on a batch of one sample; None: not tried yet
 
     def load(self, vector: Tensor) -> None:
         self.vector.copy_(vector)
         self.replica.reset_buffers()
 
-    def train(self, order: Order, client: int, data: Source, remembered: Mask | None = None) -> Update:
+    def train(
+        self, order: Order, client: int, data: Source, remembered: Mask | None = None, notes: Notes | None = None
+    ) -> Update:
         """A client's whole work in one round: train, perhaps move the mask, report.
 
-        The update's weights lie in this replica: use them before it trains again.
+        remembered, notes: the mask and what else the client kept. The update's weights lie in this replica: use them
+        before it trains again.
         """
         local = order.local
         schedule = Schedule(local, order.key, len(data), self.batches(data, local))
@@ -68,28 +77,66 @@ class Trainer:
         statistics = tail.clone()
         if not local.statistics:  # they were not sent, and frozen norms use the model's own
             tail.copy_(self.replica.statistics)
+        given = order.extra
         del order  # its weights are as large as the model, and no longer needed
+        opened = None
+        if local.parts:
+            opened = self._open(schedule, data, mask, given, notes or {})
+            self.vector.copy_(opened.vectors[0])
+            if opened.masks.data_ptr() != mask.bits.data_ptr():
+                mask = Mask(self.layout, opened.masks[0])
         with seeded(schedule.seed, self.device):
             if local.report == "statistics":
                 loss = self._gather(schedule, data)
             else:
-                mask, loss = self._epochs(schedule, data, mask)
+                mask, loss = self._epochs(schedule, data, mask, opened)
         if not local.statistics and local.report != "statistics":
             tail.copy_(statistics)
+        extra: dict[str, Extra] = {}
+        kept: dict[str, Extra] = {}
+        if opened is not None:
+            mask, finished = self._close(schedule, mask, opened)
+            [extra], [kept] = finished.extras, finished.notes
         if not math.isfinite(loss) or not all_finite(self.vector):
             raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
-        return Update.of(client, len(data), weights, mask.counts, {"loss": loss})
+        update = Update.of(client, len(data), weights, mask.counts, {"loss": loss})
+        return replace(update, extra=extra, notes=kept) if extra or kept else update
 
-    def _epochs(self, schedule: Schedule, data: Source, mask: Mask) -> tuple[Mask, float]:
+    def _open(self, schedule: Schedule, data: Source, mask: Mask, given: Notes, notes: Notes) -> Clients:
+        """Run the parts of the client in this replica, before training."""
+        local, model = schedule.local, Weights(mask, self.vector.clone())
+        return open_clients(
+            self.layout, local, [schedule.key], [schedule.steps], model.vector[None], mask.bits[None], [given], [notes],
+            lambda row: self.validate(model, data, local.statistics), self.task.draw,
+        )  # fmt: skip
+
+    def validate(self, weights: Weights, data: Source, statistics: bool) -> float:
+        """The metric of a model on the last fifth of a client's samples."""
+        n = len(data)
+        index = torch.arange(n - math.ceil(n / 5), n)
+        return self.evaluate(weights, data, index, statistics)[1] / len(index)
+
+    def _close(self, schedule: Schedule, mask: Mask, opened: Clients) -> tuple[Mask, Finished]:
+        """Run its parts after training. What it reports is then in this replica."""
+        opened.vectors, opened.masks = self.vector[None], mask.bits[None]
+        finished = close_clients(schedule.local, opened)
+        if opened.vectors.data_ptr() != self.vector.data_ptr():
+            self.vector.copy_(opened.vectors[0])
+        return mask if finished.counts is None else Mask(self.layout, opened.masks[0], finished.counts[0]), finished
+
+    def _epochs(
+        self, schedule: Schedule, data: Source, mask: Mask, opened: Clients | None = None
+    ) -> tuple[Mask, float]:
         """Every step of the client's work: its mask afterwards, and the mean loss."""
         local, moves = schedule.local, schedule.moves
         bits, counts = mask.bits.clone() if moves else mask.bits, mask.counts
         full = sum(counts) == self.layout.prunable_size  # then there is nothing to mask
-        step = MaskedStep(
-            self.vector[None, : self.layout.trained_size], self.layout.prunable_size, None if full else bits[None]
-        )
-        step.begin(StepSettings.of(local), local.lr)
+        weights, k = self.vector[None, : self.layout.trained_size], self.layout.prunable_size
+        step = MaskedStep(weights, k, None if full else bits[None], place=self._place)
+        step.begin(local, opened.keys if opened else (), [schedule.steps], opened.state if opened else None)
+        self.replica.keep_inputs(local.parts)
+        native = self._begin_native(schedule, mask)
         self.module.train()
         total, seen, done = torch.zeros((), device=self.device), 0, 0
         for epoch in range(local.epochs):
@@ -97,17 +144,34 @@ class Trainer:
             for b in range(schedule.batches):
                 count = schedule.size(b)
                 inputs, target = schedule.fetch(data, epoch, order, b * local.batch, count)
-                total += self._step(step, inputs, target) * count
+                total += (native.step(inputs, target) if native else self._step(step, inputs, target)) * count
                 seen, done = seen + count, done + 1
                 if local.adapt is not None and done in moves:
+                    if native:
+                        native.write(self.vector)
                     rows = (self.vector[None], bits[None], step.scores)
                     [counts] = move(local.adapt, self.layout, *rows, moves[done], [schedule.move_key(done)], [counts])
                     step.moved()
+                    if native:
+                        native.moved(Mask(self.layout, bits.clone(), counts), self.vector)
+        if native:
+            native.write(self.vector)
+        if opened is not None:
+            opened.state = step.state
         return Mask(self.layout, bits, counts) if moves else mask, float(total / max(1, seen))
+
+    def _begin_native(self, schedule: Schedule, mask: Mask) -> SparseTraining | None:
+        """The client on native kernels, if the run chose them and they can do this work."""
+        if not self.sparse or not SparseTraining.can(schedule.local, mask):
+            return None
+        self._native = self._native or SparseTraining(self.task)
+        self._native.begin(schedule, mask, self.vector)
+        return self._native
 
     def _step(self, step: MaskedStep, inputs: Inputs, target: Tensor) -> Tensor:
         """One step on one batch. Returns its mean loss, still on the device."""
         self.grad.zero_()
+        step.show()
         with torch.enable_grad():
             loss = self.task.loss(self.module(*inputs), target)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -163,6 +227,14 @@ class Trainer:
             for m, momentum in zip(self.norms, momenta, strict=True):
                 m.momentum = momentum
         return total / seen
+
+    @torch.no_grad()
+    def outputs(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> Tensor:
+        """What a model makes of some samples."""
+        self.load(weights.vector)
+        self.replica.evaluation_mode(statistics)
+        output: Tensor = self.module(*(x.to(self.device) for x in data.fetch(index)[0]))
+        return output
 
     def evaluate(self, weights: Weights, data: Source, index: Tensor, statistics: bool = True) -> tuple[float, float]:
         """Loss and metric of a model on some samples, times their number."""

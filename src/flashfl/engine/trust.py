@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..core.client import active_range, fields_of
 from ..core.exchange import Local
 from ..core.mask import Mask
 from ..wire import Message
@@ -36,26 +37,34 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
             raise WrongContent(f"client {update.client} reports {name} = {value:.3g}, above {LARGEST_METRIC:g}")
     _check_extras(update, order)
     local = order.local or Local()
-    carries = {"weights": order.carries, "statistics": "statistics", "counts": None}[local.report]
+    carries = {"weights": order.carries, "mask": "rest", "statistics": "statistics", "counts": None}[local.report]
     counts = update.mask.counts if update.mask is not None else update.counts
-    fits = (update.mask is not None) == (local.report == "weights")
+    fits = (update.mask is not None) == (local.report in ("weights", "mask"))
     fits = fits and (counts is not None or local.report == "statistics")
     if not fits or carries != (update.carries if update.values is not None else None):
         raise WrongContent(f"client {update.client} was asked for {local.report} and sent something else")
     if counts is not None and order.mask is not None and local.report != "statistics":
         expected = sum(local.start.budgets if local.start is not None else order.mask.counts)
-        if sum(counts) != expected:
-            raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {expected}")
+        least, most = active_range(local.parts, order.layout, expected)
+        if not least <= sum(counts) <= most:
+            wanted = str(least) if least == most else f"{least} to {most}"
+            raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {wanted}")
     if frozen is not None and update.mask is not None and not update.mask.equal(frozen):
         raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
     _check_variances(update)
 
 
 def _check_extras(update: Message, order: Message) -> None:
-    """Extras must have the name, form and shape of an extra in the order."""
+    """Extras must be as the order's parts declare them, or have the name, form and shape of an extra in the order."""
+    declared = fields_of((order.local or Local()).parts, "reports", order.layout)
+    for name in declared.keys() - update.extra.keys():
+        raise WrongContent(f"client {update.client} did not send the extra {name!r}, which its parts report")
     for name, extra in update.extra.items():
         asked, fits = order.extra.get(name), False
-        if asked is not None and asked.form == extra.form:
+        if name in declared:
+            wanted = torch.Size([] if declared[name].form == "scalar" else [declared[name].size])
+            fits = declared[name].form == extra.form and (extra.form == "masked" or extra.value.shape == wanted)
+        elif asked is not None and asked.form == extra.form:
             shape = asked.value.flatten().shape if asked.form == "bits" else asked.value.shape
             fits = asked.form == "masked" or extra.value.shape == shape  # as long as the update's own mask, or alike
         if not fits:

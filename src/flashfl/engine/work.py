@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..core.exchange import Client, Local, Order
-from ..core.mask import Mask
+from ..core.exchange import Client, Extra, Local, Order
+from ..core.mask import Mask, Weights
 from ..core.rng import fold, permutation
 from ..data.sources import Inputs, Source
 
@@ -68,3 +69,6 @@ class Work(Schedule):
     order: Order
     mask: Mask
     counts: tuple[int, ...]  # active weights per layer, kept up to date while the mask moves
+    sent: Weights  # the order's model before it was rounded to travel
+    extra: Mapping[str, Extra] = field(default_factory=dict)  # what its parts report
+    notes: Mapping[str, Extra] = field(default_factory=dict)  # what its parts remember

@@ -90,7 +90,7 @@ def server_main(grid: Grid, context: Context) -> None:
     assert strategy.run is not None
     run = strategy.run
     print(
-        f"{config.run.method.name}: accuracy {100 * run.accuracy:.2f} % (best {100 * run.best:.2f} %), "
+        f"{config.run.method.name}: {run.scored}, "
         f"density {run.weights.mask.density:.4f}, checksum {run.checksum}; results in {config.folder.resolve()}"
     )
 

@@ -13,7 +13,9 @@ from ..core.errors import ConfigError
 
 log = logging.getLogger("flwr.flashfl")
 _PAST = 9  # reply times that are remembered of each client
+_KNOWN = 3  # reply times from which on a client's usual time is known
 _SLOWER = 3.0  # how many times its usual time a client gets
+_BRIEF = 1 / 6  # share of the grace period for clients whose times are known, or who missed their last round
 _LONGEST = 64  # rounds a client is passed over at most
 
 
@@ -25,11 +27,14 @@ class FlowerOptions:
     wait: float = 300.0  # seconds to wait for them, at the start or when too few are left
     timeout: float = 600.0  # the longest time a client has to reply, in seconds
     # A round is closed early once this share of its clients has replied and `grace` seconds more have passed, but not
-    # before three times the time that share took, nor three times a missing client's usual time. 1: wait for everyone.
+    # before three times the time that share took, nor three times a missing client's usual time. Once a client's usual
+    # time is known, it gets a sixth of `grace`. After a missed round that is all it gets.
     enough: float = 0.5  # share of clients that must have replied before a round can close early; 1: wait for everyone
     grace: float = 60.0  # seconds to wait after that
     poll: float = 0.2  # seconds between two checks for replies
     max_samples: int = 0  # refuse clients with more samples than this; 0: refuse only above 2^32
+    # A node keeps the client id and the numbers of samples it registered first, and a client id keeps its node.
+    rebind: bool = False  # let a node register anew with other data, and a new node replace one that has left
 
     def __post_init__(self) -> None:
         for name in ("clients", "wait", "timeout", "grace", "poll", "max_samples"):
@@ -63,8 +68,15 @@ class Attendance:
         if len(replies) < enough:
             return self.options.timeout
         soon = sorted(replies)[enough - 1]
-        longest = max([soon, *(self.usual(kind, client) for client in missing)])
-        return min(self.options.timeout, max(soon + self.options.grace, _SLOWER * longest))
+        return min(self.options.timeout, max((self._patience(kind, c, soon) for c in missing), default=soon))
+
+    def _patience(self, kind: str, client: int, soon: float) -> float:
+        """Seconds to wait for one client, if enough others have replied after `soon` seconds."""
+        usual, brief = max(soon, self.usual(kind, client)), _BRIEF * self.options.grace
+        if client in self._missed:
+            return usual + brief
+        known = len(self._seconds.get((kind, client), ())) >= _KNOWN
+        return max(soon + (brief if known else self.options.grace), _SLOWER * usual)
 
     def replied(self, kind: str, client: int, seconds: float) -> None:
         self._seconds.setdefault((kind, client), deque(maxlen=_PAST)).append(seconds)

@@ -5,24 +5,33 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import Message
 
+from ..core.engine import JSON
 from ..core.exchange import Client, Evaluation, Local, Order, Outcome, Tag
 from ..core.mask import Weights
+from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task, accuracy
 from ..engine.encoding import Server
 from ..engine.memory import ClientMemory
 from ..engine.robust import Robust
+from ..engine.sparse import choose
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..run.config import TrainConfig
+from .records import printable
 from .registry import Registry
 from .round import ClientEvaluation, Exchange, Post, Round
+
+if TYPE_CHECKING:
+    from ..engine.private import Vault
 
 log = logging.getLogger("flwr.flashfl")
 _TOGETHER = 8  # messages pushed at a time
@@ -38,14 +47,26 @@ class FlowerEngine:
         """`train` says how values travel and how updates are clipped and trimmed; `folder` is for masks."""
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
-        self.server = Server(self.memory, train.values, Robust.of(train))
+        self.server = Server(self.memory, train.down, Robust.of(train))
+        self.vault = None
+        if train.private:
+            from ..engine.private import open_vault  # only here, as it needs an extra
+
+            self.vault = open_vault(train, registry.size, folder)
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
+        self._may_be_sparse = train.sparse_compute
         self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for
+
+    def prepare(self, s: State) -> dict[str, JSON]:
+        """The server measures; clients without native kernels train dense."""
+        return choose(self.task, s, self.memory, threads=1) if self._may_be_sparse else {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         """Send every order to its client and wait for replies, as long as the options and past rounds allow."""
         began, self._tag = time.perf_counter(), s.tag
+        if self.vault is not None:
+            return self._train_privately(self.vault, s, list(orders))
         this = Round(self.server, self.registry)
         self._push(this.post(client, order) for client, order in orders)
         sent = time.perf_counter()
@@ -57,6 +78,25 @@ class FlowerEngine:
         self.registry.stale = True
         seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
         return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
+
+    def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
+        """Every step of a private round. A client that is silent in one is not waited for in the next."""
+        from ..engine.private import PrivateRound
+        from .private import PrivateStep
+
+        account, silent = PrivateRound(vault, self.server, s, orders), list[int]()
+        while True:
+            this = PrivateStep(account, self.registry)
+            self._push(this.post(*this.ask(client, request)) for client, request in account.requests())
+            silent += self._wait(this)
+            if not account.advance():
+                break
+        this.dropped()
+        outcome = account.close()
+        self.registry.attendance.round_over(silent)
+        self.registry.doubt(outcome.failures)
+        self.registry.stale = True
+        return replace(outcome, failures={c: printable(why) for c, why in outcome.failures.items()})
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over the server's test samples, or over those that clients hold back."""
@@ -127,6 +167,10 @@ class FlowerEngine:
                 log.warning("client %d replied after %.0f s, too late: dropped", late.client.id, seconds)
                 self.registry.attendance.replied(late.metadata.message_type, late.client.id, seconds)
         return bool(replies)
+
+    def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
+        """The server has neither the clients' masks nor their labels."""
+        return None
 
     def close(self) -> None:
         pass

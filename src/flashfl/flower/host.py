@@ -17,7 +17,7 @@ from ..core.errors import ConfigError, FlashError
 from ..core.mask import Mask, Weights
 from ..data.sources import Source
 from ..data.task import Task
-from ..engine.client import ClientSide
+from ..engine.client import ClientSide, Reply
 from ..engine.memory import Rounds
 from ..engine.replica import warn_of_buffers
 from ..engine.store import MaskStore
@@ -46,9 +46,12 @@ class Host:
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)  # the last bits of results depend on it; a simulation trains with one
         try:
+            if "private" in message.content:
+                return self.private(context, records.read_blob(message.content, "private")[1])
             if kind == "query":
                 return self.about(context)
             order = records.read_blob(message.content, "order")[1]
+            self.trainer.sparse = bool(records.read_fields(message.content, "compute").get("sparse"))
             return self.train(context, order) if kind == "train" else self.evaluate(context, order)
         except FlashError as error:
             return records.fields("failed", {"why": f"{type(error).__name__}: {error}"})
@@ -56,10 +59,11 @@ class Host:
             torch.set_num_threads(before)
 
     def about(self, context: Context) -> RecordDict:
-        """Who this client is and what it runs."""
+        """Who this client is and what it runs. A client of secure rounds does not tell how many samples it has."""
+        secret = "identity" in context.node_config
         fields: dict[str, str | int | float] = {
-            "client": client_id(context), "n": len(self._samples(context)),
-            "held": len(self._evaluation_samples(context) or ()), "layout": self.task.layout.hash,
+            "client": client_id(context), "n": 1 if secret else len(self._samples(context)),
+            "held": 0 if secret else len(self._evaluation_samples(context) or ()), "layout": self.task.layout.hash,
             "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
         }  # fmt: skip
         density = context.node_config.get("density", self.task.clients[self._at(context)].density)
@@ -69,13 +73,31 @@ class Host:
 
     def train(self, context: Context, order: bytes) -> RecordDict:
         """Carry out an order."""
+        if "identity" in context.node_config:
+            raise ConfigError(
+                "this node has an identity key, so it takes part in secure rounds only: set secure = true"
+            )
         memory, masks = recall(context.state)
-        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks), values=None)
-        reply = side.work(client_id(context), self._samples(context), order, memory)
+        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
+        return self._reply(
+            context, side.work(client_id(context), self._samples(context), order, memory), masks, "update"
+        )
+
+    def private(self, context: Context, request: bytes) -> RecordDict:
+        """Answer a request of a private round."""
+        from .private import answer  # only here, as it needs an extra
+
+        memory, masks = recall(context.state)
+        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
+        reply = answer(context, client_id(context), side, self._samples(context), request, memory)
+        return self._reply(context, reply, masks, "answer")
+
+    def _reply(self, context: Context, reply: Reply, masks: dict[str, bytes], name: str) -> RecordDict:
+        """The reply's record. What the client remembers goes into its context."""
         names = {name for _, *names in reply.memory for name in names if name is not None}
         context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(reply.memory)})
         context.state[_MASKS] = ArrayRecord({name: records.to_array(masks[name]) for name in sorted(names)})
-        return records.blob("lack" if reply.lacks else "update", reply.data)
+        return records.blob("lack" if reply.lacks else name, reply.data)
 
     def evaluate(self, context: Context, data: bytes) -> RecordDict:
         """Loss and metric of a model on the samples this client holds back, times their number."""
@@ -123,7 +145,7 @@ def client_id(context: Context) -> int:
 
 
 def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
-    """A client's last rounds, each with the hashes of the order's mask and of its own, and those masks, packed.
+    """A client's last rounds, each with the hashes of the order's mask, its own mask and its notes; and those, packed.
 
     Both are empty if the records are damaged.
     """
@@ -131,7 +153,8 @@ def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
     if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
         return [], {}
     try:
-        memory = [((tag[0], tag[1], tag[2]), order, own) for tag, order, own in json.loads(str(rounds["rounds"]))]
+        saved = json.loads(str(rounds["rounds"]))
+        memory = [((tag[0], tag[1], tag[2]), order, own, notes) for tag, order, own, notes in saved]
         return memory, {digest: records.read_array(array) for digest, array in masks.items()}
     except (LookupError, ValueError, TypeError, records.BadRecord):
         return [], {}

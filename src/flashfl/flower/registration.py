@@ -48,6 +48,13 @@ class Entry:
     client: Client
     held: int  # samples it evaluates models on
 
+    def __post_init__(self) -> None:
+        client, n, density = self.client.id, self.client.n, self.client.density
+        if not (0 <= client < 2**63 and 1 <= n <= _SAMPLES and 0 <= self.held <= _SAMPLES):
+            raise ConfigError(f"it registers as client {client} with {n} samples and {self.held} held back")
+        if density is not None and not 0 < density <= 1:
+            raise ConfigError(f"client {client} states density {density}: must be above 0 and at most 1")
+
     @staticmethod
     def read(node: int, fields: Mapping[str, Field], terms: Terms) -> Entry:
         """What a node says about itself, or a ConfigError that says why it cannot take part."""
@@ -58,8 +65,7 @@ class Entry:
             other = difference(terms.fixed, str(fields.get("fixed", NONE)))
         except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"its registration cannot be read ({error!r})") from None
-        if not (0 <= client < 2**63 and 1 <= n <= _SAMPLES and 0 <= held <= _SAMPLES):
-            raise ConfigError(f"it registers as client {client} with {n} samples and {held} held back")
+        entry = Entry(node, Client(client, n, density), held)
         if terms.samples and n > terms.samples:
             raise ConfigError(f"client {client} registers {n} samples, flower.max_samples is {terms.samples}")
         if wire != VERSION:
@@ -77,7 +83,11 @@ class Entry:
             )
         if package != __version__:
             log.warning("client %d runs flashfl %s, the server %s", client, printable(package, 40), __version__)
-        return Entry(node, Client(client, n, density), held)
+        return entry
+
+    def __str__(self) -> str:
+        more = "" if self.client.density is None else f", density {self.client.density:g}"
+        return f"client {self.client.id} with {self.client.n} samples, {self.held} held back{more}"
 
 
 def fingerprint(task: Task) -> str:

@@ -1,9 +1,10 @@
 """Which node is which client. Flower's node ids are random, so every node is asked.
 
-A node tells its client id, its number of samples, its density budget if it has one, and what it runs. A node that does
-not fit is refused with a reason, and the others go on. If two nodes claim one client id, the second waits until the
-first leaves. A node may be restarted under its old id, so refused nodes are asked again now and then, and so are
-clients that were dropped from a round.
+A node tells its client id, its numbers of samples, its density budget if it has one, and what it runs. A node that
+does not fit is refused with a reason, and the others go on. What a node said first is bound to it for the run, and kept
+in checkpoints. A node that says something else later is refused, and so is a second node with the same client id. With
+authentication, Flower gives each key one node id for good, so this binds a client to its key. A node may be restarted,
+so refused nodes are asked again now and then, and so are clients that were dropped from a round.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from ..core.engine import JSON
-from ..core.errors import ConfigError, FlashError, RunStopped
+from ..core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from ..core.exchange import Client
 from ..core.method import Method
+from ..core.parts import coerce
 from ..engine.robust import most_samples
 from . import records
 from .attendance import Attendance, FlowerOptions
@@ -51,7 +53,8 @@ class Registry:
         self.grid, self.terms, self.options, self.need = grid, terms, options, max(1, need)
         self.attendance = Attendance(options, self.need)
         self.nodes: dict[int, Node] = {}  # those that are there now
-        self.entries: dict[int, Entry] = {}  # by client id: of several nodes that claim one, the first
+        self.bound: dict[int, Entry] = {}  # by client id: what its node registered first in this run
+        self.entries: dict[int, Entry] = {}  # those of them whose nodes are there now
         self.densities: dict[int, float] = {}  # what the method gave clients that have none of their own
         self.size = 0  # how many clients the run was planned for
         self.stale = True  # whether `present` must look again
@@ -129,8 +132,9 @@ class Registry:
 
     def refresh(self) -> None:
         """Ask new nodes who they are, read the answers, forget nodes that left. Does not wait."""
+        before = set(self.nodes)
         self.nodes = {i: self.nodes.get(i, Node(i)) for i in sorted(self.grid.get_node_ids())}
-        if time.monotonic() - self._checked >= _AGAIN:
+        if before - set(self.nodes) or time.monotonic() - self._checked >= _AGAIN:
             self._checked = time.monotonic()
             for refused in self.refused:
                 self.nodes[refused].ask = True
@@ -161,16 +165,35 @@ class Registry:
             if (why := records.failure(reply.content)) is not None:
                 raise ConfigError(why)
             entry = Entry.read(node.id, records.read_fields(reply.content, "client"), self.terms)
+            self._bind(entry)
         except FlashError as error:
             node.entry = None
             self._refuse(node, str(error))
             return
         if node.entry != entry:
-            client = entry.client
-            self.attendance.returned(client.id)
-            if node.entry is not None:
-                log.warning("node %d was restarted: client %d with %d samples", node.id, client.id, client.n)
+            self.attendance.returned(entry.client.id)
         node.entry, node.errors = entry, 0
+
+    def _bind(self, entry: Entry) -> None:
+        """Bind a node to what it registers, or raise a ConfigError if that contradicts an earlier registration."""
+        own = next((e for e in self.bound.values() if e.node == entry.node), entry)
+        holder = self.bound.get(entry.client.id, entry)
+        if holder.node != entry.node and holder.node in self.nodes:
+            raise ConfigError(f"client {entry.client.id} is already node {holder.node}")
+        if not self.options.rebind and holder.node != entry.node:
+            raise ConfigError(
+                f"client {entry.client.id} belongs to node {holder.node}, which registered it first. If the client has "
+                "a new key, or if SuperNodes are not authenticated, resume the run with flower.rebind=true"
+            )
+        if own != entry:
+            if not self.options.rebind:
+                raise ConfigError(
+                    f"it registers as {entry}, and it was {own}. A node keeps both for the whole run. If the change is "
+                    "meant, resume the run with flower.rebind=true"
+                )
+            log.warning("node %d was restarted: it is %s now, and was %s", entry.node, entry, own)
+            del self.bound[own.client.id]
+        self.bound[entry.client.id] = entry
 
     def _refuse(self, node: Node, why: str) -> None:
         why = records.printable(why)
@@ -179,14 +202,10 @@ class Registry:
         node.why = why
 
     def _settle(self) -> None:
-        """Give each client id to the node that claimed it first, as long as that node is there."""
-        before, self.entries = self.entries, {}
-        holders = {(client, entry.node) for client, entry in before.items()}
-        told = [node.entry for node in self.nodes.values() if node.entry is not None]
-        for entry in sorted(told, key=lambda e: (e.client.id, e.node) not in holders):
-            holder = self.entries.setdefault(entry.client.id, entry).node
-            if holder != entry.node:
-                self._refuse(self.nodes[entry.node], f"client {entry.client.id} is already node {holder}")
+        """Which of the bound clients are there now."""
+        before = self.entries
+        told = {node.entry for node in self.nodes.values()}
+        self.entries = {client: entry for client, entry in self.bound.items() if entry in told}
         for client in sorted(set(before) - set(self.entries)):
             log.warning("client %d (node %d) has left", client, before[client].node)
         self._known = self._admitted()
@@ -220,6 +239,7 @@ class Registry:
                 except ConfigError as error:
                     node = self.nodes[self.entries.pop(client.id).node]
                     node.entry = None
+                    del self.bound[client.id]
                     self._refuse(node, str(error))
             if len(self.entries) == len(known):
                 raise
@@ -232,14 +252,22 @@ class Registry:
     def save(self) -> dict[str, JSON]:
         return {
             "size": self.size,
-            "nodes": {str(i): str(e.node) for i, e in sorted(self.entries.items())},
+            "bound": [asdict(entry) for _, entry in sorted(self.bound.items())],
             "densities": {str(i): d for i, d in sorted(self.densities.items())},
         }
 
     def load(self, saved: Mapping[str, JSON]) -> None:
-        """Take over the planned size and the clients' densities from the run that goes on."""
-        size, densities = saved.get("size"), saved.get("densities")
-        self.size = size if isinstance(size, int) else 0
-        given = densities.items() if isinstance(densities, Mapping) else ()
-        self.densities = {int(i): float(d) for i, d in given if isinstance(d, int | float)}
+        """Take over the planned size, who is bound to which client, and the clients' densities."""
+        try:
+            size, bound = coerce(saved["size"], int, "size"), coerce(saved["bound"], tuple[Entry, ...], "bound")
+            densities = coerce(saved["densities"], Mapping[int, float], "densities")
+            if size < 0 or not all(0 < density <= 1 for density in densities.values()):
+                raise ValueError("a number is out of bounds")
+        except Exception as error:  # the content may be a stranger's, and fail in any way
+            raise CheckpointError(f"the clients in the checkpoint cannot be read ({error!r})") from None
+        self.size, self.densities = size, densities
+        self.bound = {
+            **{entry.client.id: entry for entry in bound},
+            **self.bound,
+        }  # those that have registered since then are known better
         self._settle()

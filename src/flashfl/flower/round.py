@@ -44,6 +44,7 @@ class Exchange(ABC):
 
     kind: ClassVar[str]  # of its messages
     name: ClassVar[str]  # in the log
+    content: ClassVar[str] = "order"  # the name of what its messages carry
 
     def __init__(self, server: Server, registry: Registry) -> None:
         self.server, self.timeout = server, registry.options.timeout
@@ -77,7 +78,9 @@ class Exchange(ABC):
         return message
 
     def _message(self, client: Client, order: Order, data: bytes) -> Message:
-        content, group = records.blob("order", data), ".".join(map(str, order.tag))
+        content, group = records.blob(self.content, data), ".".join(map(str, order.tag))
+        if self.server.memory.sparse:
+            content.update(records.fields("compute", {"sparse": 1}))
         return Message(content, self.entries[client.id].node, self.kind, ttl=self.timeout, group_id=group)
 
     @property

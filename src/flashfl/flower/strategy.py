@@ -15,16 +15,18 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.method import Method
-from ..core.record import RoundRecord
-from ..core.state import State
+from ..core.parts import build
 from ..data.task import Task
 from ..run import checkpoint
+from ..run.budget import within_budget
 from ..run.config import TrainConfig
 from ..run.progress import Display, Watch
 from ..run.run import Run
+from ..run.sealed import read_record
 from ..run.simulate import drive
+from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
 from .registration import Terms, fingerprint
@@ -83,6 +85,7 @@ class FlashStrategy(Strategy):
     header: the settings that the results file records.
     watch: called after every round.
     quiet: show no progress.
+    secure: use secure aggregation, whatever `train` says; see docs/privacy.md.
 
     Call `start`. Flower's hooks for single steps raise an error: they cannot send a client the masks it has lost.
     """
@@ -99,13 +102,19 @@ class FlashStrategy(Strategy):
         header: Mapping[str, Any] | None = None,
         watch: Watch | None = None,
         quiet: bool = False,
+        secure: bool | None = None,
     ) -> None:
         self.method, self.task = method, task
-        train = train or TrainConfig(checkpoint_every=1)
+        train = train or build(TrainConfig, {"checkpoint_every": 1, **method.recipe}, "train")
         self.train = replace(train, robust="on") if train.robust == "auto" else train
         self.options = options or FlowerOptions()
+        if secure is not None:
+            self.train = replace(self.train, secure=secure)
         if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
+        if self.train.budget:
+            self.method, self.train, said = within_budget(method, task, self.train)
+            log.info("%s", said)
         self.folder = Path(folder) if folder else None
         self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
         self.run: Run | None = None
@@ -133,16 +142,11 @@ class FlashStrategy(Strategy):
                 "`holdout` above 0"
             )
         self.summary()
-        display = Display(self.method.name, self.train.rounds, quiet=self.quiet)
-
-        def watch(state: State, record: RoundRecord) -> None:
-            display(state, record)
-            if self.watch is not None:
-                self.watch(state, record)
-
+        shown = Metric.of_task(self.task)
+        display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, watch, self.header
+                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header
             )
         finally:
             display.close()
@@ -154,15 +158,16 @@ class FlashStrategy(Strategy):
         bounded = self.train.robust == "on"
         terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples, bounded)
         registry = Registry(grid, terms, options, need)
-        if self.resume and (record := _latest(self.folder)) is not None:
-            registry.load(record["clients"])
+        if self.resume:
+            _load_latest(registry, self.folder)
         registry.gather(options.clients or min(self.train.per_round, registry.size or self.train.per_round))
         if self.train.per_round > registry.size:
             raise ConfigError(
                 f"per_round = {self.train.per_round} and {registry.size} clients registered: start more SuperNodes, "
                 "or lower per_round"
             )
-        log.info("clients: %s", ", ".join(f"{c.id} ({c.n} samples)" for c in registry.present()))
+        for _, entry in sorted(registry.entries.items()):
+            log.info("node %d is %s", entry.node, entry)
         return FlowerEngine(self.task, registry, self.train, self.folder / "masks" if self.folder else None)
 
     def _no_step(self, *unused: Any, **also_unused: Any) -> NoReturn:
@@ -173,8 +178,9 @@ class FlashStrategy(Strategy):
 
     def summary(self) -> None:
         """Log what is about to run."""
-        log.info("%r on %r: %d rounds of %d clients, values as %s; %r", self.method, self.task.name, self.train.rounds,
-                 self.train.per_round, self.train.values, self.options)  # fmt: skip
+        train = self.train
+        log.info("%r on %r: %d rounds of %d clients, values as %s down and %s up; %r", self.method, self.task.name,
+                 train.rounds, train.per_round, train.down.values, train.up.values, self.options)  # fmt: skip
 
 
 def _check(train: TrainConfig) -> None:
@@ -187,12 +193,11 @@ def _check(train: TrainConfig) -> None:
         raise ConfigError(f"device = {train.device!r}: clients on Flower train on the CPU. Set it to auto or cpu.")
 
 
-def _latest(folder: Path | None) -> dict[str, Any] | None:
-    """The record of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
+def _load_latest(registry: Registry, folder: Path | None) -> None:
+    """Take over the clients of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
     for path in checkpoint.found_in(folder / "checkpoints") if folder else ():
-        with suppress(checkpoint.Unusable):
-            return checkpoint.read_record(path)
-    return None
+        with suppress(CheckpointError):
+            return registry.load(read_record(path)["clients"])
 
 
 def _result(run: Run) -> Result:

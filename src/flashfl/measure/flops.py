@@ -117,6 +117,13 @@ def task_costs(task: Any) -> dict[str, Cost]:
     return {}
 
 
+def weight_flops(task: Any) -> tuple[float, ...]:
+    """FLOPs of training on one sample: of one weight of each prunable layer, and last of all other layers together."""
+    costs, prunable = task_costs(task), {layer.name: layer.size for layer in task.layout.prunable}
+    rest = sum(cost.step() for name, cost in costs.items() if name not in prunable)
+    return (*(costs.get(name, Cost()).step() / size for name, size in prunable.items()), rest)
+
+
 def sample_flops(
     layout: Layout, costs: Mapping[str, Cost], densities: Sequence[float], dense_gradient: bool = False
 ) -> float:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 
+import torch
 from torch import Tensor
 
+from ..aggregate import fedavg
 from ..core.errors import ConfigError, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
@@ -74,6 +76,12 @@ def sample_each_density(s: State, clients: Sequence[Client]) -> tuple[Client, ..
         each[each.index(0)], each[each.index(max(each))] = 1, max(each) - 1
     picked = [c for (d, group), k in zip(groups.items(), each, strict=True) for c in sample(s, group, k, f"cohort {d}")]
     return tuple(sorted(picked, key=lambda c: c.id))
+
+
+def follow(s: State, sums: Sums) -> Tensor:
+    """The server's vector after a round in which clients reported changes: w + mean change. Statistics are averaged."""
+    mean, trained = fedavg(sums), s.layout.trained_size
+    return torch.cat([s.weights.vector[:trained] + mean[:trained], mean[trained:]])
 
 
 def inner_mask(s: State, full: Weights, budgets: tuple[int, ...], nm: int) -> Mask:

@@ -49,6 +49,10 @@ class HeteroSPDST(SPDST):
         object.__setattr__(self, "density", max(self.densities))
         super().__post_init__()
 
+    @property
+    def common(self) -> bool:
+        return False
+
     def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
         return share_densities(clients, self.densities, self.shares, key)
 

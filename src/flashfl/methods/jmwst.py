@@ -41,9 +41,17 @@ class JMWST(SPDST):
                 f"r_int = {self.r_int}, freeze_after = {self.freeze_after}: must be at least 1 and at least 0"
             )
 
+    @property
+    def common(self) -> bool:
+        return self.adapt.rate == 0
+
     def moves(self, s: State) -> bool:
         """Whether masks move in this round."""
-        due = s.round % self.r_int == 0 and (self.freeze_after == 0 or s.round < self.freeze_after)
+        due = (
+            self.adapt.rate > 0
+            and s.round % self.r_int == 0
+            and (self.freeze_after == 0 or s.round < self.freeze_after)
+        )
         return s.phase != SENSITIVITY and due
 
     def work(self, s: State, client: Client) -> Local:

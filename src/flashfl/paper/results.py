@@ -27,7 +27,7 @@ from ..run.code import PACKAGE, digest
 from ..run.config import RunConfig, make_config
 from ..run.lock import claim
 from ..run.results import Results, versions
-from ..run.summary import Numbers
+from ..run.summary import Numbers, plain_of
 from .cells import Cell, short
 
 Record = dict[str, Any]  # a line of a results file
@@ -139,6 +139,7 @@ def numbers_of(record: Mapping[str, Any]) -> Numbers:
         dense=2 * 4 * record["values"] * orders,
         seconds=record["seconds"],
         dropped=record.get("dropped", 0),
+        plain=plain_of(record.get("views", {})),
     )
 
 

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import hypot
+from statistics import fmean, stdev
 from typing import Any
 
 from ..run.progress import amount
 from ..run.summary import summarise
-from ..run.table import COLUMNS, Entry, Table, percent
-from .cells import Cell, load_table
-from .results import Stored, numbers_of, stale
+from ..run.table import COLUMNS, TRANSFER, Entry, Table, percent, transfer
+from .cells import Cell, load_table, table_names
+from .results import Record, Stored, numbers_of, stale
 
 _COLUMNS = (
-    "method", "ours %", "best %", "before %", "paper %", "difference", "seeds", "up / client", "down / client",
-    "seconds",
+    "method", "ours %", "best %", "before %", "paper %", "difference", "spreads", "seeds", "up / client",
+    "down / client", TRANSFER, "seconds",
 )  # fmt: skip
 ABOUT = (
     "Ours after the last round beside the paper's, mean ± standard deviation over seeds. Best: a run's best "
-    "evaluation. Before: the model before the server cuts it to its density. Bytes per client and round, first phase "
-    "included, and how many times fewer that is than the model's dense size."
+    "evaluation. Before: the model before the server cuts it to its density. Spreads: the difference over the combined "
+    "spread, which is the paper's and ours (over seeds, or over a run's last ten evaluations if that is larger); empty "
+    "where the paper states no spread. Bytes per client and round, first phase included, and how many times fewer that "
+    "is than the model's dense size. Seconds: of a run, which may have shared its GPU with others."
 )
+NEAR, FAR = 1.0, 2.0  # spreads up to which a difference is small, and beyond which it needs an explanation
+_LAST = 10  # evaluations at the end of a run that say how much it swings
+
+
+@dataclass(frozen=True)
+class Miss:
+    """How far our mean is from the paper's, in points, and in combined spreads if the paper states one."""
+
+    points: float
+    spreads: float | None
+
+
+def miss_of(cell: Cell, found: Sequence[Record]) -> Miss | None:
+    """Our results of a cell against the paper's. None if one of them has no figure."""
+    if not cell.paper or not found:
+        return None
+    accuracies = [100 * record["accuracy"] for record in found]
+    ends = [[100 * point[1] for point in record["curve"][-_LAST:]] for record in found]
+    swings = [stdev(end) for end in ends if len(end) > 1]
+    ours = max(stdev(accuracies) if len(found) > 1 else 0.0, fmean(swings) if swings else 0.0)
+    points, theirs = fmean(accuracies) - cell.paper["mean"], _stated().get(cell.place(0))
+    return Miss(points, abs(points) / hypot(ours, theirs) if theirs else None)
+
+
+@cache
+def _stated() -> dict[str, float]:
+    """The spreads in the paper, by place: a cell may stand in two tables, one of which states none."""
+    cells = (cell for name in table_names() for cell in load_table(name).cells)
+    return {cell.place(0): cell.paper["std"] for cell in cells if cell.paper and "std" in cell.paper}
 
 
 def table_of(name: str, cells: Sequence[Cell], seeds: int | None, stored: Stored) -> Table:
@@ -40,7 +75,7 @@ def _place(cell: Cell) -> dict[str, Entry]:
     }
 
 
-def _row(cell: Cell, found: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
+def _row(cell: Cell, found: Sequence[Record]) -> dict[str, Entry]:
     theirs = cell.paper or {}
     row = {"ours %": Entry("not run"), "paper %": Entry("-")}
     if theirs:
@@ -54,13 +89,14 @@ def _row(cell: Cell, found: Sequence[Mapping[str, Any]]) -> dict[str, Entry]:
     marks = " (stale)" if any(stale(record, cell) for record in found) else ""
     marks += f" ({dropped:.0f} clients dropped)" if dropped else ""
     row["ours %"] = Entry(mean.text + marks, mean.value)
-    if theirs and ours.accuracy is not None:
-        apart = 100 * ours.accuracy - theirs["mean"]
-        row["difference"] = Entry(f"{apart:+.2f}", apart)
+    if miss := miss_of(cell, found):
+        row["difference"] = Entry(f"{miss.points:+.2f}", miss.points)
+        row |= {"spreads": Entry(f"{miss.spreads:.1f}", miss.spreads)} if miss.spreads is not None else {}
     for way, sent in (("up", ours.up), ("down", ours.down)):
         each, saving = sent / ours.orders, ours.dense / 2 / sent
         said = f", paper {theirs[way]:g}x" if way in theirs else ""
         row[f"{way} / client"] = Entry(f"{amount(each)} ({saving:.1f}x{said})", each)
+    row[TRANSFER] = transfer((ours.up + ours.down) / ours.orders)
     return row | {"seconds": Entry(f"{ours.seconds:.0f}", ours.seconds)}
 
 

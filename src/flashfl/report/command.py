@@ -15,9 +15,15 @@ if TYPE_CHECKING:
     from .load import Found
 
 FORMATS = ("html", "png", "csv", "md")
-FIGURES = "sm-heatmap, sm-layers, accuracy-rounds, accuracy-bytes, layer-sensitivity, flops-bytes, mismatch-rounds"
+FIGURES = (
+    "sm-heatmap, sm-layers, accuracy-rounds, accuracy-bytes, layer-sensitivity, flops-bytes, mismatch-rounds, "
+    "accuracy-total"
+)
 _RUNS = "folders of runs, or folders that contain runs"
-_TABLES = "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa or sst2"
+_TABLES = (
+    "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa, sst2, feddst, fedspa, zerofl, rivals "
+    "or rivals_lr"
+)
 _FILTERS = ("dataset", "alpha", "density", "method")
 _PLOTS, _TEXTS = (".png", ".svg", ".pdf"), (".md", ".html")
 
@@ -39,7 +45,8 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     watch.add_argument("--port", type=int, default=8327, help="default: 8327; 0 takes a free one")
 
     again = add("reproduce", _reproduce, "show our results beside a table of the paper, and run the missing cells")
-    again.add_argument("table", help=_TABLES)
+    again.add_argument("table", nargs="?", default="", help=_TABLES)
+    again.add_argument("--all", action="store_true", help="all tables on one page, and what is missing")
     for name in _FILTERS:
         again.add_argument(f"--{name}", default="", help="only these cells (comma-separated)")
     again.add_argument("--seeds", type=int, help="seeds of each cell (default: 1 when running, all when showing)")
@@ -48,7 +55,8 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
     again.add_argument("--data-root", dest="root", default="", help="folder of data sets (default: FLASHFL_DATA)")
     again.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    said = "also write the table (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf)"
+    said = "also write the table (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf); with --all the "
+    said += "page (.html, .md; default: results.html)"
     again.add_argument("--out", type=Path, help=said)
 
 
@@ -70,8 +78,9 @@ def write(found: Found, path: Path, form: str = "html") -> Path:
     """Write a report to a file."""
     if form == "png":
         from . import figures
+        from .drawing import save
 
-        return figures.save(figures.overview(found.runs), path)
+        return save(figures.overview(found.runs), path)
     files.put(path, _text(form, found).encode())
     return path
 
@@ -97,8 +106,9 @@ def _load(paths: Sequence[Path]) -> Found:
 
 def _figure(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from . import figures
+    from .drawing import save
 
-    print(figures.save(figures.figure(args.name, _load(args.runs).runs), args.out or Path(f"{args.name}.png")))
+    print(save(figures.figure(args.name, _load(args.runs).runs), args.out or Path(f"{args.name}.png")))
     return 0
 
 
@@ -119,12 +129,15 @@ def _watch(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from ..paper.cells import chosen, load_table
+    from ..paper.overview import every_cell
     from ..paper.reproduce import reproduce
     from ..paper.results import Stored
     from ..paper.tables import ABOUT, panels, table_of
 
     _check_reproduce(args)
-    cells = chosen(load_table(args.table).cells, **{name: getattr(args, name) for name in _FILTERS})
+    filters = {name: getattr(args, name) for name in _FILTERS}
+    tables = every_cell(**filters) if args.all else {args.table: chosen(load_table(args.table).cells, **filters)}
+    cells = [cell for some in tables.values() for cell in some]
     if not args.budget_minutes and not args.results.is_dir():
         raise ConfigError(f"there is no folder {args.results}: give the folder of results (a checkout has one)")
     failed = 0
@@ -132,10 +145,19 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         settings = {"device": args.device, "data_root": args.root}
         _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
     stored = Stored(args.results)
+    if args.all:
+        from ..paper.overview import overview
+        from ..paper.page import page
+
+        found, out = overview(tables, args.seeds, stored), args.out or Path("results.html")
+        files.put(out, (found.markdown() if out.suffix == ".md" else page(found)).encode())
+        print(out)
+        return 1 if failed else 0
     table = table_of(args.table, cells, args.seeds, stored)
     print(table.markdown())
     if args.out and args.out.suffix in _PLOTS:
-        from .figures import accuracy_bytes_of_cells, save
+        from .drawing import save
+        from .figures import accuracy_bytes_of_cells
 
         shown = panels(cells, args.seeds, stored)
         if not shown:
@@ -149,6 +171,10 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _check_reproduce(args: argparse.Namespace) -> None:
+    if bool(args.table) == args.all:
+        raise ConfigError(f"flashfl reproduce needs one table ({_TABLES}), or --all")
+    if args.all and args.out and args.out.suffix not in _TEXTS:
+        raise ConfigError(f"--out {args.out}: with --all it must end in one of {', '.join(_TEXTS)}")
     if args.seeds is not None and args.seeds < 1:
         raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
     if args.out and args.out.suffix not in _TEXTS + _PLOTS:

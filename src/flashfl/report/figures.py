@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import textwrap
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
-from ..core.errors import ConfigError, FlashError, unknown
-from ..core.files import put
+from ..core.errors import FlashError, unknown
 from ..run.summary import ACCURACY, Metric
 from ..run.table import shared_metric
 from . import curves
+from .drawing import blank, broken, decades, dot, grid, legend, name_points, take_turns, whole
 from .groups import Groups, groups_of, titled
 from .load import RunData
 
@@ -36,6 +33,7 @@ def accuracy_rounds(axes: Any, groups: Groups) -> None:
             at = shown["round"][-1]
             axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
     axes.set(xlabel="round", ylabel=_metric_label(groups))
+    whole(axes.xaxis)
 
 
 def accuracy_bytes(axes: Any, groups: Groups) -> None:
@@ -45,61 +43,72 @@ def accuracy_bytes(axes: Any, groups: Groups) -> None:
         sent = [curves.over_rounds(run, lambda record: record.total.up + record.total.down) for run in runs]
         _line(axes, [b / 1e6 for b in curves.mean_at(sent, shown["round"])], shown, label, _ink(i), runs[0].metric)
     axes.set(xlabel="communicated (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
-    _decades(axes.xaxis)
+    decades(axes.xaxis)
 
 
 def _metric_label(groups: Groups) -> str:
     metric = shared_metric(runs[0].metric for runs in groups.values())
-    return "accuracy (%)" if metric == ACCURACY else metric.name
+    better = "" if metric.higher_is_better else f" ({metric.direction})"
+    return "accuracy (%)" if metric == ACCURACY else f"{metric.name}{better}"
 
 
 def _line(
     axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], label: str, ink: str, metric: Metric = ACCURACY
 ) -> None:
     mean, std = ([metric.scale * v for v in shown[name]] for name in ("mean", "std"))
-    axes.plot(x, mean, _dot(x), color=ink, label=label, linewidth=1.6)
+    axes.plot(x, mean, dot(x), color=ink, label=label, linewidth=1.6)
     low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
     axes.fill_between(x, low, high, color=ink, alpha=0.15, linewidth=0)
-
-
-def _dot(x: Sequence[float]) -> str:
-    """How to draw a curve: a single point has no line."""
-    return "o" if len(x) == 1 else "-"
 
 
 def mismatch_rounds(axes: Any, groups: Groups) -> None:
     """Mismatch between the masks of consecutive rounds."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.mismatch(run) for run in runs])
-        axes.plot(shown["round"], shown["mean"], _dot(shown["round"]), color=_ink(i), label=label, linewidth=1.6)
-    axes.set(xlabel="round", ylabel="mask mismatch", ylim=(0, None))
+        axes.plot(shown["round"], shown["mean"], dot(shown["round"]), color=_ink(i), label=label, linewidth=1.6)
+    top = axes.get_ylim()[1]
+    axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * top, top))
+    whole(axes.xaxis)
 
 
 def layer_sensitivity(axes: Any, groups: Groups) -> None:
-    """Layer densities at the end, and as a first stage measured them (dashed)."""
+    """Layer densities at the end, and as a first phase measured them (dashed)."""
     for i, (label, runs) in enumerate(groups.items()):
         final = curves.final_densities(runs)
         axes.plot(range(1, len(final) + 1), final, "o-", color=_ink(i), label=label, markersize=3, linewidth=1.4)
         learned = [r.cohort_densities for run in runs for r in run.rounds if not r.counts and r.cohort_densities]
         if learned:
             means = [sum(column) / len(learned) for column in zip(*learned, strict=True)]
-            axes.plot(range(1, len(means) + 1), means, "--", color=_ink(i), linewidth=1, label=f"{label}, stage 1")
-    axes.set(xlabel="layer", ylabel="density", yscale="log")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.plot(range(1, len(means) + 1), means, "--", color=_ink(i), linewidth=1, label=f"{label}, first phase")
+    names = brief(max((runs[0].layers for runs in groups.values()), key=len))
+    ticks = curves.thin(range(len(names)), 24)
+    axes.set(ylabel="density", yscale="log")
+    axes.set_xticks([t + 1 for t in ticks], [names[t] for t in ticks], rotation=40, ha="right", fontsize="small")
+
+
+def brief(names: Sequence[str]) -> list[str]:
+    """Layers without the ending that all of them share."""
+    shared = all(name.endswith(".weight") for name in names)
+    return [name.removesuffix(".weight") if shared else name for name in names]
 
 
 def flops_bytes(axes: Any, groups: Groups) -> None:
     """Training FLOPs against bytes, one point for each run."""
+    axes.set(xlabel="communicated (MB, up and down)", ylabel="training FLOPs", xscale="log", yscale="log")
+    axes.margins(0.2)
+    middles: list[tuple[str, str, float, float]] = []
     for i, (label, runs) in enumerate(groups.items()):
         known = [((n.up + n.down) / 1e6, n.flops) for n in (run.numbers for run in runs) if n.flops]
         if known:
             axes.plot(*zip(*known, strict=True), "o", color=_ink(i), label=label)
-    axes.set(xlabel="communicated (MB, up and down)", ylabel="training FLOPs", xscale="log", yscale="log")
-    _decades(axes.xaxis)
-    _decades(axes.yaxis)
+            x, y = map(statistics.geometric_mean, zip(*known, strict=True))
+            middles.append((label, _ink(i), x, y))
+    name_points(axes, middles)
+    decades(axes.xaxis)
+    decades(axes.yaxis)
 
 
-def _sm_heatmap(axes: Any, rounds: Sequence[int], rows: Rows, most: float) -> Any:
+def _sm_heatmap(axes: Any, rounds: Sequence[int], rows: Rows, most: float, names: Mapping[str, Any]) -> Any:
     image = axes.imshow(rows, origin="lower", cmap="viridis", vmin=0, vmax=most)
     ticks = curves.thin(range(len(rounds)), 6)
     axes.set_xticks(ticks, [rounds[t] for t in ticks])
@@ -108,16 +117,35 @@ def _sm_heatmap(axes: Any, rounds: Sequence[int], rows: Rows, most: float) -> An
     return image
 
 
-def _sm_layers(axes: Any, rounds: Sequence[int], rows: Rows, most: float) -> None:
+def _sm_layers(axes: Any, rounds: Sequence[int], rows: Rows, most: float, names: Mapping[str, Any]) -> None:
+    for (name, ink), row in zip(names.items(), rows, strict=True):
+        axes.plot(rounds, row, dot(row), color=ink, linewidth=1.2, label=name)
+    axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * most, most))
+    whole(axes.xaxis)
+
+
+def _layer_inks(groups: Groups) -> dict[str, Any]:
+    """A colour for each layer, from the first to the last, the same in all panels."""
     from matplotlib import colormaps
 
-    count = max(2, len(rows))
-    for i, row in enumerate(rows):
-        ink = colormaps["turbo"](0.05 + 0.9 * i / (count - 1))
-        axes.plot(rounds, row, _dot(row), color=ink, linewidth=1.2, label=i + 1)
-    axes.set(xlabel="round", ylabel="mask mismatch", ylim=(0, most))
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2)}
-    axes.legend(title="layer", fontsize="x-small", ncols=min(7, count), **below)
+    names = list(dict.fromkeys(name for runs in groups.values() for name in brief(runs[0].layers)))
+    return {name: colormaps["turbo"](0.05 + 0.9 * i / max(1, len(names) - 1)) for i, name in enumerate(names)}
+
+
+def accuracy_total(axes: Any, groups: Groups) -> None:
+    """Where each run ends: test accuracy by all bytes, up and down."""
+    axes.set(xlabel="communicated in all (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
+    axes.margins(0.2)
+    middles: list[tuple[str, str, float, float]] = []
+    for i, (label, runs) in enumerate(groups.items()):
+        ends = [(run.numbers, run.metric.scale) for run in runs]
+        known = [((n.up + n.down) / 1e6, scale * n.accuracy) for n, scale in ends if n.accuracy is not None]
+        if known:
+            x, y = zip(*known, strict=True)
+            axes.plot(x, y, "o", color=_ink(i), label=label)
+            middles.append((label, _ink(i), statistics.geometric_mean(x), statistics.fmean(y)))
+    name_points(axes, middles)
+    decades(axes.xaxis)
 
 
 ONE: dict[str, Callable[[Any, Groups], None]] = {
@@ -126,6 +154,7 @@ ONE: dict[str, Callable[[Any, Groups], None]] = {
     "layer-sensitivity": layer_sensitivity,
     "flops-bytes": flops_bytes,
     "mismatch-rounds": mismatch_rounds,
+    "accuracy-total": accuracy_total,
 }
 # One panel for each group: what it shows, and how.
 EACH: dict[str, tuple[Callable[[Sequence[RunData]], tuple[list[int], Rows]], Callable[..., Any]]] = {
@@ -142,11 +171,12 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
     groups = _titled(runs)
     if name in EACH:
         return _panels(name, groups)
-    made = _blank((6.4, 4))
+    made = blank((6.4, 4))
     axes = made.subplots()
     ONE[name](axes, groups)
     axes.grid(alpha=0.25)
-    _legend(made, axes)
+    legend(made, [axes])
+    take_turns([axes])
     return made
 
 
@@ -161,7 +191,7 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
 
     The points of a curve are round, accuracy, bytes up, bytes down.
     """
-    made, every, columns = _grid(len(panels), sharex=True, sharey=True)
+    made, every, columns = grid(len(panels), sharex=True, sharey=True)
     inks = {label: _ink(i) for i, label in enumerate(dict.fromkeys(x for lines in panels.values() for x in lines))}
     for axes, (title, lines) in zip(every, panels.items(), strict=True):
         for label, seeds in lines.items():
@@ -169,7 +199,7 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
             taken = curves.band([{int(r): up + down for r, _, up, down in seed} for seed in seeds])
             _line(axes, [both / 1e6 for both in taken["mean"]], shown, label, inks[label])
         axes.set(title=title, ylabel="accuracy (%)", xscale="log")
-        _decades(axes.xaxis)
+        decades(axes.xaxis)
         axes.label_outer()
         axes.grid(alpha=0.25)
     for axes in every[-columns:]:  # the lowest of each column
@@ -188,86 +218,26 @@ def _panels(name: str, groups: Groups) -> Any:
     if not found:
         raise FlashError(f"{name}: there is nothing to draw, as the masks of these runs never move or are not stored")
     most = 1.02 * max([0.1, *(float(v) for _, rows in found.values() for row in rows for v in row)])
-    made, every, _ = _grid(len(found))
-    images = []
+    made, every, _ = grid(len(found))
+    images, inks = [], _layer_inks(groups)
     for axes, (label, (rounds, rows)) in zip(every, found.items(), strict=True):
-        images.append(draw(axes, rounds, rows, most))
-        axes.set_title(_broken(label, 34), fontsize="small")
+        images.append(draw(axes, rounds, rows, most, {name: inks[name] for name in brief(groups[label][0].layers)}))
+        axes.set_title(broken(label, 34), fontsize="small")
     if images[0] is not None:
         made.colorbar(images[0], ax=made.axes, label="mask mismatch", shrink=0.8)
+    legend(made, every)
+    take_turns(every)
     return made
 
 
-def _grid(count: int, **shared: bool) -> tuple[Any, list[Any], int]:
-    """A figure with so many panels in up to three columns."""
-    columns = min(3, count)
-    rows = math.ceil(count / columns)
-    made = _blank((3.8 * columns + 0.6, 3.4 * rows + 0.4))
-    every = list(made.subplots(rows, columns, squeeze=False, **shared).flatten())
-    for axes in every[count:]:
-        axes.set_visible(False)
-    return made, every[:count], columns
-
-
-def _broken(label: str, letters: int) -> str:
-    """A label on several lines. A dollar in it must not begin a formula."""
-    return textwrap.fill(label.replace("$", r"\$"), letters)
-
-
-def _decades(axis: Any) -> None:
-    """Tick labels of a logarithmic axis that do not overlap: at decades, or at 1, 2 and 5 if there are few of them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = axis.get_view_interval()
-    if high < 100 * low:
-        axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def overview(runs: Sequence[RunData]) -> Any:
-    """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
-    groups, made = _titled(runs), _blank((14, 8))
+    """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs, where each run ends."""
+    groups, made = _titled(runs), blank((14, 8))
     every = made.subplots(2, 3).flatten()
     for axes, draw in zip(every, ONE.values(), strict=False):
         draw(axes, groups)
         axes.grid(alpha=0.25)
-    _legend(made, every[0])
+    legend(made, [every[0]])
+    take_turns(every)
     every[-1].set_visible(False)
     return made
-
-
-def _legend(made: Any, axes: Any) -> None:
-    """A legend below the panels, in a figure that is made higher for it."""
-    lines, labels = axes.get_legend_handles_labels()
-    if not labels:
-        return
-    wide, high = made.get_size_inches()
-    letters = int(14 * wide)  # of the small font, on a line
-    texts = [_broken(label, letters - 10) for label in labels]
-    columns = max(1, min(len(texts), letters // (8 + max(len(line) for text in texts for line in text.split("\n")))))
-    rows = sum(text.count("\n") + 1 for text in texts) / columns
-    made.set_size_inches(wide, high + 0.18 * math.ceil(rows))
-    made.legend(lines, texts, loc="outside lower center", ncols=columns, fontsize="small")
-
-
-def _blank(size: tuple[float, float]) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("figures need the matplotlib package: pip install 'flashfl[plots]'") from None
-    made = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(made)
-    return made
-
-
-def save(made: Any, path: Path) -> Path:
-    """Write a figure. The file's ending decides the format (png, svg, pdf)."""
-    drawn = BytesIO()
-    try:
-        made.savefig(drawn, dpi=160, format=path.suffix.lower().removeprefix(".") or "png")
-    except ValueError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from None
-    put(path, drawn.getvalue())
-    return path

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.record import RoundRecord
 from ..methods import METHODS
 from ..run.summary import PHASES, Summary, summarise
-from ..run.table import Entry, Table, Value, percent, shared_metric, summary_table
+from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
 from .load import ELSEWHERE, Found, RunData
 
 DIGESTS = "task.digests."  # these settings tell runs apart, but tell a reader nothing
@@ -98,8 +98,8 @@ def summary_of(runs: Sequence[RunData]) -> Summary:
 
 
 _COLUMNS = (
-    "seeds", "accuracy %", "best %", "density", "up", "down", "saving", "paper's formula", "FLOPs", "mask mismatch",
-    "dropped", "time (s)",
+    "seeds", "accuracy %", "best %", "personal %", "density", "up", "down", TRANSFER, "saving", "paper's formula",
+    "FLOPs", "mask mismatch", "dropped", "time (s)",
 )  # fmt: skip
 
 
@@ -109,7 +109,9 @@ def groups_table(found: Found, marked: bool = False) -> Table:
     marked: it stands beside other runs too, with a mark and a note that says what differs.
     """
     groups = titled(groups_of(found.runs))
-    table = summary_table({label: summary_of(runs) for label, runs in groups.items()}, _COLUMNS)
+    made = {label: summary_of(runs) for label, runs in groups.items()}
+    personal = any(one.personal is not None for one in made.values())
+    table = summary_table(made, [name for name in _COLUMNS if personal or name != "personal %"])
     entries, notes = [], []
     for label, runs in groups.items():
         there = runs[0].published

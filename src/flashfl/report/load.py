@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -53,9 +52,9 @@ class RunData:
         identity = self.header["identity"]
         # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
         # name says which data it has, and may be split again for each seed.
-        digests = {name: identity.get(name) for name in ("layout", "clients", "samples")}
-        if self.info:
-            del digests["samples"]
+        digests = {name: identity.get(name) for name in ("layout", "clients")}
+        if not self.info:
+            digests |= {"samples": identity.get("samples"), "data": self.header["task"].get("data")}
         task = {"dataset": self.header["task"]["name"], **self.info, "digests": digests}
         task.pop("histogram", None)
         return flat({"method": identity["method"], "task": task, "train": identity["settings"]})
@@ -77,6 +76,20 @@ class RunData:
     def key(self) -> str:
         """Equal for runs that differ only in their seed."""
         return json.dumps({k: v for k, v in self.settings.items() if k not in ELSEWHERE}, sort_keys=True)
+
+    @property
+    def dataset(self) -> str:
+        return str(self.info.get("dataset") or self.header["task"]["name"])
+
+    @property
+    def model(self) -> str:
+        return str(self.info.get("model") or self.header["task"].get("model", ""))
+
+    @property
+    def density(self) -> str:
+        """The density that the method was asked for. Empty: it has none, as dense FedAvg."""
+        found = self.settings.get("method.density", self.settings.get("method.densities", ""))
+        return " / ".join(map(str, found)) if isinstance(found, list) else str(found)
 
     @property
     def layers(self) -> list[str]:
@@ -212,7 +225,9 @@ def _try(run: RunData) -> None:
     page.script_json(page.records_data(alone))
     groups.rounds_table(alone).csv()
     # What averaging over seeds and comparing masks need.
-    width, _ = len(run.layers), sum(math.prod(shape) for _, shape in run.header["task"]["layers"])
+    width = len(run.layers)
+    if not all(type(n) is int and 0 <= n < 1 << 31 for _, shape in run.header["task"]["layers"] for n in shape):
+        raise ValueError("the shapes of layers")
     for record in run.rounds:
         rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
         if any(len(row) != width or not sum(row) >= 0 for row in rows):

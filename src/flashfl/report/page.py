@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
@@ -21,9 +21,11 @@ from .groups import groups_of, groups_table, rounds_of, state_of
 from .load import Found, RunData
 
 MOST_CLIENTS, MOST_CLASSES = 100, 64
-_ABOUT = (
-    "Means over seeds after training. Saving: dense fp32 bytes over the bytes really sent, first phase included. "
-    "Mask mismatch: mean over the last sixth of the rounds. Select a heading to sort."
+_ABOUT = "Means over seeds after training. Select a heading to sort."
+_NOTES = (
+    "Saving: dense fp32 bytes over the bytes really sent, first phase included.",
+    "Paper's formula: the saving as the paper counts it.",
+    "Mask mismatch: between the server's masks of consecutive rounds, mean over the last sixth of the rounds.",
 )
 _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
 
@@ -38,10 +40,11 @@ def page_data(found: Found) -> dict[str, Any]:
 
 def records_data(found: Found) -> dict[str, Any]:
     """What the page shows of the records of runs: all but the comparison of stored masks."""
-    groups = groups_of(found.runs)
+    groups, table = groups_of(found.runs), groups_table(found, marked=True)
     return {
-        **_page_of(groups_table(found, marked=True), _ABOUT),
-        "metric": _metric(shared_metric(run.metric for run in found.runs)),
+        **_page_of(replace(table, notes=[*_NOTES, *table.notes]), _ABOUT),
+        "metric": _metric({run.metric for run in found.runs}),
+        "facts": facts(found.runs),
         "groups": [_group(label, runs) for label, runs in groups.items()],
         "tasks": _tasks(groups),
         "runs": [_about(label, run) for label, runs in groups.items() for run in runs],
@@ -51,12 +54,35 @@ def records_data(found: Found) -> dict[str, Any]:
 
 def _page_of(table: Table, about: str) -> dict[str, Any]:
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    empty: dict[str, Any] = {"groups": [], "tasks": [], "runs": [], "problems": []}
-    return {"made": made, "about": about, "table": table.to_json(), "metric": _metric(ACCURACY), **empty}
+    empty: dict[str, Any] = {"facts": [], "groups": [], "tasks": [], "runs": [], "problems": []}
+    return {"made": made, "about": about, "table": table.to_json(), "metric": _metric({ACCURACY}), **empty}
 
 
-def _metric(metric: Metric) -> dict[str, Any]:
-    return {"name": metric.name, "percent": metric == ACCURACY}
+def _metric(metrics: set[Metric]) -> dict[str, Any]:
+    metric, directions = shared_metric(metrics), {metric.direction for metric in metrics}
+    about = f" ({directions.pop()})" if len(directions) == 1 else ""
+    return {"name": metric.name, "percent": metric == ACCURACY, "direction": about}
+
+
+def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
+    """What the runs are about: names, values, and what stands smaller behind them. Runs that differ list each value."""
+
+    def each(value: Callable[[RunData], str]) -> str:
+        found = list(dict.fromkeys(v for v in map(value, runs) if v))
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+    seeds = len({run.seed for run in runs})
+    found = [
+        ("Data set", each(lambda run: run.dataset), ""),
+        ("Model", each(lambda run: run.model), each(lambda run: f"{run.header['task']['trained']:,} weights")),
+        ("Clients", each(lambda run: str(run.header["task"]["clients"])),
+         f"({each(lambda run: str(run.settings.get('train.per_round', '')))} a round)"),
+        ("Rounds", each(lambda run: str(run.settings.get("train.rounds", ""))), ""),
+        ("Density", each(lambda run: run.density), ""),
+        ("Metric", each(lambda run: run.metric.name), each(lambda run: run.metric.direction)),
+        ("Seeds", str(seeds), ""),
+    ]  # fmt: skip
+    return [fact for fact in found if fact[1] and runs]
 
 
 def table_page(table: Table, about: str) -> str:

@@ -48,6 +48,7 @@ class Feed:
 
 class _Handler(BaseHTTPRequestHandler):
     feed: Feed
+    timeout = 10.0  # seconds a connection may stay silent: a half-open one must not keep its thread and socket
 
     def do_GET(self) -> None:
         where = urlsplit(self.path)

@@ -1,15 +1,16 @@
 """A run's state on disk: tensors as safetensors, the rest as JSON, written so that a crash leaves the last good one.
 
-A checkpoint is two files. The tensors are written first; the JSON, which holds their digest and its own, is moved into
-place last and makes the checkpoint exist. Nothing is pickled.
+A checkpoint is two files. The tensors are written first; the JSON (`sealed.py`), which holds their digest and its own,
+is moved into place last and makes the checkpoint exist. Nothing is pickled. A record is read as if a stranger had
+written it: whatever it says, the outcome is a state that can go on, or an error that names the file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass
@@ -22,22 +23,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..core.engine import JSON, Engine, Population
-from ..core.errors import CheckpointError, ConfigError, warn
+from ..core.errors import CheckpointError, warn
 from ..core.exchange import Traffic
 from ..core.files import put
+from ..core.loop import checked
 from ..core.mask import Mask, Recipe, Weights
 from ..core.parts import build, coerce
 from ..core.state import Phase, Plan, State
+from ..sparsity import recipe_mask
+from ..wire.masks import check_recipe
 from .identity import differences
 from .run import Run
+from .sealed import Unsigned, Unusable, read_record, write_record
 
-FORMAT = 3
+SECONDS = 20.0  # between two checkpoints at most, if a round is not longer
 _COUNTERS = ("round", "attempt", "counted")
 _NAME = re.compile(r"checkpoint-(\d{8})\.json")
-
-
-class Unusable(CheckpointError):
-    """A checkpoint that is damaged or has another format. The one before it may be good."""
 
 
 class Foreign(Unusable):
@@ -61,12 +62,14 @@ class Keeper:
     def __init__(self, run: Run, engine: Engine, clients: Population, identity: Mapping[str, Any]) -> None:
         self.run, self.engine, self.clients, self.identity = run, engine, clients, identity
         self.folder = run.folder / "checkpoints" if run.folder else None
+        self._kept, self._cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
 
     def begin(self) -> None:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            shutil.rmtree(self.folder.with_name("snapshots"), ignore_errors=True)
+            for name in ("snapshots", "private"):
+                shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
             for name in ("model.safetensors", "model.masks.safetensors"):
                 self.folder.with_name(name).unlink(missing_ok=True)
 
@@ -75,10 +78,16 @@ class Keeper:
         if self.folder is not None:
             self.engine.memory.snapshot()
 
+    def due(self) -> bool:
+        """Whether a checkpoint is due: after so many rounds, or seconds. Then it takes at most 2 % of the time."""
+        every, waited = self.run.train.checkpoint_every, time.monotonic() - self._kept
+        return bool(every) and (self.run.rounds % every == 0 or waited > max(SECONDS, 50 * self._cost))
+
     def keep(self) -> bool:
         """Write a checkpoint. If that fails, for instance because the disk is full, warn and return False."""
         if self.folder is None or self.run.state is None:
             return True
+        began = time.monotonic()
         try:
             self.run.results.sync()
             memory, clients = self.engine.memory.save(), self.clients.save()
@@ -88,6 +97,8 @@ class Keeper:
             self._failed(error)
             return False
         self.engine.memory.keep_only(referenced(self.folder))
+        self._kept = time.monotonic()
+        self._cost = self._kept - began
         return True
 
     @contextmanager
@@ -115,6 +126,7 @@ class Keeper:
         return point.state
 
     def _accept(self, point: Checkpoint) -> None:
+        checked(self.run.method, point.state)
         self.engine.memory.load(point.memory)
         self.clients.load(point.clients)
 
@@ -127,7 +139,6 @@ def save(folder: Path, point: Checkpoint, identity: Mapping[str, Any], keep: int
     try:
         put(file, lambda path: save_file(tensors, path), sync=True)
         record = {
-            "flashfl checkpoint": FORMAT,
             "identity": dict(identity),
             "tensors": _file_digest(file),
             "state": described,
@@ -136,7 +147,7 @@ def save(folder: Path, point: Checkpoint, identity: Mapping[str, Any], keep: int
             "rounds": point.rounds,
             "traffic": asdict(point.traffic),
         }
-        put(stem.with_suffix(".json"), json.dumps({**record, "digest": _digest(record)}).encode(), sync=True)
+        write_record(stem.with_suffix(".json"), record)
     except SafetensorError as error:  # its own error for a full disk
         for partial in folder.glob("*.partial"):
             partial.unlink(missing_ok=True)
@@ -191,8 +202,8 @@ def load(
 def _take_over(path: Path, point: Checkpoint, accept: Callable[[Checkpoint], None]) -> None:
     try:
         accept(point)
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise Unusable(f"{path.name}: what clients remember cannot be read ({error})") from None
+    except Exception as error:  # the content may be a stranger's, and fail in any way
+        raise Unusable(f"{path.name}: its state or what clients remember cannot be used ({error})") from None
 
 
 def _read(path: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
@@ -212,33 +223,11 @@ def found_in(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("checkpoint-*.json") if _NAME.fullmatch(p.name)), reverse=True)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON, if it is whole; its tensors are not looked at."""
-    try:
-        record = json.loads(path.read_text())
-        if not isinstance(record, dict) or "flashfl checkpoint" not in record:
-            raise Unusable(f"{path.name} is not a flashfl checkpoint")
-        found, digest = record["flashfl checkpoint"], record.pop("digest", None)
-        if found != FORMAT:
-            raise Unusable(f"{path.name} has format {found!s:.20}, and this version of flashfl reads format {FORMAT}")
-        if digest != _digest(record):
-            raise Unusable(f"{path.name} is damaged: its content does not match its digest")
-        for name in ("identity", "state", "memory", "clients", "traffic"):
-            if not isinstance(record.get(name), dict):
-                raise Unusable(f"{path.name} is damaged: it has no table {name!r}")
-    except (OSError, ValueError, RecursionError) as error:
-        raise Unusable(f"{path.name} cannot be read ({error})") from None
-    return record
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    """The digest of a record's JSON text."""
-    return hashlib.blake2b(json.dumps(record).encode()).hexdigest()
-
-
 def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A state as tensors (packed) and JSON."""
     tensors: dict[str, Tensor] = {"weights": state.weights.packed().cpu()}
+    if state.average is not None:  # under the same mask; a copy, as in its first round it is the weights themselves
+        tensors["average"] = state.average.packed().cpu().clone()
     recipes: dict[str, Any] = {}  # of every mask, or None
     for name, value in {"mask": state.mask, **{f"extra {name}": value for name, value in state.extra.items()}}.items():
         if isinstance(value, Mask):
@@ -255,28 +244,46 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         tensors, described = load_file(path.with_suffix(".safetensors")), record["state"]
         found: dict[str, Mask | Tensor] = {name: value.to(plan.device) for name, value in tensors.items()}
         for name, recipe in described["masks"].items():
-            made = recipe and build(Recipe, recipe)
-            found[name] = Mask.unpack(plan.layout, tensors[name].numpy(), plan.device, made)
-        mask, values = found.pop("mask"), found.pop("weights")
+            found[name] = _mask(plan, tensors[name], recipe)
+        mask, values, average = found.pop("mask"), found.pop("weights"), found.pop("average", None)
         if not (isinstance(mask, Mask) and isinstance(values, Tensor)):
             raise ValueError("its mask or its weights are missing")
+        if values.shape != (mask.active + plan.layout.size - plan.layout.prunable_size,):
+            raise ValueError(f"{tuple(values.shape)} weights for a mask of {mask.active}")
+        kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
+        rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
         counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
-        rounds, traffic = coerce(record["rounds"], int, "rounds"), build(Traffic, record["traffic"])
-        if min(*counters.values(), rounds, *astuple(traffic)) < 0:
-            raise ValueError("a counter is below 0")
+        if f"checkpoint-{rounds:08d}" != path.stem:
+            raise ValueError(f"it says {rounds!s:.20} rounds")
+        if min(*counters.values(), *astuple(traffic)) < 0 or counters["attempt"] >= 1 << 16:
+            raise ValueError("a counter is out of bounds")
+        if max(counters["round"], counters["counted"]) > rounds:
+            raise ValueError(f"more rounds than {rounds}")
         state = State(
             plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
-            extra={name.removeprefix("extra "): value for name, value in found.items()},
+            average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},
         )  # fmt: skip
         return Checkpoint(state, record["memory"], record["clients"], rounds, traffic)
-    except (ConfigError, SafetensorError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # the content may be a stranger's, and fail in any way
         raise Unusable(f"{path.name} does not hold a state of this model ({error})") from None
+
+
+def _mask(plan: Plan, packed: Tensor, described: Any) -> Mask:
+    """A stored mask. Its recipe, if it has one, must really give it."""
+    if described is None:
+        return Mask.unpack(plan.layout, packed.numpy(), plan.device)
+    recipe = build(Recipe, described)
+    check_recipe(recipe, plan.layout)
+    mask = Mask.unpack(plan.layout, packed.numpy(), plan.device, recipe)
+    if not recipe_mask(plan.layout, recipe).equal(mask):
+        raise ValueError("a recipe gives another mask than the stored one")
+    return mask
 
 
 def referenced(folder: Path) -> set[str]:
     """The hashes of all masks that a kept checkpoint still needs."""
     needed: set[str] = set()
     for path in found_in(folder):
-        with suppress(Unusable, TypeError):
+        with suppress(Unusable, Unsigned, TypeError):
             needed |= set(read_record(path)["memory"].get("masks", ()))
     return needed

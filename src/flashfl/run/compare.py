@@ -18,12 +18,15 @@ from ..core.state import State
 from ..data.tasks import build_task
 from ..methods import METHODS
 from . import checkpoint as checkpoints
+from .budget import within_budget
 from .code import code_of
 from .config import RunConfig, options_of
 from .progress import Display
 from .results import Results
 from .run import Run
+from .sealed import Unusable, read_record
 from .simulate import simulate
+from .summary import Metric
 from .track import check_installed
 
 
@@ -42,22 +45,25 @@ def run_config(
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     check_installed(config.train.track)
-    display = Display(label or config.method.name, config.train.rounds, quiet=quiet)
+    asked = config  # a budget's choice follows from what was asked for
+    if config.train.budget:
+        method, train, said = within_budget(config.method, task, config.train)
+        config = replace(config, method=method, train=train)
+        if not quiet:
+            print(f"{label or method.name}: {said}", file=sys.stderr)
 
-    def watch(state: State, record: RoundRecord) -> None:
-        display(state, record)
+    def stop(state: State, record: RoundRecord) -> None:
         if time.monotonic() > until and not config.method.done(state):
             raise OutOfTime
 
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
-            run = simulate(
-                config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
-                watch=watch, header=config.to_json(),
-            )  # fmt: skip
-    finally:
-        display.close()
+    shown = Metric.of_task(task)
+    display = Display(label or config.method.name, config.train.rounds, quiet=quiet, then=stop, shown=shown)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
+        run = simulate(
+            config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
+            progress=display, header=asked.to_json(),
+        )  # fmt: skip
     if run.stopped == "interrupted":
         raise KeyboardInterrupt  # several runs must not go on with the next one
     return run
@@ -82,8 +88,8 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
         raise CheckpointError(str(error)) from None
     done = 0
     for point in points:
-        with suppress(checkpoints.Unusable, KeyError, TypeError):
-            done = max(done, int(checkpoints.read_record(point)["rounds"]))
+        with suppress(Unusable):
+            done = max(done, read_record(point)["rounds"])
     if recorded < done:
         raise CheckpointError(f"its results lack {done - recorded} of the {done} rounds before its checkpoint")
 
@@ -147,11 +153,26 @@ def replace_seed(config: RunConfig, seed: int) -> RunConfig:
 
 
 def settings_for(method: str, overrides: Mapping[str, str]) -> dict[str, str]:
-    """In a comparison a setting reaches the methods that have it: dense FedAvg has no density."""
+    """In a comparison a setting reaches the methods that have it: dense FedAvg has no density.
+
+    A setting with a method's name before it, such as `spdst.density`, is for that method only, and wins.
+    """
+    shared, mine = {}, {}
+    for name, value in overrides.items():
+        if (owner := _owner(name)) is None:
+            shared[name] = value
+        elif owner == method:
+            mine[name.partition(".")[2]] = value
     if method not in METHODS:
-        return dict(overrides)
+        return {**shared, **mine}
     every, own = _options(list(METHODS)), _options([method])
-    return {k: v for k, v in overrides.items() if k in own or k not in every}
+    return {**{k: v for k, v in shared.items() if k in own or k not in every}, **mine}
+
+
+def _owner(setting: str) -> str | None:
+    """The method whose name stands before a setting, if any."""
+    first, dot, _ = setting.partition(".")
+    return next((name for name in METHODS if dot and name.replace("-", "_") == first), None)
 
 
 def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None:
@@ -161,6 +182,8 @@ def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None
             raise ConfigError(f"--{name} cannot be used in a comparison: {instead}")
     here = [name for name in methods if name in METHODS]
     for name in overrides:
+        if (owner := _owner(name)) is not None and owner not in methods:
+            raise ConfigError(f"--{name.replace('_', '-')}: {owner} is not among the methods {', '.join(methods)}")
         if here and name in _options(list(METHODS)) - _options(here):
             raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(here)} has such a setting")
 

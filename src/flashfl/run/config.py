@@ -21,15 +21,23 @@ from ..core.errors import ConfigError, unknown, warn
 from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
+from ..core.precision import Form, Precision, Rest, Rounding
 from ..core.rng import fold
+from ..core.server import ServerStep
 from ..core.state import Plan
 from ..data.task import Task
 from ..data.tasks import TaskConfig
+from ..measure.flops import weight_flops
 from ..methods import METHODS
+from ..privacy.policy import Policy
+from ..privacy.settings import check_settings
+from ..privacy.vector import Ranges
+from ..wire import Feedback
 from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
 OUTSIDE = ("device", "workers", "checkpoint_every", "track", "data_root", "verify")
+_AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _MOST = 1024  # workers, threads or lanes: more than any machine can use
 
 
@@ -46,18 +54,35 @@ class TrainConfig:
     momentum: float = 0.0  # of SGD
     weight_decay: float = 0.0  # of SGD
     prox: float = 0.0  # FedProx's pull towards the server's model
+    lr_last: float = 1.0  # within a round, a client's learning rate falls linearly towards this share of it
     max_steps: int = 0  # at most this many batches an epoch; 0: all
+    server: ServerStep = field(default_factory=ServerStep)  # the server's own step: momentum, adam, lr
     static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
     seed: int = 0  # of everything random in the run
     eval_every: int = 5  # rounds between evaluations
     dropout: float = 0.0  # simulated failures: the share of clients that fail in each round
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
+    budget: int = 0  # bytes a client and round each way, on average; chooses density and bits (2.3MB); 0: none
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
-    values: Literal["fp32", "fp16", "bf16", "int8"] = "fp32"  # how weights are encoded in messages
+    average: float = 0.0  # report a running average of the server's model, which keeps this share each round; 0: no
+    values: Form = "fp32"  # how weights are encoded in messages, in both directions
+    values_up: Literal["", Form] = ""  # how those of updates are encoded; empty: as `values` says
+    values_down: Literal["", Form] = ""  # how those of orders are encoded; empty: as `values` says
+    rest: Rest = "fp32"  # the form of BatchNorm statistics, and under int8 and int4 of biases and other vectors
+    rounding: Rounding = "unbiased"  # to fewer bits: up or down at random, without bias, or to the nearest
+    feedback: bool = False  # clients add what rounding to the nearest took from their last update; needs memory there
+    upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
     robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
     clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 1 with robust, else never
     trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
+    secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
+    dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
+    dp_delta: float = 1e-5  # the delta that epsilon is counted for
+    dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
+    dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: what dp_epsilon allows for `rounds`
+    ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
+    policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
     device: str = "auto"  # cpu or cuda; auto: cuda if there is one
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU uses fp32
     lanes: int = 0  # clients that train at once on a GPU; 0: all of a round, as far as memory allows, up to 16
@@ -66,14 +91,15 @@ class TrainConfig:
     deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
-    checkpoint_every: int = 25  # rounds between checkpoints; 0: only at the end and when interrupted
+    sparse_compute: bool = True  # on a CPU: compute active weights only, if that is measured to be faster
+    checkpoint_every: int = 25  # most rounds between checkpoints (or 20 s); 0: only at the end and when interrupted
     track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
     def __post_init__(self) -> None:
         for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
+        for name in ("budget", "max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
         for name in ("workers", "threads", "lanes"):
@@ -81,17 +107,52 @@ class TrainConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
+        if not 0 <= self.average < 1:
+            raise ConfigError(
+                f"average = {self.average}: must be at least 0 and below 1 (0.95 averages about 20 rounds)"
+            )
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
+        check_settings(self)
+        for name in ("values", "values_up", "values_down", "rest", "upload", "robust", "clip", "trim"):
+            if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "
+                    f"look into. Use {name} = {default!r}; dp_clip clips on the client."
+                )
+        if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
+            raise ConfigError(
+                f"feedback with values {self.up.values} up and rounding = {self.rounding!r}: only what rounding to the "
+                "nearest takes can be added again. Set rounding = 'nearest' and fewer bits, such as values_up = 'int4'."
+            )
         check_names(self.track)
         self.local()
 
+    @property
+    def private(self) -> bool:
+        """Whether clients' reports are protected: by secure aggregation, differential privacy, or both."""
+        return self.secure or self.dp_epsilon > 0 or self.dp_noise > 0
+
     def local(self) -> Local:
         """The clients' training recipe."""
-        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "max_steps")
-        return Local(statistics=not self.static_bn, **{name: getattr(self, name) for name in names})
+        names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "lr_last", "max_steps")
+        plain = self.up == self.down == Precision(self.values)  # then updates travel as orders do
+        upload = None if plain else self.up
+        parts = (Feedback(self.up),) if self.feedback else ()
+        named = {name: getattr(self, name) for name in names}
+        return Local(statistics=not self.static_bn, upload=upload, parts=parts, **named)
+
+    @property
+    def down(self) -> Precision:
+        """How the values of orders travel."""
+        return Precision(self.values_down or self.values, self.rest, self.rounding)
+
+    @property
+    def up(self) -> Precision:
+        """How the values of updates travel."""
+        return Precision(self.values_up or self.values, self.rest, self.rounding, self.upload == "changes")
 
 
 def plan_of(
@@ -102,8 +163,9 @@ def plan_of(
         _check_sparse(method, task)
     key = fold(train.seed, "run")
     return Plan(
-        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device
-    )
+        task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
+        weight_flops(task) if method is not None and method.counts_flops else (), train.server, train.average,
+    )  # fmt: skip
 
 
 def _check_sparse(method: Any, task: Task) -> None:
@@ -179,7 +241,9 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
     tables: dict[str, dict[str, Any]] = {k: copy.deepcopy(dict(data.get(k, {}))) for k in ("task", "train", "method")}
     if "method" in overrides:
         _switch_method(tables, overrides["method"])
-    homes = _homes(_known_method(tables["method"].get("name", "spdst")))
+    kind = _known_method(tables["method"].get("name", "spdst"))
+    tables["train"] = {**kind.recipe, **tables["train"]}
+    homes = _homes(kind)
     for option, text in overrides.items():
         if option == "method":
             continue
@@ -245,6 +309,8 @@ def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 def parse(text: str, hint: Any, name: str) -> Any:
     """A command-line text as the type of the field it is for."""
+    if name.rpartition(".")[2] in _AMOUNTS:
+        return parse_bytes(text, name)
     options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if str in options or get_origin(hint) is Literal:
         return text
@@ -258,14 +324,29 @@ def parse(text: str, hint: Any, name: str) -> Any:
         raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
 
 
+def parse_bytes(text: str, name: str) -> int:
+    """An amount such as 2.3MB, 500 kB or 2300000, in bytes. MB = 10^6 bytes."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    unit = found[2].upper() if found else ""
+    try:
+        amount = float(found[1]) * _UNITS[unit] if found else math.nan
+    except (ValueError, KeyError):
+        amount = math.nan
+    if not amount >= 0:
+        raise ConfigError(f"{name} = {text!r}: expected a number of bytes, such as 2.3MB, 500kB or 2300000")
+    return int(amount)
+
+
 def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
     """Option -> (type, default, explanation) of a method or a table of settings, for help texts."""
-    said = _explained(cls)
+    said, hints = _explained(cls), get_type_hints(cls)
     out = {}
     for path, hint, default in _walk(cls):
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         kind = "|".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
-        out[".".join(path)] = (kind, "required" if default is MISSING else default, said.get(path[0], ""))
+        inner = _explained(hints[path[0]]).get(path[1]) if len(path) > 1 else None
+        what = inner or said.get(path[0], "")
+        out[".".join(path)] = (kind, "required" if default is MISSING else default, what)
     return out
 
 

@@ -32,7 +32,7 @@ def identity_of(
         "layout": task.layout.hash,
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
         "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
-        "samples": _samples_of(task) if fixed is not None else "",
+        "samples": samples_of(task, floats=False) if fixed is not None else "",
     }
 
 
@@ -49,17 +49,18 @@ def described(method: Method) -> dict[str, Any]:
     return {"name": method.name if METHODS.get(method.name) is type(method) else kind, **found}
 
 
-def _samples_of(task: Task) -> str:
+def samples_of(task: Task, floats: bool) -> str:
     """A digest of the first clients' first and last samples; "" if they do not lie in memory.
 
-    Only whole numbers count (labels, pixels, words): computed floats may differ between machines.
+    Without floats only whole numbers count (labels, pixels, words): computed floats may differ between machines.
     """
     found: list[bytes] = []
     for source in itertools.islice(task.train, 8):
         data, at = below(source, torch.tensor([0, len(source) - 1]))
         if isinstance(data, Arrays):
             held = [torch.as_tensor(x) for x in (*data.inputs, data.target)]
-            some = [x[at.to(x.device)].cpu() for x in held if not (x.is_floating_point() or x.is_complex())]
+            whole = [x for x in held if floats or not (x.is_floating_point() or x.is_complex())]
+            some = [x[at.to(x.device)].cpu() for x in whole]
             found += [x.contiguous().view(torch.uint8).numpy().tobytes() for x in some]
     return hashlib.blake2b(b"".join(found), digest_size=8).hexdigest() if found else ""
 

@@ -15,11 +15,35 @@ def load_file(path: Path) -> None:
     if file.suffix != ".py" or not file.is_file():
         raise ConfigError(f"--load {path}: it is not a Python file that exists")
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    importlib.invalidate_caches()
+        _add(file.parent, path)
     try:
         module = importlib.import_module(file.stem)
     except Exception as error:  # custom code may raise anything
         raise ConfigError(f"--load {path}: importing it failed ({type(error).__name__}: {error})") from error
     if Path(getattr(module, "__file__", None) or "").resolve() != file:
         raise ConfigError(f"--load {path}: another module is also called {file.stem}; rename the file")
+
+
+def _add(folder: Path, path: Path) -> None:
+    """Let modules be imported from the file's folder, unless a file there would hide an installed package.
+
+    The folder comes last, but its files would still win against namespace packages and some editable installs.
+    """
+    importlib.invalidate_caches()
+    names = {p.name.partition(".")[0] for p in folder.iterdir() if p.suffix in (".py", ".so", ".pyd") or p.is_dir()}
+    installed = {name: found for name in sorted(names) if (found := _found(name)) is not None}
+    sys.path.append(str(folder))
+    for name, before in installed.items():
+        if (now := _found(name)) != before:
+            sys.path.remove(str(folder))
+            raise ConfigError(
+                f"--load {path}: {now} would hide the installed package {name}. Rename it, or move {path.name} to "
+                "another folder."
+            )
+
+
+def _found(name: str) -> str | None:
+    """Where an import would find a module, whether or not it is loaded already; None if nowhere."""
+    specs = (finder.find_spec(name, None) for finder in sys.meta_path)
+    spec = next((spec for spec in specs if spec is not None), None)
+    return None if spec is None else spec.origin or "a namespace package"

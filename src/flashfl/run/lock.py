@@ -17,6 +17,8 @@ def claim(path: Path) -> Iterator[bool]:
     this system or in this folder, whoever starts two processes must keep them apart.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a link, and opening it could change another file: remove it")
     with path.open("w") as file:
         ours = True
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from ..core.errors import warn
-from ..core.exchange import DROPPED
+from ..core.exchange import DROPPED, Spent
 from ..core.record import RoundRecord
 from ..core.state import State
 from .summary import ACCURACY, Metric
@@ -30,6 +30,11 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def epsilons(spent: Spent) -> str:
+    """The privacy spent: against somebody who knows the cohorts, and against somebody who does not."""
+    return f"{spent.known:.2f} (cohorts secret: {spent.sampled:.2f}) at delta {spent.delta:g}"
 
 
 class Display:
@@ -95,7 +100,7 @@ class Display:
         traffic = f"up {amount(record.total.up)} down {amount(record.total.down)}"
         return (
             f"{self.label}: round {state.counted:>{len(str(self.rounds))}}/{self.rounds}  {metric}  "
-            f"density {record.density:.4f}  {traffic}  left {left}"
+            f"density {record.density:.4f}  {traffic}{_private(record)}  left {left}"
         )
 
     def _draw(self, text: str) -> None:
@@ -114,6 +119,14 @@ class Display:
         if self.live and self.width:
             self.out.write("\n")
             self.out.flush()
+
+
+def _private(record: RoundRecord) -> str:
+    """The privacy spent, and values that did not fit their declared range."""
+    if (spent := record.privacy) is None:
+        return ""
+    said = f"  epsilon {spent.known:.2f}/{spent.sampled:.2f}" if spent.delta else ""
+    return said + (f"  clamped {spent.clamped}" if spent.clamped else "")
 
 
 def is_live(out: TextIO) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .. import __version__
-from ..core.errors import DataError, FlashError, warn
+from ..core.errors import ConfigError, DataError, FlashError, warn
 from ..core.files import put
 from ..core.record import RoundRecord
 
@@ -49,6 +49,8 @@ class Results:
     def read(folder: Path) -> Results:
         """The results in a run's folder, or an error that names what is wrong with it."""
         path = folder / RESULTS
+        if path.exists() and not path.is_file():
+            raise FlashError(f"{folder} is not a run: {path.name} is not a file")
         try:
             return Results(path, *_parse(path))
         except OSError as error:
@@ -67,9 +69,19 @@ class Results:
 
     def earned(self) -> int | None:
         """How many finished rounds the file holds, damaged or not; None if there is no file."""
-        if self.path is None or not self.path.exists():
+        if self.path is None or not self._there(self.path):
             return None
         return self.path.read_bytes().count(b'"type": "round"')
+
+    @staticmethod
+    def _there(path: Path) -> bool:
+        """Whether there is a file to write to. A link is an error: it may lead to any file of this user."""
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise ConfigError(
+                f"{path} is a link or not a file, and flashfl writes results only to a file in the run's own folder. "
+                "Replace it by a copy of the file, or move it away."
+            )
+        return path.exists()
 
     def _set_aside(self) -> None:
         if self.path is None or not (rounds := self.earned()):
@@ -85,7 +97,7 @@ class Results:
         """Read the file and keep its first `rounds` rounds: later ones were lost with the state they came from."""
         if self.path is None:
             return
-        if not self.path.exists() or not self.path.stat().st_size:
+        if not self._there(self.path) or not self.path.stat().st_size:
             warn(f"{self.path} is missing or empty: the records of earlier rounds are lost")
             return
         self.header, found, _ = _parse(self.path)
@@ -145,7 +157,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
         if header is None and kind != "run":
             break
         if kind == "run":
-            header = line
+            header = _checked_header(path, line)
         elif kind == "round":
             try:
                 rounds.append(RoundRecord.from_json(line))
@@ -153,9 +165,21 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
                 raise FlashError(f"{path}, line {number}: {error}. Repair or remove the line.") from None
         elif kind == "end":
             end = {**line, **{name: math.nan for name in ("metric", "best") if line.get(name) is None}}
+        else:
+            raise FlashError(f"{path}, line {number}: its type is {kind!s:.20}. Repair or remove the line.")
     if header is None:
         raise FlashError(f"{path.parent} is not a run: {path.name} does not begin with a run's settings")
     return header, rounds, end
+
+
+def _checked_header(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, if what must be a table is one."""
+    for name, inner in (("config", "train"), ("identity", "settings"), ("task", "info")):
+        table = line.get(name, {})
+        wrong = name if not isinstance(table, dict) else inner
+        if wrong == name or not isinstance(table.get(inner, {}), dict):
+            raise FlashError(f"{path.parent} is damaged: the first line of its {path.name} has no table {wrong!r}")
+    return line
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch import nn
 
-from ..core.exchange import Traffic
+from ..core.exchange import Spent, Traffic
 from ..core.mask import Weights
 from ..core.method import Method
 from ..core.record import RoundRecord
 from ..core.state import State
 from ..data.task import Task
 from .config import TrainConfig
-from .progress import amount, duration
+from .progress import amount, duration, epsilons
 from .results import RESULTS, Results
 from .summary import Metric
 
@@ -26,7 +26,7 @@ class Run:
     def __init__(self, method: Method, task: Task, train: TrainConfig, folder: Path | None = None) -> None:
         self.method, self.task, self.train, self.folder = method, task, train, folder
         self.results = Results(folder / RESULTS if folder else None)
-        self.shown = Metric(task.metric_name, task.higher_is_better)
+        self.shown = Metric.of_task(task)
         self.state: State | None = None
         self.traffic = Traffic()
         self.rounds = 0  # finished rounds of all phases
@@ -47,8 +47,10 @@ class Run:
         found = {"method": self.method.name or type(self.method).__name__, "task": self.task.name}
         if state is not None:
             found |= {"rounds": f"{state.counted}/{state.plan.rounds}", "density": f"{self.weights.mask.density:.4f}"}
-            found |= {self.shown.name: self.shown.label(self.metric), "best": self.shown.label(self.best)}
+            found |= {self.shown.name: self._label(self.metric), "best": self._label(self.best)}
         found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
+        if (spent := self.privacy) is not None and spent.delta:
+            found["epsilon"] = epsilons(spent)
         return found | ({"stopped": self.stopped} if self.stopped else {})
 
     @property
@@ -74,6 +76,14 @@ class Run:
         best = max if self.shown.higher_is_better else min
         return best(self._scores(), default=float("nan"))
 
+    @property
+    def scored(self) -> str:
+        """The last and the best metric as text, such as "accuracy 97.22 % (best 97.50 %)"."""
+        return f"{self.shown.name} {self._label(self.metric)} (best {self._label(self.best)})"
+
+    def _label(self, value: float) -> str:
+        return self.shown.label(value) if self._scores() else "not evaluated"
+
     def _scores(self) -> list[float]:
         return [record.score.metric for record in self.history if record.score is not None]
 
@@ -98,7 +108,23 @@ class Run:
     def over_budget(self, more: Traffic) -> bool:
         """Whether this much more traffic reaches the run's limit."""
         total = self.traffic + more
-        return bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes
+        return bool(self.why_over) or (bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes)
+
+    @property
+    def privacy(self) -> Spent | None:
+        """What the run spent of its clients' privacy; None if it is not private."""
+        return self.history[-1].privacy if self.history else None
+
+    @property
+    def spent(self) -> str:
+        """The privacy spent, for a line of text; empty without differential privacy."""
+        return f"epsilon {epsilons(found)}, " if (found := self.privacy) is not None and found.delta else ""
+
+    @property
+    def why_over(self) -> str:
+        """What to say about a privacy budget that is spent; empty if it is not."""
+        spent = self.privacy
+        return f"spent its privacy budget of epsilon {self.train.dp_epsilon:g}" if spent and spent.over else ""
 
     @property
     def history(self) -> list[RoundRecord]:

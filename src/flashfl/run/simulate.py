@@ -12,7 +12,7 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-from ..core.engine import Engine, FixedPopulation, Population
+from ..core.engine import JSON, Engine, FixedPopulation, Population
 from ..core.errors import ConfigError, FlashError, warn
 from ..core.exchange import Traffic
 from ..core.loop import Tick, checked, run_rounds
@@ -21,12 +21,13 @@ from ..core.parts import build, check_fields
 from ..core.state import Plan, State
 from ..data.task import Task
 from ..engine import make_engine
-from ..engine.replica import warn_of_buffers
+from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
+from .budget import within_budget
 from .checkpoint import Keeper
 from .code import code_of, joined
 from .config import TrainConfig, plan_of
-from .identity import identity_of
+from .identity import identity_of, samples_of
 from .lock import alone
 from .observe import Observer
 from .progress import Display, WarnOfDropped, Watch, is_live
@@ -44,38 +45,42 @@ def simulate(
     folder: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: bool | None = None,
+    progress: bool | Display | None = None,
     watch: Watch | None = None,
     header: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Run:
     """Train `task` with `method` and return the run.
 
-    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...).
+    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...). Those of the method's `recipe`
+    apply unless they are given here or in `train`.
     folder: where results, checkpoints and the final model go. If it holds a run already, choose: resume=True continues
     that run from its last checkpoint, to the same result as without the interruption; overwrite=True replaces it.
     A resumed run may have more `rounds` than before; the learning rate then follows the longer schedule from there on.
-    progress: show it on a terminal and in notebooks (None), always (True) or never (False).
+    progress: show it on a terminal and in notebooks (None), always (True), never (False) or as this Display does.
     watch: called with the state and the record after every round.
 
     Ctrl-C ends the run early: its finished rounds are kept and returned.
     """
     if rounds is not None:
         settings["rounds"] = rounds
-    config = _train_config(train, task, settings)
     check_method(method)
+    config = _train_config(train, task, method, settings)
+    if config.budget:
+        method, config, chosen = within_budget(method, task, config)
     if not task.evaluation:
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
+    warn_of_metric(task)
     place = Path(folder) if folder else None
     quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
-    display = Display(
-        method.name or type(method).__name__,
-        config.rounds,
-        quiet=quiet,
-        then=watch or WarnOfDropped(),
-        shown=Metric(task.metric_name, task.higher_is_better),
-    )
+    if isinstance(progress, Display):
+        display = progress
+    else:
+        if config.budget and not quiet:
+            print(chosen, file=sys.stderr)
+        label, then = method.name or type(method).__name__, watch or WarnOfDropped()
+        display = Display(label, config.rounds, quiet=quiet, then=then, shown=Metric.of_task(task))
     with closing(display), closing(make_engine(task, config, place / "masks" if place else None)) as engine:
         clients = FixedPopulation(task.clients)
         run = drive(method, task, config, engine, clients, place, resume, display, header, display.tick, overwrite)
@@ -102,24 +107,27 @@ def drive(
     No other process may use the folder until the run is over.
     """
     check_method(method)
+    check_private(method, task, config)
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, clients.size, engine.device, method)
     identity = identity_of(method, task, config, clients, header or {})
     clients.admit(method, plan.key)
     keeper = Keeper(run, engine, clients, identity)
     with alone(folder):
-        if not (resume or overwrite) and run.results.earned():
+        if run.results.earned() and not (resume or overwrite):  # refuses a linked file before anything is removed
             raise ConfigError(
                 f"{folder} already holds a run: continue it with resume=True, replace it with overwrite=True, or "
                 "choose another folder"
             )
         start = _resume(run, keeper, plan) if resume else None
+        computes: Mapping[str, JSON] = {}
         if start is None:
             start = checked(method, method.init(plan))
             keeper.begin()
+            computes = engine.prepare(start)
         if not run.results.header:
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
-            run.results.begin({**about, "code": code_of(method)})
+            run.results.begin({**about, **computes, "code": code_of(method)})
         run.state = start
         tracking = Tracking(
             config.track, folder, folder.name if folder else "", header or identity, start.counted, task.metric_name
@@ -142,7 +150,7 @@ def check_method(method: object) -> None:
     own += sorted(vars(method).keys() - {f.name for f in fields(method)})
     if own:
         raise ConfigError(
-            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
+            f"{kind.__name__} is not a dataclass, so its settings {', '.join(dict.fromkeys(own))} would be lost: put "
             "@dataclass(frozen=True) above the class and list its settings as fields"
         )
     for name in ("init", "aggregate"):
@@ -151,10 +159,40 @@ def check_method(method: object) -> None:
     check_fields(method)
 
 
-def _train_config(train: TrainConfig | None, task: Task, settings: Mapping[str, Any]) -> TrainConfig:
+def check_private(method: Method, task: Task, config: TrainConfig) -> None:
+    """Refuse a private run whose clients' masks would differ, or whose clients would have to evaluate the model."""
+    if not config.private:
+        return
+    if not method.common:
+        raise ConfigError(
+            f"{method.name or type(method).__name__}: clients' masks differ, and a weight that one client alone holds "
+            "would show in a secure sum. Use a method with one frozen mask for all (dense, pdst, spdst, or jmwst with "
+            "adapt.rate = 0), or switch `secure` and `dp_*` off. A custom method says `common = True`."
+        )
+    if task.test is None:
+        raise ConfigError(
+            "private runs need test samples on the server, as clients' own scores would say something about their "
+            "data: give the task `test`, or switch `secure` and `dp_*` off"
+        )
+    if (config.dp_epsilon or config.dp_noise) and any(not phase.counts for phase in method.phases):
+        _check_first_phase(method, task, config)
+
+
+def _check_first_phase(method: Method, task: Task, config: TrainConfig) -> None:
+    """Under differential privacy a first phase that asks clients for layer counts is refused."""
+    start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
+    if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
+        raise ConfigError(
+            f"{method.name}: its first phase asks clients for layer counts, which are too coarse to hide in noise. Set "
+            "warmup_clients = 0, or use pdst with allocation = 'erk'."
+        )
+
+
+def _train_config(train: TrainConfig | None, task: Task, method: Method, settings: Mapping[str, Any]) -> TrainConfig:
     if train is not None and not settings:
         return train
-    base = asdict(train) if train is not None else {"per_round": min(TrainConfig.per_round, len(task.train))}
+    usual = {"per_round": min(TrainConfig.per_round, len(task.train)), **method.recipe}
+    base = asdict(train) if train is not None else usual
     return build(TrainConfig, {**base, **settings}, "train")
 
 
@@ -179,13 +217,13 @@ def _loop(
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
-        if config.checkpoint_every and run.rounds % config.checkpoint_every == 0:
+        if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
     run.kept = keeper.keep()
     if not run.kept:
         _rescue(run)
     if not run.method.done(run.state):
-        run.stopped = f"reached the limit of {config.max_bytes} bytes"
+        run.stopped = run.why_over or f"reached the limit of {config.max_bytes} bytes"
     run.results.finish(
         {
             "checksum": run.checksum,
@@ -216,6 +254,7 @@ def _about(task: Task, clients: Population) -> dict[str, Any]:
     layout, present = task.layout, clients.present()
     return {
         "name": task.name,
+        "model": task.model_name,
         "metric": {"name": task.metric_name, "higher_is_better": task.higher_is_better},
         "clients": len(present),
         "samples": sum(c.n for c in present),
@@ -223,6 +262,7 @@ def _about(task: Task, clients: Population) -> dict[str, Any]:
         "prunable": layout.prunable_size,
         "values": layout.size,
         "trained": layout.trained_size,
+        "data": samples_of(task, floats=True) if clients.fixed is not None else "",
         "info": task.info,
     }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core.record import RoundRecord
+from ..data.task import Task
 
 PHASES = ("train", "aggregate", "evaluate", "record")
 
@@ -24,6 +25,14 @@ class Metric:
     def of(header: Mapping[str, Any]) -> Metric:
         """The metric of a run. A task that does not name one measures accuracy."""
         return Metric(**header["task"].get("metric") or {})
+
+    @staticmethod
+    def of_task(task: Task) -> Metric:
+        return Metric(task.metric_name, task.higher_is_better)
+
+    @property
+    def direction(self) -> str:
+        return "higher is better" if self.higher_is_better else "lower is better"
 
     @property
     def scale(self) -> int:
@@ -63,6 +72,9 @@ class Numbers:
     flops: float | None = None
     paper_bytes: float | None = None  # by the paper's formula, up and down
     paper_dense: float | None = None  # dense FedAvg by the same formula
+    epsilon: float | None = None  # privacy spent, against somebody who knows the cohorts
+    plain: float | None = None  # of the server's model itself, where its running average is reported
+    personal: float | None = None  # mean metric of the clients' own models, where a method makes such
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,15 @@ def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numb
         flops=sum(r.flops for r in rounds) or None,
         paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
         paper_dense=dense or None,
+        epsilon=last.known if (last := rounds[-1].privacy) is not None and last.delta else None,
+        plain=plain_of({view: score.metric for view, score in scores[-1].items()} if scores else {}),
+        personal=scores[-1]["personal"].metric if scores and "personal" in scores[-1] else None,
     )
+
+
+def plain_of(views: Mapping[str, float]) -> float | None:
+    """The metric of the server's model itself, if the views begin with a running average of it."""
+    return views.get("after") if "average" in views else None
 
 
 def phase_seconds(rounds: Sequence[RoundRecord]) -> dict[str, float]:

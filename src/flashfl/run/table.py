@@ -7,6 +7,7 @@ import io
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from .progress import amount
 from .summary import ACCURACY, Metric, Summary
@@ -38,20 +39,24 @@ class Table:
         notes = ["", *(f"- {_one_line(note)}" for note in self.notes)] if self.notes else []
         return "\n".join([*title, lines[0], "|" + "---|" * len(self.head), *lines[1:], *notes]) + "\n"
 
-    def terminal(self) -> str:
-        """Aligned columns, as narrow as the entries allow: headings are broken into lines of words."""
+    def terminal(self, width: int = 80) -> str:
+        """Aligned columns. Headings are broken into lines of words, and so are entries if the table is too wide."""
         rows = self._texts()
-        widths = [max(len(text) for text in column) for column in zip(*rows, strict=True)]
-        widths = [max(w, *map(len, name.split())) for w, name in zip(widths, self.head, strict=True)]
-        headings = [textwrap.wrap(name, width) for name, width in zip(self.head, widths, strict=True)]
-        high = max(map(len, headings))
-        over = [list(line) for line in zip(*([""] * (high - len(h)) + h for h in headings), strict=True)]
-        rule = ["-" * width for width in widths]
-        lines = [
-            "  ".join([row[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(row[1:], widths[1:], strict=True))])
-            for row in (*over, rule, *rows)
+        least = [
+            max(len(word) for text in column for word in _words(text)) for column in zip(self.head, *rows, strict=True)
         ]
-        return "\n".join([*([self.title, ""] if self.title else []), *map(str.rstrip, lines), *self.notes])
+        widths = [max(w, *map(len, column)) for w, column in zip(least, zip(*rows, strict=True), strict=True)]
+        while sum(widths) + 2 * (len(widths) - 1) > width and widths != least:
+            widest = max(range(len(widths)), key=lambda i: widths[i] - least[i])
+            widths[widest] -= 1
+        over, *lines = (
+            [textwrap.wrap(text, w) for text, w in zip(row, widths, strict=True)] for row in (self.head, *rows)
+        )
+        high = max(map(len, over))
+        over = [[""] * (high - len(cell)) + cell for cell in over]  # headings stand on the rule
+        shown = [over, [["-" * w] for w in widths], *lines]
+        texts = [_aligned(line, widths) for cells in shown for line in zip_longest(*cells, fillvalue="")]
+        return "\n".join([*([*textwrap.wrap(self.title, width), ""] if self.title else []), *texts, *self.notes])
 
     def csv(self) -> str:
         """One line a row, with values instead of texts. An empty field was not recorded."""
@@ -68,6 +73,18 @@ class Table:
 
     def _texts(self) -> list[list[str]]:
         return [[e.text for e in row] for row in self.rows]
+
+
+def _words(text: str) -> list[str]:
+    """What a text may be broken into: words, and their parts at hyphens."""
+    return textwrap.wrap(text, 1, break_long_words=False) or [""]
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = (
+        cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join([first, *rest]).rstrip()
 
 
 def _one_line(text: str) -> str:
@@ -89,31 +106,53 @@ def percent(mean: float, std: float | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
+TRANSFER = "s at 1 / 10 / 100 Mbit/s"  # seconds that one client's bytes of one round take
+
+
+def transfer(count: float) -> Entry:
+    """How long so many bytes take on slow, medium and fast lines."""
+    seconds = [8 * count / (rate * 1e6) for rate in (1, 10, 100)]
+    return Entry(" / ".join(f"{s:.2g}" for s in seconds), seconds[0])
+
+
 COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
     "seeds": lambda s: Entry(str(s.seeds), s.seeds),
     "accuracy %": lambda s: number(s.accuracy, lambda v: s.metric.text(v, s.std)),
     "best %": lambda s: number(s.best, s.metric.text),
+    "not averaged %": lambda s: number(s.plain, s.metric.text),
     "before %": lambda s: number(s.before, s.metric.text),
+    "personal %": lambda s: number(s.personal, s.metric.text),
     "density": lambda s: number(s.density, lambda v: f"{v:.4f}"),
     "up": lambda s: number(s.up, amount),
     "down": lambda s: number(s.down, amount),
     "up / round": lambda s: number(s.up / max(1, s.rounds), amount),
     "down / round": lambda s: number(s.down / max(1, s.rounds), amount),
+    TRANSFER: lambda s: transfer((s.up + s.down) / max(1, s.orders)),
     "saving": lambda s: number(s.saving, lambda v: f"{v:.1f}×"),
     "paper's formula": lambda s: number(s.paper_saving, lambda v: f"{v:.1f}×"),
     "FLOPs": lambda s: number(s.flops, lambda v: f"{v:.3g}"),
     "mask mismatch": lambda s: number(s.mismatch, lambda v: f"{v:.3f}"),
+    "epsilon": lambda s: number(s.epsilon, lambda v: f"{v:.2f}"),
     "dropped": lambda s: number(s.dropped * s.seeds, lambda v: f"{v:.0f}"),
     "time (s)": lambda s: number(s.seconds, lambda v: f"{v:.1f}"),
 }
 
 
 def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: str = "") -> Table:
-    """A row for each group of runs, with these of the COLUMNS."""
+    """A row for each group of runs, with these of the COLUMNS.
+
+    Averaged models stand beside the plain ones. Private runs get a column for the epsilon they spent.
+    """
+    if any(s.plain is not None for s in groups.values()) and "accuracy %" in columns:
+        at = columns.index("accuracy %") + 1
+        columns = [*columns[:at], "not averaged %", *columns[at:]]
+    if any(s.epsilon is not None for s in groups.values()) and "epsilon" not in columns:
+        columns = [*columns, "epsilon"]
     rows = [[Entry(label, label), *(COLUMNS[name](s) for name in columns)] for label, s in groups.items()]
     metric = shared_metric(s.metric for s in groups.values())
     if metric != ACCURACY:
-        columns = [name.replace("accuracy %", metric.name).removesuffix(" %") for name in columns]
+        named = metric.name if metric.higher_is_better else f"{metric.name} ({metric.direction})"
+        columns = [name.replace("accuracy %", named).removesuffix(" %") for name in columns]
     return Table(("method", *columns), rows, title)
 
 

@@ -3,10 +3,11 @@
 from .allocate import Allocation, allocate, calibrate, nested, share_out, weight_budget
 from .masks import common, jaccard, mismatch, random_choice, random_mask, recipe_mask, top_mask
 from .pattern import check_pattern, pattern_budgets
-from .rules import PruneRegrow, move
+from .rules import LayerRegrow, PruneRegrow, move
 
 __all__ = [
     "Allocation",
+    "LayerRegrow",
     "PruneRegrow",
     "allocate",
     "calibrate",

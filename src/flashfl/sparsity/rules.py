@@ -151,6 +151,27 @@ class PruneRegrow:
         return shares
 
 
+@part
+@dataclass(frozen=True)
+class LayerRegrow(PruneRegrow):
+    """Once a round, half-way through the steps, drop a share of each layer and regrow as much in that layer."""
+
+    growth: Literal["random", "gradient", "momentum"] = "gradient"
+
+    def moments(self, epochs: int, batches: int) -> dict[int, Fraction]:
+        return {math.ceil(epochs * batches / 2): Fraction(str(self.rate))}
+
+    def _shares(
+        self,
+        layout: Layout,
+        heads: Tensor,
+        drops: Sequence[Sequence[int]],
+        kept: Sequence[Sequence[int]],
+        counts: Sequence[Sequence[int]],
+    ) -> list[tuple[int, ...]]:
+        return [tuple(row) for row in drops]
+
+
 def move(
     rule: Adapt,
     layout: Layout,

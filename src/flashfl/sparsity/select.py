@@ -38,7 +38,7 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
         keys = keys.masked_fill(~candidates, torch.iinfo(keys.dtype).max)
     per_row = torch.as_tensor(count, device=keys.device)
     at = (per_row - 1).clamp(min=0).expand(keys.shape[:-1]).unsqueeze(-1)
-    threshold = _kth(keys, count) if isinstance(count, int) else keys.sort(-1).values.gather(-1, at)
+    threshold = kth(keys, count) if isinstance(count, int) else keys.sort(-1).values.gather(-1, at)
     below = keys < threshold
     equal = keys == threshold
     if candidates is not None:
@@ -108,7 +108,7 @@ def _upto(keys: Tensor, bound: int, candidates: Tensor | None) -> Tensor:
     return keys[(keys <= bound).logical_and_(candidates)]
 
 
-def _kth(keys: Tensor, count: int) -> Tensor:
+def kth(keys: Tensor, count: int) -> Tensor:
     """The count-th lowest key of each row; sorting is the faster way on a GPU, selecting on a CPU."""
     if keys.is_cuda:
         return keys.sort(-1).values[..., count - 1 : count]

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from ..core.layout import Layout
 from ..core.mask import Mask
+from ..core.precision import Form, Precision
 from .errors import BadCount, BadField
 from .frame import CODES, TAG, check_sections, read_frame, split_parts, write_frame
 from .geometry import geometry
@@ -18,31 +19,34 @@ from .masks import plan, read_mask
 from .message import Coding, Encoded, Message, Parts
 from .reader import Chunk, Limits, Reader, hash_bytes, pack
 from .settings import local_bytes, read_local
-from .tensors import extras_chunks, metrics_bytes, read_extras, read_metrics
-from .values import Carries, Form, read_values, values_chunks, values_size
+from .tensors import extras_chunks, extras_size, metrics_bytes, read_extras, read_metrics
+from .values import Carries, read_values, values_chunks, values_size
 
 T = TypeVar("T")
 
 
-def encode(message: Message, bases: Sequence[Mask] = (), values: Form = "fp32", form: str | None = None) -> Encoded:
+def encode(
+    message: Message, bases: Sequence[Mask] = (), values: Precision | Form = "fp32", form: str | None = None
+) -> Encoded:
     """The message as bytes.
 
     `bases`: masks the receiver is known to hold; the mask goes as the smallest form they allow, or as `form`. Lossy
-    `values` are rounded under `message.value_key`.
+    `values` are rounded under `message.value_key`. Those of an update may be changes; the caller makes them.
     """
-    mask, coding = message.mask, Coding(values=values)
+    how = values if isinstance(values, Precision) else Precision(values)
+    mask, coding = message.mask, Coding(values=how)
     counts = mask.counts if mask is not None else ()
     sections: dict[str, Sequence[Chunk]] = {name: [data] for name, data in _small_sections(message).items()}
     if mask is not None:
         if message.counts is not None and tuple(message.counts) != counts:
             raise BadCount(f"the message's counts {message.counts} are not its mask's, {counts}; leave them out")
         choice = plan(mask, bases, form)
-        sections["mask"], coding = choice.write(), Coding(choice.form, choice.base, values)
+        sections["mask"], coding = choice.write(), Coding(choice.form, choice.base, how)
     if message.values is not None:
         if mask is None and message.carries != "statistics":
             raise BadField("the message has values but no mask; values need the mask they belong to")
         sections["values"] = values_chunks(
-            message.values, message.layout, counts, message.carries, values, message.value_key
+            message.values, message.layout, counts, message.carries, how, message.value_key
         )
     if message.extra:
         sections["extra"] = extras_chunks(message.extra, sum(counts) if mask is not None else None)
@@ -52,16 +56,17 @@ def encode(message: Message, bases: Sequence[Mask] = (), values: Form = "fp32", 
     return Encoded(data, parts, coding)
 
 
-def size_with(message: Message, active: int, mask_bytes: int, values: Form = "fp32") -> Parts:
+def size_with(message: Message, active: int, mask_bytes: int, values: Precision | Form = "fp32") -> Parts:
     """What `encode` would take if `message` had a mask of `active` weights that takes `mask_bytes`, and their values.
 
     For engines that count on a device: neither the mask nor the values need to be in the message.
     """
     lengths = {name: len(data) for name, data in _small_sections(message).items()}
     lengths["mask"] = mask_bytes
-    lengths["values"] = values_size(message.layout, active, message.carries, values)
+    how = values if isinstance(values, Precision) else Precision(values)
+    lengths["values"] = values_size(message.layout, active, message.carries, how)
     if message.extra:
-        lengths["extra"] = sum(map(len, extras_chunks(message.extra, active)))
+        lengths["extra"] = extras_size(message.extra)
     return split_parts(lengths)
 
 
@@ -102,10 +107,12 @@ def decode(
         return value
 
     no_mask = (None, None, None)
-    no_values: tuple[None, Carries, Form] = (None, "all", "fp32")
+    no_values: tuple[None, Carries, Precision] = (None, "all", Precision())
     mask, form, base = section("mask", lambda reader: read_mask(reader, layout, known or {}, limits.recipes)) or no_mask
     counts = mask.counts if mask is not None else None
     values, carries, value_form = section("values", lambda reader: read_values(reader, layout, counts)) or no_values
+    if value_form.changes and head.kind != "update":
+        raise BadField(f"the values of an {head.kind} are changes; only updates may have them")
     active = mask.active if mask is not None else None
     return replace(
         head,

@@ -12,8 +12,9 @@ from torch import Tensor
 from ..core.exchange import Extra, Local, Tag, Traffic
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..core.rng import fold
-from .values import Carries, Form
+from .values import Carries
 
 Kind = Literal["order", "update", "lack"]
 KINDS: tuple[Kind, ...] = ("order", "update", "lack")
@@ -25,7 +26,7 @@ class Coding:
 
     mask: str | None = None  # the mask's form
     base: str | None = None  # the hash of the mask it leans on
-    values: Form = "fp32"
+    values: Precision = EXACT
 
 
 @dataclass(frozen=True, eq=False)

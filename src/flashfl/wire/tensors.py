@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.client import Form
 from ..core.exchange import Extra
+from . import rice
 from .errors import BadCount, BadField, NonFinite, TooLarge
-from .reader import Chunk, Limits, Reader, name_bytes
+from .reader import Array, Chunk, Limits, Reader, byte_length, name_bytes
 
 DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
     torch.float32: "<f4",
@@ -22,8 +23,7 @@ DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
     torch.int64: "<i8",
     torch.uint8: "|u1",
 }
-Form = Literal["masked", "dense", "bits", "scalar"]
-FORMS: tuple[Form, ...] = ("masked", "dense", "bits", "scalar")  # the place in this list is the form's code
+FORMS: tuple[Form, ...] = ("masked", "dense", "bits", "scalar", "indices")  # the place in this list is the form's code
 _F64 = struct.Struct("<d")
 _MOST = 255  # items in one section
 
@@ -61,14 +61,55 @@ def extras_chunks(extras: Mapping[str, Extra], active: int | None) -> list[Chunk
     out: list[Chunk] = [_number_of(extras, "extras")]
     for name in sorted(extras):
         extra = extras[name]
-        body = _bits_bytes(extra.value) if extra.form == "bits" else _number_bytes(name, extra, active)
+        write = {"bits": _bits_bytes, "indices": _indices_bytes}.get(extra.form)
+        body = write(extra.value) if write is not None else _number_bytes(name, extra, active)
         out += [name_bytes(name), bytes([FORMS.index(extra.form)]), body]
     return out
+
+
+def notes_to_bytes(notes: Mapping[str, Extra]) -> bytes:
+    """What a client remembers, as it is stored: in the form of extras."""
+    return b"".join(extras_chunks(notes, None))
+
+
+def notes_from_bytes(data: bytes) -> dict[str, Extra]:
+    reader = Reader(memoryview(data), "notes")
+    found = read_extras(reader, Limits(), None)
+    reader.end()
+    return found
 
 
 def _bits_bytes(value: Tensor) -> bytes:
     bits = value.to("cpu", torch.bool).flatten().numpy()
     return len(bits).to_bytes(4, "little") + np.packbits(bits, bitorder="little").tobytes()
+
+
+def _indices_bytes(value: Tensor) -> bytes:
+    """The length, how many are set, and their positions as one Rice-coded list."""
+    bits = value.to("cpu", torch.bool).flatten().numpy()
+    return b"".join([len(bits).to_bytes(4, "little"), *_positions(bits)])
+
+
+def _positions(bits: Array) -> tuple[Chunk, ...]:
+    count = int(np.count_nonzero(bits))
+    ranks = np.flatnonzero(bits if 2 * count <= len(bits) else ~bits)
+    return count.to_bytes(4, "little"), *rice.write([rice.Coded.of(count, ranks)])
+
+
+def extras_size(extras: Mapping[str, Extra]) -> int:
+    """The length of `extras_chunks`, in closed form: only positions are looked at, and only of the form indices."""
+    total = 1
+    for name, extra in extras.items():
+        count = extra.value.numel()
+        total += 1 + len(name) + 1
+        if extra.form == "bits":
+            total += 4 + byte_length(count)
+        elif extra.form == "indices":
+            total += len(_indices_bytes(extra.value))
+        else:
+            shape = 1 + 4 * extra.value.dim() if extra.form == "dense" else 0
+            total += 1 + shape + count * extra.value.element_size()
+    return total
 
 
 def _number_bytes(name: str, extra: Extra, active: int | None) -> bytes:
@@ -100,16 +141,27 @@ def read_extras(reader: Reader, limits: Limits, active: int | None) -> dict[str,
         if form == "masked" and active is None:
             raise BadField(f"the extra {name!r} is masked, but the message has no mask")
         shape = {"masked": (active or 0,), "scalar": ()}.get(form)
-        value = _read_bits(reader, limits, name) if form == "bits" else _read_tensor(reader, limits, name, shape)
+        if form in ("bits", "indices"):
+            value = _read_bits(reader, limits, name, form)
+        else:
+            value = _read_tensor(reader, limits, name, shape)
         out[name] = Extra(form, value)
     return out
 
 
-def _read_bits(reader: Reader, limits: Limits, name: str) -> Tensor:
+def _read_bits(reader: Reader, limits: Limits, name: str, form: Form) -> Tensor:
     count = reader.number(4)
     if count > limits.elements:
         raise TooLarge(f"the extra {name!r} has {count} bits, at most {limits.elements} are accepted here")
-    return torch.from_numpy(reader.bits(count))
+    if form == "bits":
+        return torch.from_numpy(reader.bits(count))
+    held = reader.number(4)
+    if held > count:
+        raise BadCount(f"the extra {name!r} holds {held} of {count} positions")
+    [ranks] = rice.read(reader, [held], [count])
+    bits = np.zeros(count, bool)
+    bits[ranks] = True
+    return torch.from_numpy(bits if 2 * held <= count else ~bits)
 
 
 def _read_tensor(reader: Reader, limits: Limits, name: str, shape: tuple[int, ...] | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Values as fp32, fp16, bf16, or int8 with a scale per layer: rounded without bias, the same on every device.
+"""The values of a message: weights as fp32, fp16, bf16, int8 or int4, and the rest as fp32 or fp16.
 
 Rounding is a pure function of values and key, so an engine that writes no bytes rounds like one that does. Rounding
-again changes nothing under any key, so reading and writing again gives the same bytes. Statistics always travel as
-fp32. Under int8 so do tensors of fewer than two dimensions (biases, normalisation).
+again changes nothing under any key, so reading and writing again gives the same bytes. Statistics belong to the rest.
+Under int8 and int4 so do tensors of fewer than two dimensions (biases, normalisation).
 """
 
 from __future__ import annotations
@@ -15,17 +15,27 @@ import torch
 from torch import Tensor
 
 from ..core.layout import Layout
-from ..core.rng import hashes, uniform
+from ..core.precision import FORMS, Form, Precision
+from ..core.rng import fold
 from .errors import BadField, BadSection, NonFinite
+from .levels import (
+    TINY,
+    TOPS,
+    Levels,
+    from_levels,
+    from_nibbles,
+    largest,
+    round_half,
+    scale_count,
+    to_levels,
+    to_nibbles,
+)
 from .reader import Chunk, Reader
 
-Form = Literal["fp32", "fp16", "bf16", "int8"]
-FORMS: tuple[Form, ...] = ("fp32", "fp16", "bf16", "int8")
-Carries = Literal["all", "weights", "statistics"]
-CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}  # coarse values
-TINY = 2.0**-107  # under int8 a layer whose scale would be smaller is sent as zeros
-_HALF_MAX, _HALF_NORMAL = 65504.0, 2.0**-14
+Carries = Literal["all", "weights", "statistics", "rest"]  # rest: all but the active weights
+CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics", "rest")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_REST16, _CHANGES = 16, 32  # flags beside the form
 
 
 class Segment(NamedTuple):
@@ -42,10 +52,12 @@ def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form
     out, at = [], 0
     for layer in layout.travelling:
         statistic = layer.kind == "statistic"
+        size = next(sizes, 0) if layer.kind == "prunable" else layer.size
         if (carries == "weights" and statistic) or (carries == "statistics" and not statistic):
             continue
-        size = next(sizes) if layer.kind == "prunable" else layer.size
-        coarse = layer.kind == "prunable" or (not statistic and (form != "int8" or len(layer.shape) >= 2))
+        if carries == "rest" and layer.kind == "prunable":
+            continue
+        coarse = layer.kind == "prunable" or (not statistic and (form not in TOPS or len(layer.shape) >= 2))
         out.append(Segment(at, at + size, coarse and form != "fp32"))
         at += size
     return tuple(out)
@@ -56,25 +68,44 @@ def count_values(layout: Layout, active: int, carries: Carries) -> int:
     statistics = layout.size - layout.trained_size
     if carries == "statistics":
         return statistics
-    return active + layout.trained_size - layout.prunable_size + (statistics if carries == "all" else 0)
+    dense = layout.trained_size - layout.prunable_size
+    return (active if carries != "rest" else 0) + dense + (statistics if carries != "weights" else 0)
 
 
-def values_size(layout: Layout, active: int, carries: Carries, form: Form) -> int:
+def values_size(layout: Layout, active: int, carries: Carries, how: Precision) -> int:
     """Bytes of the values section, without looking at a value."""
     total = count_values(layout, active, carries)
     counts = (active, *(0 for _ in layout.sizes[1:])) if layout.sizes else ()
-    coarse = [part for part in segments(layout, counts, carries, form) if part.coarse]
-    rounded = sum(part.stop - part.start for part in coarse)
-    return 2 + 4 * (total - rounded) + DTYPES[form].itemsize * rounded + (4 * len(coarse) if form == "int8" else 0)
+    sizes = _coarse_sizes(segments(layout, counts, carries, how.values))
+    return 2 + _coarse_bytes(sizes, how.values) + DTYPES[how.rest].itemsize * (total - sum(sizes))
 
 
-def round_values(values: Tensor, parts: Sequence[Segment], form: Form, key: int) -> Tensor:
+def _coarse_bytes(sizes: Sequence[int], form: Form) -> int:
+    """Bytes of the values of coarse tensors, their scales included."""
+    count = sum(sizes)
+    if form == "int8":
+        return 4 * len(sizes) + count
+    if form == "int4":
+        return 2 * scale_count(sizes, form) + -(-count // 2)
+    return DTYPES[form].itemsize * count
+
+
+def round_values(values: Tensor, parts: Sequence[Segment], how: Precision, key: int) -> Tensor:
     """`values` exactly as the other side will decode them."""
-    sizes = _coarse_sizes(parts)
+    sizes, form = _coarse_sizes(parts), how.values
+    fine = _round_rest(_pick(values, parts, False), how, key)
     if not sizes:
-        return values
-    coarse = _unpack(_pack(_pick(values, parts, True), sizes, form, key), sizes)
-    return _merge(coarse, _pick(values, parts, False), parts)
+        return fine
+    coarse = _pick(values, parts, True)
+    if form in TOPS:
+        coarse = from_levels(to_levels(coarse, sizes, form, how.rounding, key), sizes, form)
+    else:
+        coarse = round_half(coarse, form, how.rounding, key)
+    return _merge(coarse, fine, parts)
+
+
+def _round_rest(fine: Tensor, how: Precision, key: int) -> Tensor:
+    return fine if how.rest == "fp32" else round_half(fine, "fp16", how.rounding, fold(key, "rest"))
 
 
 def _coarse_sizes(parts: Sequence[Segment]) -> list[int]:
@@ -98,78 +129,32 @@ def _merge(coarse: Tensor, fine: Tensor, parts: Sequence[Segment]) -> Tensor:
     return torch.cat(out)
 
 
-def _pack(coarse: Tensor, sizes: Sequence[int], form: Form, key: int) -> tuple[Tensor, ...]:
-    """Coarse values as they travel: for int8 the scales and the levels, else the rounded values."""
-    if form == "int8":
-        return _levels(coarse, sizes, key)
-    rounded = _round_bf16(coarse, key) if form == "bf16" else _round_fp16(coarse, key)
-    return (rounded.to(DTYPES[form]),)
-
-
-def _unpack(packed: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    *scales, numbers = packed
-    return numbers.float() * _spread(scales[0], sizes) if scales else numbers.float()
-
-
-def _round_bf16(values: Tensor, key: int) -> Tensor:
-    """Add 16 random bits below the last one kept, cut; what would overflow stays at the largest."""
-    bits = values.contiguous().view(torch.int32)
-    noise = hashes(key, 0, values.numel(), values.device) & 0xFFFF
-    cut = ((bits + noise) & -0x10000).view(torch.float32)
-    cut = torch.where(cut.isinf(), (bits & -0x10000).view(torch.float32), cut)
-    return torch.where(values.isfinite(), cut, values)
-
-
-def _round_fp16(values: Tensor, key: int) -> Tensor:
-    """As bf16 with 13 bits; below the normal range a fixed step of 2**-24; beyond the range the largest."""
-    bits = values.contiguous().view(torch.int32)
-    noise = hashes(key, 0, values.numel(), values.device)
-    normal = ((bits + (noise & 0x1FFF)) & -0x2000).view(torch.float32)
-    steps = values.abs() * 2.0**24
-    whole = steps.floor()
-    chance = ((noise >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
-    small = torch.copysign((whole + (chance < steps - whole)) * 2.0**-24, values)
-    rounded = torch.where(values.abs() < _HALF_NORMAL, small, normal).clamp(-_HALF_MAX, _HALF_MAX)
-    return torch.where(values.isfinite(), rounded, values)
-
-
-def _levels(coarse: Tensor, sizes: Sequence[int], key: int) -> tuple[Tensor, Tensor]:
-    """A scale per coarse segment, and whole numbers -127..127.
-
-    A scale keeps 17 significant bits, so level times scale is exact in fp32; the largest magnitude is always level 127,
-    so the scale can be found again from the rounded values.
-    """
-    zero = coarse.new_zeros(1)
-    tops = torch.stack([torch.cat([piece.abs(), zero]).amax() for piece in torch.split(coarse, list(sizes))])
-    scales = ((tops / torch.full_like(tops, 127.0)).view(torch.int32) & -0x80).view(torch.float32)
-    scales = torch.where(scales < TINY, torch.zeros_like(scales), scales)
-    scale, top = _spread(scales, sizes), _spread(tops, sizes)
-    steps = coarse.abs() / torch.where(scale > 0, scale, torch.ones_like(scale))
-    whole = steps.floor()
-    levels = whole + (uniform(key, coarse.numel(), coarse.device) < steps - whole)
-    levels = torch.where(coarse.abs() >= top, torch.full_like(levels, 127.0), levels).clamp(max=127.0)
-    levels = torch.copysign(torch.where(scale > 0, levels, torch.zeros_like(levels)), coarse)
-    return scales, levels.to(torch.int8)
-
-
-def _spread(each: Tensor, sizes: Sequence[int]) -> Tensor:
-    """One number per coarse segment, repeated for each of its values; no device is waited for."""
-    return torch.cat([number.expand(size) for number, size in zip(each.unbind(), sizes, strict=True)])
-
-
 def values_chunks(
-    values: Tensor, layout: Layout, counts: Sequence[int], carries: Carries, form: Form, key: int
+    values: Tensor, layout: Layout, counts: Sequence[int], carries: Carries, how: Precision, key: int
 ) -> list[Chunk]:
     """The values section. Refuses what is not finite or not as many as the mask and the layout say."""
     expected = count_values(layout, sum(counts), carries)
     if values.dim() != 1 or values.numel() != expected:
         raise BadField(f"values of shape {tuple(values.shape)} given, ({expected},) expected for this mask and layout")
-    parts = segments(layout, counts, carries, form)
+    parts = segments(layout, counts, carries, how.values)
     plain = values.detach().to("cpu", torch.float32)
     _check_finite(plain)
-    sizes, coarse, fine = _coarse_sizes(parts), _pick(plain, parts, True), _pick(plain, parts, False)
-    packed = _pack(coarse, sizes, form, key) if sizes else ()
-    return [bytes([CARRIES.index(carries), FORMS.index(form)]), *map(_raw, packed), _raw(fine)]
+    sizes, fine = _coarse_sizes(parts), _round_rest(_pick(plain, parts, False), how, key)
+    coarse = _coarse_chunks(_pick(plain, parts, True), sizes, how, key) if sizes else []
+    form = (
+        FORMS.index(how.values) + _REST16 * (how.rest == "fp16") + _CHANGES * (how.changes and carries != "statistics")
+    )
+    return [bytes([CARRIES.index(carries), form]), *map(_raw, coarse), _raw(fine.to(DTYPES[how.rest]))]
+
+
+def _coarse_chunks(coarse: Tensor, sizes: Sequence[int], how: Precision, key: int) -> list[Tensor]:
+    """Coarse values as they travel: scales and levels, or the rounded values."""
+    if how.values not in TOPS:
+        return [round_half(coarse, how.values, how.rounding, key).to(DTYPES[how.values])]
+    found = to_levels(coarse, sizes, how.values, how.rounding, key)
+    if how.values == "int8":
+        return list(found)
+    return [(found.scales.view(torch.int32) >> 16).to(torch.int16), to_nibbles(found.levels)]
 
 
 def _raw(tensor: Tensor) -> Chunk:
@@ -187,28 +172,45 @@ def _check_finite(values: Tensor) -> None:
         raise NonFinite("the values hold an infinity or a not-a-number; training has diverged, or the sender is broken")
 
 
-def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) -> tuple[Tensor, Carries, Form]:
+def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) -> tuple[Tensor, Carries, Precision]:
     """The packed fp32 values, what they are, and their form. `counts`: the mask's; None if the message has none."""
-    codes = reader.number(1), reader.number(1)
-    if codes[0] >= len(CARRIES) or codes[1] >= len(FORMS):
-        raise BadField(f"values: kind {codes[0]} or form {codes[1]} does not exist; kinds are 0 to 2, forms 0 to 3")
-    carries, form = CARRIES[codes[0]], FORMS[codes[1]]
+    kind, code = reader.number(1), reader.number(1)
+    flags, number = code & (_REST16 | _CHANGES), code & ~(_REST16 | _CHANGES)
+    if kind >= len(CARRIES) or number >= len(FORMS) or (flags & _REST16 and FORMS[number] == "fp32"):
+        raise BadField(f"values: kind {kind} or form {code} does not exist; kinds are 0 to 3, forms 0 to 4, plus flags")
+    carries, form = CARRIES[kind], FORMS[number]
+    how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))
+    if how.changes and carries not in ("all", "weights"):
+        raise BadField("values: only weights can be changes")
     if counts is None and carries != "statistics":
         raise BadSection("the message has values but no mask; values need the mask they belong to")
     counts = counts or ()
     parts = segments(layout, counts, carries, form)
     sizes = _coarse_sizes(parts)
-    scales = [_numbers(reader, torch.float32, len(sizes))] if form == "int8" else []
-    numbers = _numbers(reader, DTYPES[form], sum(sizes))
-    fine = _numbers(reader, torch.float32, count_values(layout, sum(counts), carries) - sum(sizes))
-    _check_finite(fine)
+    coarse = _read_coarse(reader, sizes, form)
+    fine = _numbers(reader, DTYPES[how.rest], count_values(layout, sum(counts), carries) - sum(sizes)).float()
+    for some in (fine, coarse):
+        _check_finite(some)
+    return _merge(coarse, fine, parts) if sizes else fine, carries, how
+
+
+def _read_coarse(reader: Reader, sizes: Sequence[int], form: Form) -> Tensor:
+    """The coarse values as fp32."""
+    if form not in TOPS:
+        return _numbers(reader, DTYPES[form], sum(sizes)).float()
     if not sizes:
-        return fine, carries, form
-    for each in scales:
-        _check_levels(each, numbers, sizes)
-    coarse = _unpack((*scales, numbers), sizes)
-    _check_finite(coarse)
-    return _merge(coarse, fine, parts), carries, form
+        return torch.empty(0)
+    if form == "int8":
+        scales = _numbers(reader, torch.float32, len(sizes))
+        found = Levels(scales, _numbers(reader, torch.int8, sum(sizes)))
+    else:
+        words = _numbers(reader, torch.int16, scale_count(sizes, form)).to(torch.int32) << 16
+        nibbles = _numbers(reader, torch.uint8, -(-sum(sizes) // 2))
+        if sum(sizes) % 2 and int(nibbles[-1]) > 15:
+            raise BadField("values: an odd number of int4 levels must end with half a byte of zeros")
+        found = Levels(words.view(torch.float32), from_nibbles(nibbles, sum(sizes)))
+    _check_levels(found, sizes, form)
+    return from_levels(found, sizes, form)
 
 
 def _numbers(reader: Reader, dtype: torch.dtype, count: int) -> Tensor:
@@ -217,12 +219,16 @@ def _numbers(reader: Reader, dtype: torch.dtype, count: int) -> Tensor:
     return torch.from_numpy(reader.array(plain, count)).view(dtype)
 
 
-def _check_levels(scales: Tensor, levels: Tensor, sizes: Sequence[int]) -> None:
+def _check_levels(found: Levels, sizes: Sequence[int], form: Form) -> None:
     """Refuses scales and levels that no sender would choose."""
+    scales, levels, most = *found, TOPS[form]
     _check_finite(scales)
-    if bool((scales.view(torch.int32) & -0x7FFFFF81).any()) or bool((levels == -128).any()):
-        raise BadField("values: an int8 scale is negative or has more than 17 significant bits, or a level is -128")
-    for scale, part in zip(scales.tolist(), torch.split(levels, list(sizes)), strict=True):
-        top = int(part.abs().max()) if len(part) else 0
-        if (scale == 0) != (top == 0) or (scale > 0 and (top != 127 or not scale >= TINY or 127 * scale >= 2.0**128)):
-            raise BadField(f"values: the int8 scale {scale:g} does not fit levels of at most {top}")
+    if bool((scales.view(torch.int32) & -0x7FFFFF81).any()) or bool((levels < -most).any()):
+        raise BadField(
+            f"values: an {form} scale is negative or has more than 17 significant bits, or a level is below {-most}"
+        )
+    tops = largest(levels.abs(), sizes, form)
+    wide = scales.double()
+    fits = (tops == most) & (wide >= TINY) & (most * wide < 2.0**128)
+    for at in (~torch.where(scales == 0, tops == 0, fits)).nonzero().flatten().tolist():
+        raise BadField(f"values: the {form} scale {scales[at]:g} does not fit levels of at most {tops[at]}")

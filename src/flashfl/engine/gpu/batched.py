@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from ...core.client import Clients
 from ...core.rng import permutations
 from ...data.sources import Arrays, Inputs, Source, Subset
 from ...data.task import Task
-from ..step import MaskedStep, StepSettings
+from ..inputs import PrunedInputs
+from ..step import MaskedStep, step_key
 from ..work import Work
 from .graphs import Graphs
 from .stack import Stack
@@ -33,11 +35,12 @@ class Batched:
         if products:
             for m in convolutions(self.module):
                 m.forward = functools.partial(_as_product, m)  # type: ignore[method-assign]
+        self._inputs = PrunedInputs(self.module, {layer.name for layer in task.layout.prunable})
         trained = task.layout.of_kind("prunable", "dense")
         self.params = {layer.name: stack.used(layer) for layer in trained}
         rest = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self.shared = {name: t.detach() for name, t in rest.items() if name not in self.params}
-        self.step = MaskedStep(stack.values[:, : stack.trained], stack.head, stack.masks, stack.half)
+        self.step = MaskedStep(stack.values[:, : stack.trained], stack.head, stack.masks, stack.half, stack.place)
         self.grad = torch.zeros(len(stack), stack.trained, device=self.device)
         self._grads = {layer.name: stack.view(self.grad, layer) for layer in trained}
         self.loss = torch.zeros(len(stack), device=self.device)
@@ -49,20 +52,25 @@ class Batched:
         self.graphs = Graphs("the batched training step", self.device)
         self._staged = -1  # the epoch whose samples are staged
 
-    def prepare(self, works: Sequence[Work]) -> None:
+    def prepare(self, works: Sequence[Work], opened: Clients | None = None) -> None:
         """Capture what is needed, before any client's weights are in place."""
-        settings, batch = StepSettings.of(works[0].local), works[0].local.batch
+        settings, batch = step_key(works[0].local), works[0].local.batch
         if self.graphs.lacks((batch, settings)):
             self._stage(works, 0)
-            self.begin(works)
+            self.begin(works, opened)
             self.graphs.capture((batch, settings), lambda: self._step(batch))
 
-    def begin(self, works: Sequence[Work]) -> None:
-        """Take on new clients: their weights and masks are in the stack."""
-        local = works[0].local
+    def begin(self, works: Sequence[Work], opened: Clients | None = None) -> None:
+        """Take on new clients: their weights and masks are in the stack. opened: what their parts made ready."""
+        local, steps = works[0].local, [work.steps for work in works]
         self.loss.zero_()
-        self.step.begin(StepSettings.of(local), local.lr)
+        self._inputs.use(local.parts)
+        self.step.begin(local, opened.keys if opened else (), steps, opened.state if opened else None)
         self._staged = -1
+
+    def state(self, rows: int) -> dict[str, Tensor]:
+        """What parts carried through the steps, [rows, columns of the stack]."""
+        return {name: value[:rows] for name, value in self.step.state.items()}
 
     def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:
         """Steps first[i]..last[i]-1 of each client's work, counted from 0.
@@ -82,7 +90,7 @@ class Batched:
             limits = [min(work.n, b * batch) for work, (_, b) in zip(works, spans, strict=True)]
             self._span([a * batch for a, _ in spans], limits)
             for _ in range(max(b - a for a, b in spans)):
-                if not self.graphs.replay((batch, self.step.settings)):
+                if not self.graphs.replay((batch, step_key(self.step.local))):
                     self._step(batch)
 
     def moved(self, rows: int) -> None:
@@ -141,6 +149,7 @@ class Batched:
     def _step(self, batch: int) -> None:
         """One SGD step of every row that has samples left. Everything it reads and writes stays where it is."""
         assert self.target is not None
+        self.step.show()
         index = self.at[:, None] + torch.arange(batch, device=self.device)
         valid = (index < self.limit[:, None]).float()
         # A row without more samples sees its own last one again, with weight 0: another client's may be NaN.

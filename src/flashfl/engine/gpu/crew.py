@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import torch
 
+from ...core.client import Clients
 from ...core.errors import warn
 from ...sparsity import move
 from ..work import Work
@@ -57,16 +58,16 @@ def _move(
         works[row].counts = new
 
 
-def faster(crews: Sequence[Crew], works: Sequence[Work]) -> Crew:
+def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None = None) -> Crew:
     """The crew that takes the least time for an epoch of these clients. The stack holds garbage afterwards."""
     times: dict[float, Crew] = {}
     for crew in crews:
         try:
-            crew.prepare(works)
+            crew.prepare(works, opened)
             for _ in range(2):
                 _wait(crew.device)
                 began = time.perf_counter()
-                crew.begin(works)
+                crew.begin(works, opened)
                 crew.advance(works, [0] * len(works), [work.batches for work in works])
                 _wait(crew.device)
         except Exception as error:  # a model that cannot be batched (an `if` on a tensor, say) can still run in lanes

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...core.client import Clients
 from ...data.sources import Inputs, Source
 from ...data.task import Task
 from ..replica import Replica
-from ..step import MaskedStep, StepSettings
+from ..step import MaskedStep, step_key
 from ..work import Work
 from .graphs import Graphs
 from .stack import Stack
@@ -28,12 +29,12 @@ class Lane:
     """Trains the client in one row of the stack. `stage` gives it samples, `run` steps through them."""
 
     def __init__(self, task: Task, stack: Stack, row: int, forward: Forward) -> None:
-        self.task, self.stack, self.device, self.forward = task, stack, stack.device, forward
+        self.task, self.stack, self.device, self.forward, self.row = task, stack, stack.device, forward, row
         mine = slice(row, row + 1)
         self.replica = Replica(task, self.device, lambda layer: stack.used(layer)[row])
         self.replica.module.train()
         half = None if stack.half is None else stack.half[mine]
-        self.step = MaskedStep(stack.values[mine, : stack.trained], stack.head, stack.masks[mine], half)
+        self.step = MaskedStep(stack.values[mine, : stack.trained], stack.head, stack.masks[mine], half, stack.place)
         # The gradient of the prunable weights, in the precision they are used in, and of the others.
         self.head = torch.zeros(1, stack.head, device=self.device, dtype=torch.float32 if half is None else half.dtype)
         self.rest = torch.zeros(1, stack.trained - stack.head, device=self.device)
@@ -45,12 +46,15 @@ class Lane:
         self.target: Tensor | None = None
         self.graphs = Graphs("the training step", self.device)
 
-    def begin(self, settings: StepSettings, lr: float, seed: int) -> None:
+    def begin(self, work: Work, opened: Clients | None) -> None:
         """Take on a new client: its weights and mask are in the stack."""
         self.loss.zero_()
         self.replica.reset_buffers()
-        self.step.begin(settings, lr)
-        self.generator.manual_seed(seed)
+        self.replica.keep_inputs(work.local.parts)
+        mine = slice(self.row, self.row + 1)
+        state = {} if opened is None else {name: value[mine] for name, value in opened.state.items()}
+        self.step.begin(work.local, opened.keys[mine] if opened else (), [work.steps], state)
+        self.generator.manual_seed(work.seed)
 
     def stage(self, inputs: Inputs, target: Tensor, capacity: int) -> None:
         """Take samples into buffers that keep their addresses. Images are kept with their channels last."""
@@ -72,6 +76,7 @@ class Lane:
     def _step(self, batch: int) -> None:
         """One SGD step on the next `batch` staged samples. Everything it reads and writes stays where it is."""
         assert self.target is not None
+        self.step.show()
         index = self.at + torch.arange(batch, device=self.device)
         inputs = [x.index_select(0, index) for x in self.inputs]
         inputs = [x.permute(0, 3, 1, 2) if t else x for x, t in zip(inputs, self._turned, strict=True)]
@@ -94,7 +99,7 @@ class Lane:
     def run(self, batch: int) -> None:
         """Enqueue one step on this lane's stream."""
         with torch.cuda.stream(self.stream):
-            if not self.graphs.replay((batch, self.step.settings)):
+            if not self.graphs.replay((batch, step_key(self.step.local))):
                 with self._own_randomness():
                     self._step(batch)
 
@@ -107,7 +112,7 @@ class Lane:
             self.replica.check_buffers()
 
         with self._own_randomness():
-            self.graphs.capture((batch, self.step.settings), lambda: self._step(batch), tries, self.stream)
+            self.graphs.capture((batch, step_key(self.step.local)), lambda: self._step(batch), tries, self.stream)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -140,14 +145,14 @@ class Lanes:
         forward: Forward = torch.compile(_forward, dynamic=False) if compiled else _forward
         self.lanes = [Lane(task, stack, row, forward) for row in range(len(stack))]
 
-    def prepare(self, works: Sequence[Work]) -> None:
+    def prepare(self, works: Sequence[Work], opened: Clients | None = None) -> None:
         """Capture what is needed, before any client's weights are in place."""
-        settings = StepSettings.of(works[0].local)
+        settings = step_key(works[0].local)
         sizes = sorted({work.size(b) for work in works for b in range(work.batches)})
         for lane, work in zip(self.lanes, works, strict=False):
             if any(lane.graphs.lacks((size, settings)) for size in sizes):
                 self._stage(lane, work, 0, 0)
-                lane.begin(settings, work.local.lr, 0)
+                lane.begin(work, opened)
                 torch.cuda.synchronize(self.device)
                 for size in sizes:
                     lane.prepare(size)
@@ -155,10 +160,15 @@ class Lanes:
                     for other in self.lanes:
                         other.graphs.active = False
 
-    def begin(self, works: Sequence[Work]) -> None:
-        """Take on new clients: their weights and masks are in the stack."""
+    def begin(self, works: Sequence[Work], opened: Clients | None = None) -> None:
+        """Take on new clients: their weights and masks are in the stack. opened: what their parts made ready."""
         for lane, work in zip(self.lanes, works, strict=False):
-            lane.begin(StepSettings.of(work.local), work.local.lr, work.seed)
+            lane.begin(work, opened)
+
+    def state(self, rows: int) -> dict[str, Tensor]:
+        """What parts carried through the steps, [rows, columns of the stack]."""
+        steps = [lane.step for lane in self.lanes[:rows]]
+        return {name: torch.cat([step.state[name] for step in steps]) for name in steps[0].state}
 
     def advance(self, works: Sequence[Work], first: Sequence[int], last: Sequence[int]) -> None:
         """Steps first[i]..last[i]-1 of each client's work, counted from 0.

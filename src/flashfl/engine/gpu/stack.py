@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...core.client import Place
 from ...core.layout import Layer, Layout
 
 _ALIGN = 64  # elements; kernels that load 16 bytes at a time fault on anything less regular
@@ -39,7 +40,9 @@ class Stack:
         self.masks = torch.zeros(rows, self.head, dtype=torch.bool, device=device)
         self.half = torch.zeros(rows, self.head, dtype=torch.bfloat16, device=device) if half else None
         self._logical, padding, self._stacked = (each.to(device) for each in self._maps())
-        self._padding = {self.size: padding, self.head: padding[padding < self.head]}
+        self._padding = {width: padding[padding < width] for width in (self.head, self.trained, self.size)}
+        spans = tuple(self._span(layer) for layer in layout.prunable)
+        self.place = Place(layout, spans, self._logical[: self.trained])
 
     def __len__(self) -> int:
         return len(self.values)
@@ -102,6 +105,16 @@ class Stack:
         """The first rows, in logical order."""
         return self.values[:rows].index_select(1, self._stacked)
 
-    def logical(self, heads: Tensor) -> Tensor:
-        """Rows over the prunable weights, in logical order."""
-        return heads.index_select(1, self._stacked[: self.layout.prunable_size])
+    def logical(self, columns: Tensor) -> Tensor:
+        """Rows over the prunable or over all trained weights, in logical order."""
+        prunable = columns.shape[1] == self.head
+        return columns.index_select(
+            1, self._stacked[: self.layout.prunable_size if prunable else self.layout.trained_size]
+        )
+
+    def columns(self, logical: Tensor) -> Tensor:
+        """Rows over the prunable or over all trained weights, in this stack's order."""
+        width = self.head if logical.shape[1] == self.layout.prunable_size else self.trained
+        rows = logical.new_zeros(len(logical), width)
+        self._fill(rows, logical)
+        return rows

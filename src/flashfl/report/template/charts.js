@@ -1,8 +1,11 @@
 // The charts. Each draws itself into a host for the width it finds there, and answers hovering with values.
 
 function frame(host, o, xs, ys) {
-  const width = Math.max(240, host.clientWidth), height = o.height || Math.round(Math.min(340, Math.max(210, width * 0.52)));
-  const inner = { top: 12, bottom: height - 38, right: width - 12 };
+  const width = Math.max(240, host.clientWidth);
+  const names = o.names || [], tallest = Math.max(0, ...names.map((name) => name.length)) * 6.3;
+  const upright = names.length * (tallest + 12) < width - 70, below = names.length && !upright ? Math.min(118, tallest * 0.77 + 12) : 15;
+  const height = Math.round(Math.min(340, Math.max(210, width * 0.52))) + below - 15;
+  const inner = { top: 12, bottom: height - 23 - below, right: width - 12 };
   const yCount = Math.max(3, Math.floor(height / 55));
   const ySpan = [inner.bottom, inner.top];
   const y = o.yType === "log" ? logarithmic(ys, ySpan, yCount) : linear(ys, ySpan, yCount);
@@ -11,6 +14,11 @@ function frame(host, o, xs, ys) {
   const xSpan = [inner.left, inner.right], xCount = Math.max(3, Math.floor((inner.right - inner.left) / 85));
   const x = o.xType === "log" ? logarithmic(xs, xSpan, xCount) : linear(xs, xSpan, xCount);
   if (o.whole) x.ticks = x.ticks.filter(Number.isInteger);
+  if (names.length) { // as many as fit beside one another
+    const every = upright ? 1 : Math.ceil((names.length * 15) / (inner.right - inner.left));
+    x.ticks = names.map((_, i) => i + 1).filter((_, i) => i % every === 0);
+  }
+  const name = (t) => { const whole = names[t - 1] || ""; return whole.length > 22 && !upright ? `…${whole.slice(-21)}` : whole; };
   const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${o.yLabel} against ${o.xLabel}` });
   for (const t of y.ticks) {
     svg.append(shape("line", { class: "grid", x1: inner.left, x2: inner.right, y1: y(t), y2: y(t) }));
@@ -18,7 +26,8 @@ function frame(host, o, xs, ys) {
   }
   for (const t of x.ticks) {
     svg.append(shape("line", { class: "axis", x1: x(t), x2: x(t), y1: inner.bottom, y2: inner.bottom + 4 }));
-    svg.append(shape("text", { x: x(t), y: inner.bottom + 17, "text-anchor": "middle" }, o.xTick(t)));
+    const slant = names.length && !upright ? { "text-anchor": "end", x: x(t) + 4, transform: `rotate(-50 ${x(t) + 4} ${inner.bottom + 17})` } : { "text-anchor": "middle", x: x(t) };
+    svg.append(shape("text", { class: "tick", y: inner.bottom + 17, ...slant }, names.length ? name(t) : o.xTick(t)));
   }
   svg.append(shape("line", { class: "axis", x1: inner.left, x2: inner.right, y1: inner.bottom, y2: inner.bottom }));
   svg.append(shape("text", { x: (inner.left + inner.right) / 2, y: height - 3, "text-anchor": "middle" }, o.xLabel));
@@ -28,11 +37,55 @@ function frame(host, o, xs, ys) {
   return { svg, x, y, inner };
 }
 
+const spot = (a, b) => `${Math.round(a / 2)} ${Math.round(b / 2)}`;
+
 function path(points) {
   return points.map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(1)} ${b.toFixed(1)}`).join("");
 }
 
-// series: [{label, colour, x, y, spread, dots, line, mark: {y, spread, label}}]
+// Where curves lie on one another each would hide the last. There they are drawn in turns, as dashes of all their colours.
+// For each series: pieces of its curve, with all series that share the piece.
+function pieces(series, x, y) {
+  const points = series.map((s) => new Map(s.x.map((v, i) => [v, y(s.y[i])])));
+  const close = (k, s, i) => points[k].has(s.x[i]) && Math.abs(points[k].get(s.x[i]) - y(s.y[i])) < 1.2;
+  return series.map((s, own) => {
+    const found = [];
+    for (let i = 1; i < s.x.length; i += 1) {
+      const sharing = series.map((_, k) => k).filter((k) => k === own || (series[k].line !== false && close(k, s, i - 1) && close(k, s, i)));
+      const last = found[found.length - 1], to = [x(s.x[i]), y(s.y[i])];
+      if (last && last.sharing.join() === sharing.join()) last.points.push(to);
+      else found.push({ sharing, turn: sharing.indexOf(own), points: [[x(s.x[i - 1]), y(s.y[i - 1])], to] });
+    }
+    return found;
+  });
+}
+
+const DASH = 9;
+
+function drawCurve(svg, s, found) {
+  const curve = shape("g", { class: "line", style: { fill: "none", stroke: s.colour, "stroke-width": s.width || 2, "stroke-linejoin": "round" } });
+  for (const { sharing, turn, points } of found) {
+    const turns = sharing.length > 1 ? { "stroke-dasharray": `${DASH} ${DASH * (sharing.length - 1)}`, "stroke-dashoffset": -DASH * turn } : {};
+    curve.append(shape("path", { d: path(points), ...turns }));
+  }
+  svg.append(curve);
+}
+
+// Names beside the middle of each cloud of points, where nothing else stands.
+function nameClouds(svg, series, x, y, inner) {
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+  const at = series.map((s) => ({ s, a: mean(s.x.map(x)), b: mean(s.y.map(y)) }));
+  const taken = at.map(({ a, b }) => [a - 7, b - 7, a + 7, b + 7]);
+  for (const { s, a, b } of at) {
+    const name = s.name.length > 24 ? `${s.name.slice(0, 23)}…` : s.name, w = name.length * 7.5, boxes = [[a + 9, b - 6], [a - 9 - w, b - 6], [a - w / 2, b - 22], [a - w / 2, b + 9], [a + 7, b - 19], [a + 7, b + 7], [a - 7 - w, b - 19], [a - 7 - w, b + 7]].map(([l, t]) => [l, t, l + w, t + 12]);
+    const free = ([l, t, r, u]) => l > inner.left && r < inner.right + 8 && t > inner.top - 8 && u < inner.bottom && taken.every(([k, m, n, p]) => r < k || l > n || u < m || t > p);
+    const box = boxes.find(free) || boxes[a + w < inner.right ? 0 : 1];
+    taken.push(box);
+    svg.append(shape("text", { class: "point", x: box[0], y: box[1] + 10, style: { fill: s.colour } }, name));
+  }
+}
+
+// series: [{label, colour, x, y, spread, dots, line, name, mark: {y, spread, label}}]
 function lineChart(host, options) {
   const o = { xTick: text.plain, yTick: text.plain, xText: options.xTick || text.plain, yText: options.yTick || text.plain, ...options };
   const series = o.series.filter((s) => s.x.length);
@@ -44,16 +97,23 @@ function lineChart(host, options) {
   const xs = o.xDomain || extent(series.flatMap((s) => s.x), o.xType === "log" ? 0 : 0.015);
   const { svg, x, y, inner } = frame(host, o, xs, ys);
   const clip = (v) => Math.max(inner.top, Math.min(inner.bottom, v));
-  for (const s of series) {
+  const curves = pieces(series, x, y), stacked = new Map();
+  for (const s of series) for (const [i, v] of s.x.entries()) { const key = spot(x(v), y(s.y[i])); stacked.set(key, (stacked.get(key) || 0) + 1); }
+  series.forEach((s, own) => {
     const points = s.x.map((v, i) => [x(v), y(s.y[i])]);
     if (s.spread && s.spread.some((v) => v > 0)) {
       const edge = (sign) => s.x.map((v, i) => [x(v), clip(y(s.y[i] + sign * s.spread[i]))]);
       svg.append(shape("path", { class: "band", d: `${path([...edge(1), ...edge(-1).reverse()])}Z`, style: { fill: s.colour, opacity: 0.16 } }));
     }
-    if (s.line !== false) svg.append(shape("path", { class: "line", d: path(points), style: { fill: "none", stroke: s.colour, "stroke-width": s.width || 2, "stroke-linejoin": "round" } }));
-    if (s.dots || points.length === 1) for (const [a, b] of points) svg.append(shape("circle", { class: "dot", cx: a, cy: b, r: s.radius || 3, style: { fill: s.colour } }));
+    if (s.line !== false) drawCurve(svg, s, curves[own]);
+    if (s.dots || points.length === 1) for (const [a, b] of points) {
+      const rings = stacked.get(spot(a, b)) - 1;  // dots at one place become rings around one another
+      stacked.set(spot(a, b), rings);
+      svg.append(shape("circle", { class: "dot", cx: a, cy: b, r: (s.radius || 3) + (s.line === false ? 0 : 1.7 * rings), style: { fill: s.colour } }));
+    }
     if (s.mark) drawMark(svg, s, x(s.x[s.x.length - 1]), y, clip);
-  }
+  });
+  nameClouds(svg, series.filter((s) => s.name), x, y, inner);
   hover(svg, series, { x, y, inner }, o);
 }
 

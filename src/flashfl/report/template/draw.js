@@ -34,6 +34,7 @@ function withUnit(value, units, digits = 3) {
 
 const text = {
   percent: (v) => `${(100 * v).toFixed(2)} %`,
+  tick: (v) => `${Number((100 * v).toPrecision(6))} %`,
   share: (v) => `${Number((100 * v).toPrecision(3))} %`,
   bytes: (v) => withUnit(v, ["B", "kB", "MB", "GB", "TB", "PB"]),
   flops: (v) => withUnit(v, ["", "k", "M", "G", "T", "P", "E"]),
@@ -95,9 +96,27 @@ function heatColour(share) {
   return `rgb(${ramp[i].map((v, k) => Math.round(v + (ramp[i + 1][k] - v) * (at - i))).join(",")})`;
 }
 
+// A key to the colours of a heatmap.
+function ramp(most, unit = "") {
+  const shades = [0, .25, .5, .75, 1].map(heatColour).join(",");
+  return make("div", { class: "keys" }, make("span", {}, "0", make("div", { class: "ramp", style: { background: `linear-gradient(90deg, ${shades})` } }), `${most}${unit && ` ${unit}`}`));
+}
+
 const groupColour = (i) => `var(--c${i % 10})`;
 // Layers from the first to the last: hue turns with depth, lightness fits the theme.
 const depthColour = (i, n) => `hsl(${215 - 195 * (n > 1 ? i / (n - 1) : 0)} ${isDark() ? "75% 64%" : "70% 42%"})`;
+
+// --- what is wider than the screen -------------------------------------------------------------------------------------
+
+// Marks the frame around a scrolling node: a shadow shows on which side more of it is hidden.
+function edges(node) {
+  const mark = () => {
+    node.parentNode.classList.toggle("less", node.scrollLeft > 2);
+    node.parentNode.classList.toggle("more", node.scrollLeft + node.clientWidth < node.scrollWidth - 2);
+  };
+  node.onscroll = mark;
+  draws.push(mark);
+}
 
 // --- the tooltip -----------------------------------------------------------------------------------------------------
 

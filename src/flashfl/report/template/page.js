@@ -32,7 +32,16 @@ function legend() {
   document.getElementById("legend").replaceChildren(...data.groups.map((g, i) => make("button", {
     type: "button", "aria-pressed": String(!hidden.has(g.label)), style: { "--c": groupColour(i) }, title: "show or hide",
     onclick: () => { if (!hidden.delete(g.label)) hidden.add(g.label); render(); } }, g.label)));
+  edges(document.getElementById("legend"));
 }
+
+function facts() {
+  document.getElementById("facts").replaceChildren(...data.facts.map(([name, value, more]) =>
+    make("div", {}, make("dt", {}, name), make("dd", {}, value, more ? make("small", {}, ` ${more}`) : null))));
+}
+
+// Layers without the ending that all of them share.
+const brief = (names) => names.map((name) => (names.every((n) => n.endsWith(".weight")) ? name.slice(0, -7) : name));
 
 function problems() {
   if (!data.problems.length) return;
@@ -41,14 +50,14 @@ function problems() {
 
 // How the task's metric is shown: accuracy in percent, any other as a plain number.
 function measured() {
-  const { name, percent } = data.metric, title = name[0].toUpperCase() + name.slice(1);
-  const axis = percent ? { yTick: text.share, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
-  return { name, title, axis: { yLabel: name, ...axis } };
+  const { name, percent, direction } = data.metric, title = name[0].toUpperCase() + name.slice(1);
+  const axis = percent ? { yTick: text.tick, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
+  return { name, title, direction, axis: { yLabel: name, ...axis } };
 }
 
 function trends() {
   const metric = measured();
-  const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round; seeds as mean and standard deviation.` + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
+  const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round${metric.direction}; seeds as mean and standard deviation.` + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
   chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: shown().map((g) => ({
     label: g.label, colour: g.colour, x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
   const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, first phase included (log scale).", { half: true });
@@ -70,7 +79,8 @@ function masks() {
   const groups = shown().filter((g) => g.mismatch.round.length);
   if (!groups.length) return;
   const whole = section("Mask mismatch between rounds", "SM = 1 − |A∩B| / |A∪B| between the server's masks of consecutive rounds: 0 is full consensus.", { half: true });
-  chart(whole, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yTick: text.plain, yText: text.sm, whole: true, yDomain: [0, Math.max(0.1, ...groups.flatMap((g) => g.mismatch.mean.map((v, i) => v + g.mismatch.std[i]))) * 1.05],
+  const top = Math.max(0.1, ...groups.flatMap((g) => g.mismatch.mean.map((v, i) => v + g.mismatch.std[i]))) * 1.05;
+  chart(whole, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yTick: text.plain, yText: text.sm, whole: true, yDomain: [-0.03 * top, top],
     series: groups.map((g) => ({ label: g.label, colour: g.colour, x: g.mismatch.round, y: g.mismatch.mean, spread: g.mismatch.std })) }));
 }
 
@@ -81,7 +91,7 @@ function heats() {
   const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner fades; one common scale." + (still.length ? ` Not drawn, because the mask never moves and SM is 0 throughout: ${still.join(", ")}.` : ""), { half: groups.length < 3 });
   if (!groups.length) return;
   const most = Math.max(0.1, ...groups.flatMap((g) => g.heat.sm.flat())), many = make("div", { class: "many", style: { "--least": "250px" } });
-  node.append(many, make("div", { class: "keys" }, make("span", {}, "0", make("div", { class: "ramp", style: { background: `linear-gradient(90deg, ${[0, .25, .5, .75, 1].map(heatColour).join(",")})` } }), most.toFixed(2))));
+  node.append(many, ramp(most.toFixed(2)));
   for (const g of groups) {
     const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label));
     many.append(cell);
@@ -100,10 +110,10 @@ function layers() {
     for (const g of groups) {
       const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label)), gone = (off[g.label] ||= new Set()), n = g.layers.length;
       many.append(cell);
-      chart(cell, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yText: text.sm, whole: true, yDomain: [0, top], series: g.layer_mismatch.layers.map((row, i) => ({
+      chart(cell, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yText: text.sm, whole: true, yDomain: [-0.03 * top, top], series: g.layer_mismatch.layers.map((row, i) => ({
         label: g.layers[i], colour: depthColour(i, n), width: n > 8 ? 1.4 : 2, x: gone.has(i) ? [] : g.layer_mismatch.round, y: row })), empty: "Every layer is switched off." }));
-      cell.append(make("div", { class: "legend layers" }, ...g.layers.map((name, i) => make("button", { type: "button", title: name, "aria-pressed": String(!gone.has(i)), style: { "--c": depthColour(i, n) },
-        onclick: () => { if (!gone.delete(i)) gone.add(i); render(); } }, String(i + 1)))));
+      cell.append(make("div", { class: "legend layers" }, ...brief(g.layers).map((name, i) => make("button", { type: "button", title: "show or hide", "aria-pressed": String(!gone.has(i)), style: { "--c": depthColour(i, n) },
+        onclick: () => { if (!gone.delete(i)) gone.add(i); render(); } }, name))));
     }
   }
 }
@@ -111,16 +121,16 @@ function layers() {
 function densities() {
   const dense = section("Layer densities", "The share of each prunable layer's weights that the final server mask keeps (log scale); for NST the union over its last cohort.", { half: true });
   const names = data.groups.length ? data.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
-  chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.share, whole: true, title: (v) => `layer ${v}: ${names[v - 1]}`,
+  chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.tick, yText: text.share, names: brief(names), title: (v) => `layer ${v}: ${names[v - 1]}`,
     series: shown().filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
 }
 
 function costs() {
   const points = shown().filter((g) => g.points.some((p) => p.flops)), metric = measured();
   if (points.length) {
-    const node = section("FLOPs and bytes", "What each run cost in all: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: true });
+    const node = section("FLOPs and bytes", "What each run cost in all, a point for each seed: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: true });
     chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: "FLOPs", xType: "log", yType: "log", xTick: text.bytes, yTick: text.flops, nearest: true, xDomain: padded(points, "bytes"), yDomain: padded(points, "flops"), title: (v, s) => s.label,
-      series: points.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 6, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
+      series: points.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
         more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", metric.name, g.points[i].accuracy === null ? "–" : metric.axis.yText(g.points[i].accuracy)], ["", "seed", String(g.points[i].seed)]] })) }));
   }
   const counted = shown().filter((g) => g.share.values !== undefined);
@@ -129,6 +139,15 @@ function costs() {
     chart(node, (host) => bars(host, { label: "bytes by part", parts: ["values", "mask", "overhead"], text: text.bytes, markName: "paper's formula",
       rows: counted.map((g) => ({ label: g.label, colour: g.colour, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
   }
+}
+
+function ends() {
+  const groups = shown().filter((g) => g.points.some((p) => p.accuracy !== null)), metric = measured();
+  if (!groups.length) return;
+  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. Upper left is better.", { half: true });
+  chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: metric.name, xType: "log", xTick: text.bytes, nearest: true, ...metric.axis, xDomain: padded(groups, "bytes"), title: (v, s) => s.label,
+    series: groups.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
+      more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "seed", String(g.points[i].seed)]] })) }));
 }
 
 function times() {
@@ -153,6 +172,7 @@ function clients() {
     const cell = make("div", {}, make("h3", { class: "plain" }, t.title + left));
     many.append(cell);
     chart(cell, (host) => heatmap(host, { columns: t.columns, rows: t.rows, values: t.counts, xLabel: "client", yLabel: "class", what: "samples", text: String, label: `class histogram of ${t.title}`, title: (r, c) => `client ${t.columns[c]}, class ${t.rows[r]}` }));
+    cell.append(ramp(Math.max(...t.counts.flat()), "samples"));
   }
 }
 
@@ -163,11 +183,12 @@ function render() {
   main.replaceChildren();
   const runs = data.runs.length ? `${data.runs.length} run${data.runs.length === 1 ? "" : "s"} · ` : "";
   document.getElementById("made").textContent = runs + data.made;
+  facts();
   legend();
   problems();
   if (!data.table.rows.length) main.append(make("section", {}, make("h2", {}, "No runs to show"), make("p", { class: "about" }, "A run appears here after its first round.")));
   else table();
-  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, times, clients, settings]) part();
+  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, ends, times, clients, settings]) part();
   for (const draw of draws) draw();
   scrollTo(0, at);
 }

@@ -19,7 +19,9 @@ function table() {
   };
   const lines = order.map((i) => make("tr", { class: data.groups[i] && hidden.has(data.groups[i].label) ? "off" : "" },
     first(i), ...kept.slice(1).map((c) => make("td", { "data-column": head[c] }, rows[i][c].text))));
-  node.append(make("div", { class: "scroll" }, make("table", { class: "sum" }, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...lines))));
+  const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table, scrolls sideways" }, make("table", { class: "sum" }, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...lines)));
+  node.append(make("div", { class: "edge" }, scroll), make("button", { class: "hint", type: "button", onclick: () => scroll.scrollBy({ left: scroll.clientWidth * 0.6, behavior: "smooth" }) }, "More columns →"));
+  edges(scroll);
   if (notes.length) node.append(make("ul", { class: "notes" }, ...notes.map((note) => make("li", {}, note))));
 }
 

@@ -1,0 +1,193 @@
+"""A client's half of a private round: train, turn the report into whole numbers, hide them, and follow the protocol."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.errors import FlashError
+from ..core.exchange import Client, Order, Update
+from ..core.files import put
+from ..core.parts import to_json
+from ..core.state import State
+from ..data.sources import Source
+from ..privacy.client import Party, Self
+from ..privacy.errors import Malformed, Refused, WrongStep
+from ..privacy.keys import Directory, Identity, Words
+from ..privacy.messages import ADVERTISE, CONFIRM, MASKED, SHARES, UNMASK, Terms, frame
+from ..privacy.noise import discrete_gaussian
+from ..privacy.policy import Policy
+from ..privacy.vector import Packing
+from ..wire import Message
+from .client import ClientSide, Reply
+from .encoding import Server
+from .memory import Rounds
+from .private import LENGTH, PrivateRound, open_vault
+from .settings import EngineSettings
+from .train import ClientFailed
+
+
+class Drawer(Protocol):
+    """A client's own storage, out of the server's sight."""
+
+    def read(self, name: str) -> bytes | None: ...
+
+    def write(self, name: str, data: bytes) -> None: ...
+
+
+class FolderDrawer:
+    """Files in a folder. Simulated clients have one each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, name: str) -> bytes | None:
+        path = self.folder / name
+        return path.read_bytes() if path.exists() else None
+
+    def write(self, name: str, data: bytes) -> None:
+        put(self.folder / name, data)
+
+
+class PrivateSide:
+    """Answers the requests of private rounds for one client."""
+
+    def __init__(
+        self, side: ClientSide, client: int, drawer: Drawer, policy: Policy, identity: Identity, directory: Directory
+    ) -> None:
+        self.side, self.client, self.drawer, self.policy = side, client, drawer, policy
+        self.me = Self(client, identity, directory, self._opened)
+
+    def _opened(self, run: str, phase: int, round: int) -> bool:
+        """Record that a sum of this round is opened; False if one of it or of a later round was."""
+        known: dict[str, list[int]] = json.loads(self.drawer.read("opened") or b"{}")
+        if known.get(run, [0, -1]) >= [phase, round]:
+            return False
+        known[run] = [phase, round]
+        self.drawer.write("opened", json.dumps(known).encode())
+        return True
+
+    def answer(self, data: Source, request: bytes, memory: Rounds) -> Reply:
+        """The answer to a request. Raises ClientFailed, with the name of the refusal, if there is none."""
+        try:
+            return self._answer(data, request, memory)
+        except Refused as error:
+            self.drawer.write("party", b"")  # a client that refuses has no part in this attempt any more
+            raise ClientFailed(f"{type(error).__name__}: {error}") from None
+
+    def _answer(self, data: Source, request: bytes, memory: Rounds) -> Reply:
+        step, first, rest = _take(request)
+        if step == ADVERTISE:
+            party = Party(Terms.from_bytes(first, self.policy), self.me)
+            answer = party.advertise()
+        elif step == MASKED and first:  # the terms: a round without masks
+            return self._train(data, Terms.from_bytes(first, self.policy), None, *_take(rest)[1:], memory)
+        else:
+            saved = self.drawer.read("party")
+            if not saved:
+                raise WrongStep("this client takes no part in this attempt")
+            party = Party.load(saved, self.me, self.policy)
+            if step == MASKED:
+                return self._train(data, party.terms, party, *_take(rest)[1:], memory)
+            if step not in (SHARES, CONFIRM, UNMASK):
+                raise Malformed(f"there is no step {step}")
+            answer = {SHARES: party.share, CONFIRM: party.confirm, UNMASK: party.unmask}[step](first)
+        self.drawer.write("party", party.save())
+        return Reply(answer, memory)
+
+    def _train(
+        self, data: Source, terms: Terms, party: Party | None, inbox: bytes, order: bytes, memory: Rounds
+    ) -> Reply:
+        def pack(update: Update, sent: Message, start: Tensor) -> bytes:
+            words = self._words(update, sent, start, terms, party)
+            if party is None:
+                return frame(MASKED, terms, words.tobytes())
+            return party.mask(inbox, words, common_of(sent, start))
+
+        reply = self.side.work(self.client, data, order, memory, pack)
+        if party is not None and not reply.lacks:
+            self.drawer.write("party", party.save())
+        return reply
+
+    def _words(self, update: Update, sent: Message, start: Tensor, terms: Terms, party: Party | None) -> Words:
+        """The report in Z/2^b, with this client's share of the noise."""
+        local, mask = sent.local, sent.mask
+        if local is None or mask is None or (update.mask is not None and not update.mask.equal(mask)):
+            raise FlashError("a private round needs a common mask, and this client's moved")
+        honest = 1 if party is None else terms.policy.honest(terms.cohort)
+        how = Packing(sent.layout, local, mask.active, terms.cohort, terms.ranges, terms.noise, honest)
+        if (how.length, how.bits) != (terms.length, terms.bits):
+            raise Malformed(f"the order has {how.length} numbers, and the server announced {terms.length}")
+        tail = sent.layout.size - sent.layout.trained_size
+        if not local.statistics:  # they were not sent; what is reported of them is their value
+            start = torch.cat([start, start.new_zeros(tail)])
+        numbers = how.encode(update, start, sent.key).numpy()
+        if terms.noise is not None and party is not None:
+            scale, members = how.sections[0].scale, terms.policy.honest(len(party.cohort))
+            numbers += discrete_gaussian(terms.noise.deviation(scale, how.length, members), how.length)
+        return numbers.astype(f"<u{terms.bits // 8}")
+
+
+def common_of(sent: Message, start: Tensor) -> bytes:
+    """A digest of what every client of a round must have been sent: the mask, the values, the work."""
+    assert sent.mask is not None
+    work = json.dumps(to_json(sent.local), sort_keys=True).encode()
+    digest = hashlib.sha256(sent.mask.packed.tobytes() + start.numpy().tobytes() + work)
+    return digest.digest()
+
+
+def _take(request: bytes) -> tuple[int, bytes, bytes]:
+    """The step, the first part of a request, and the rest."""
+    try:
+        step, length = LENGTH.unpack_from(request)
+    except struct.error:
+        raise Malformed("the request is empty") from None
+    end = LENGTH.size + length
+    if len(request) < end:
+        raise Malformed("the request is cut off")
+    return step, request[LENGTH.size : end], request[end:]
+
+
+class Simulated:
+    """What simulated clients have of their own: identity keys, and a folder each. The server sees neither."""
+
+    def __init__(self, clients: int, policy: Policy, folder: Path) -> None:
+        self.policy, self.folder = policy, folder
+        self._keys = {client: Identity.new().private for client in range(clients)}
+
+    @cached_property
+    def _directory(self) -> Directory:
+        return Directory({client: Identity(key).public for client, key in self._keys.items()})
+
+    def side(self, side: ClientSide, client: int) -> PrivateSide:
+        """One of them, for as long as it answers a request."""
+        drawer, identity = FolderDrawer(self.folder / str(client)), Identity(self._keys[client])
+        return PrivateSide(side, client, drawer, self.policy, identity, self._directory)
+
+
+class PrivateRun:
+    """A simulated private run: the server's vault, and the clients' keys and folders."""
+
+    def __init__(self, config: EngineSettings, clients: int, masks: Path | None) -> None:
+        vault = open_vault(config, clients, masks)
+        assert vault is not None
+        self.vault = vault
+        self._temporary = TemporaryDirectory(prefix="flashfl-")  # used if the run has no folder
+        own = Path(self._temporary.name) if vault.folder is None else vault.folder / "clients"
+        self.simulated = Simulated(clients, config.policy, own)
+
+    def open(self, server: Server, s: State, orders: Sequence[tuple[Client, Order]]) -> PrivateRound:
+        """The account of a new round."""
+        return PrivateRound(self.vault, server, s, orders)
+
+    def close(self) -> None:
+        self._temporary.cleanup()

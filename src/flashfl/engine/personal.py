@@ -1,0 +1,70 @@
+"""Personal accuracy: each client's own model on test samples weighted to the client's label shares."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from ..core.exchange import Client, Local
+from ..core.mask import Weights
+from ..core.record import Score
+from ..data.sources import Source
+from ..sparsity import recipe_mask
+from .memory import ClientMemory
+from .train import Trainer, evaluation_batches
+
+
+def personal_score(
+    trainer: Trainer, memory: ClientMemory, weights: Weights, clients: Iterable[tuple[Client, Local]]
+) -> Score | None:
+    """The mean over clients of the accuracy of `weights` under each client's own mask.
+
+    Test samples of a class count with the client's share of that class among its training samples.
+    None if there is no common test set, or if targets are not classes. A client that never took part has the mask that
+    it would start with.
+    """
+    test = trainer.task.test
+    classes = None if test is None else _targets(test)
+    if test is None or classes is None:
+        return None
+    most = int(classes.max()) + 1
+    scores: list[Score] = []
+    for client, local in clients:
+        mask = memory.remembered(client.id) if "mask" in local.keep else None
+        if mask is None and local.start is not None:
+            mask = recipe_mask(weights.layout, local.start, weights.vector.device)
+        model = weights if mask is None else weights.restrict(mask.to(weights.vector.device))
+        mine = _targets(trainer.task.train[client.id])
+        if mine is None:
+            return None
+        shares = torch.bincount(mine[mine < most], minlength=most) * (torch.bincount(classes, minlength=most) > 0)
+        if int(shares.sum()):
+            batches = [torch.arange(*span) for span in evaluation_batches(len(test))]
+            output = torch.cat([trainer.outputs(model, test, index, local.statistics).cpu() for index in batches])
+            loss, metric = _weighted(trainer, output, classes, (shares / shares.sum()).tolist())
+            scores.append(Score(loss, metric, model.mask.density))
+    if not scores:
+        return None
+    return Score(*(statistics.fmean(column) for column in zip(*map(astuple, scores), strict=True)))
+
+
+def _weighted(trainer: Trainer, output: Tensor, classes: Tensor, shares: Sequence[float]) -> tuple[float, float]:
+    """Loss and accuracy of each class, weighted by the client's share of it."""
+    loss = metric = 0.0
+    for label, share in enumerate(shares):
+        if share:
+            here = classes == label
+            loss += share * float(trainer.task.loss(output[here], classes[here]))
+            metric += share * float((output[here].argmax(1) == label).float().mean())
+    return loss, metric
+
+
+def _targets(data: Source) -> Tensor | None:
+    """All targets of some samples, if they are classes."""
+    found = [data.fetch(torch.arange(start, stop))[1].cpu() for start, stop in evaluation_batches(len(data))]
+    whole = torch.cat(found)
+    return whole if whole.dim() == 1 and not whole.is_floating_point() else None

@@ -1,0 +1,163 @@
+"""A private round on a device that makes no bytes: the same clipping, rounding and noise, without the cryptography.
+
+Bytes are those of the real messages. With a sparse neighbour graph and dropouts they are expected values, as the real
+ones depend on whom clients draw. Noise is drawn once for the whole sum.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..core.exchange import DROPPED, Client, Order, Outcome, Traffic, Update
+from ..core.mask import Weights
+from ..core.state import State
+from ..privacy.messages import ADVERTISE, BOX, CARD, CONFIRM, HEADER, MASKED, SECRET, SHARES, STEPS, UNMASK, VOTE, Terms
+from .counting import Counting
+from .cpu import dropout_step, drops
+from .memory import ClientMemory
+from .private import LENGTH, Vault, check_common, packing
+from .train import NOT_FINITE
+from .work import Work
+
+_NEVER = UNMASK + 1
+
+
+class PrivateCounting(Counting):
+    """The account of a private round whose updates lie on the device."""
+
+    def __init__(
+        self, memory: ClientMemory, vault: Vault, s: State, orders: Sequence[tuple[Client, Order]], dropout: float
+    ) -> None:
+        super().__init__(memory)
+        check_common(orders)
+        self.vault, self.privacy, self.tag, self.start = vault, vault.privacy, s.tag, orders[0][1].weights
+        self.packing = packing(self.privacy, orders[0][1], len(orders))
+        # The step in which each client stops answering.
+        self._ends = {client.id: _NEVER for client, _ in orders}
+        for client in self._ends if dropout else ():
+            if drops(s, client, dropout):
+                self._ends[client] = dropout_step(s, client)
+        self._start_packed: Tensor | None = None
+        self._total: Tensor | None = None
+        chosen = vault.may_take_part(list(self._ends))
+        for client in set(self._ends) - set(chosen):
+            self._ends[client] = -1
+            self.failed(client, "its privacy budget is spent")
+        if vault.ledger is not None:
+            vault.ledger.spend(chosen)
+
+    def trains(self, client: int) -> bool:
+        """Whether a client gets as far as to send its input. If not, it is dropped now."""
+        if self._ends[client] <= MASKED and client not in self.failures:
+            self.failed(client, DROPPED)
+        return self._ends[client] > MASKED
+
+    def sent(self, client: Client, order: Order) -> Order:
+        return super().sent(client, order) if self._ends[client.id] >= MASKED else order
+
+    def failed(self, client: int, why: str) -> None:
+        super().failed(client, why)
+        self._ends[client] = min(self._ends[client], MASKED)
+
+    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
+        """Turn each client's report into whole numbers and add them up."""
+        for seat, row, loss in zip(seats, values, losses.tolist(), strict=True):
+            client, order, local = seat.client.id, seat.order, seat.order.local
+            if not (math.isfinite(loss) and bool(row.isfinite().all())):
+                self.failed(client, NOT_FINITE)
+                continue
+            steps = min(seat.batches * local.batch, seat.n) * local.epochs
+            mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
+            counts = local.report == "counts"
+            packed = None if counts else Weights(order.weights.mask, row).packed()
+            update = Update(client, seat.n, None if counts else order.weights.mask, packed, seat.counts, {"loss": mean})
+            numbers = self.packing.encode(update, self._packed_start(order), order.key)
+            self._total = numbers if self._total is None else self._total.add_(numbers)
+            self.accepted(client, order.tag, order.weights.mask, None)
+
+    def _packed_start(self, order: Order) -> Tensor:
+        """The packed values that clients were sent. Statistics that did not travel count as zero, as on a client."""
+        if self._start_packed is None:
+            self._start_packed = order.weights.packed().clone()
+            if not order.local.statistics:
+                self._start_packed[len(self._start_packed) - self.layout.size + self.layout.trained_size :] = 0
+        return self._start_packed
+
+    def close(self) -> Outcome:
+        steps = range(ADVERTISE, UNMASK + 1) if self.privacy.secure else (MASKED,)
+        after = {step: [client for client, end in self._ends.items() if end > step] for step in steps}
+        why, last = self._checked(after)
+        self._count(after, last)
+        counted = after[MASKED]
+        if why or not counted or self._total is None:
+            self._accepted.clear()
+            reason = f"the sum could not be opened ({why or 'nobody answered'})"
+            self.failures = {client: self.failures.get(client, reason) for client in self._ends}
+            revealed = self.privacy.secure and last == UNMASK
+            return replace(super().close(), privacy=self.vault.spent(0), revealed=revealed)
+        total = self._total + self._noise(len(after[min(steps)]), len(counted))
+        self.sums, clamped = self.packing.decode(total, self.start, len(counted))
+        return replace(super().close(), privacy=self.vault.spent(clamped))
+
+    def _checked(self, after: dict[int, list[int]]) -> tuple[str, int]:
+        """Why the sum cannot be opened, if it cannot, and the last step that was taken."""
+        if not self.privacy.secure:
+            return "", MASKED
+        cohort, policy = len(after[ADVERTISE]), self.privacy.policy
+        least = max(policy.least, policy.threshold(cohort))
+        for step, left in after.items():
+            if len(left) < least:
+                found = f"{len(left)} of {cohort} clients are left after the step '{STEPS[step]}'"
+                return f"TooFew: {found}: at least {least} are needed, so nothing is opened", step
+        return "", UNMASK
+
+    def _noise(self, cohort: int, counted: int) -> Tensor | int:
+        """The sum of all clients' shares of the noise, or the server's, rounded; from the operating system's chance."""
+        if (noise := self.privacy.noise) is None:
+            return 0
+        assert self._total is not None
+        how, device = self.packing, self._total.device
+        shares = counted if self.privacy.secure else 1
+        each = noise.deviation(how.sections[0].scale, how.length, self.privacy.noisers(cohort))
+        chance = torch.Generator(device).manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+        drawn = torch.randn(how.length, dtype=torch.float64, device=device, generator=chance)
+        return (drawn * (each * math.sqrt(shares))).round().to(torch.int64)
+
+    def _count(self, after: dict[int, list[int]], last: int) -> None:
+        """The bytes of every message of the protocol but the orders."""
+        how, privacy, everyone = self.packing, self.privacy, [c for c, end in self._ends.items() if end >= 0]
+        terms = Terms(
+            self.vault.run, self.tag, how.length, how.bits, privacy.policy, len(self._ends), privacy.ranges,
+            privacy.noise,
+        )  # fmt: skip
+        invitation, vector = len(terms.to_bytes()), how.length * how.bits // 8
+        if not privacy.secure:
+            self._tally(MASKED, len(everyone), 2 * LENGTH.size + invitation + HEADER, len(after[MASKED]), vector)
+            return
+        cohort, sharing = len(after[ADVERTISE]), len(after[SHARES])
+        k = privacy.policy.neighbours(cohort)[0] if cohort > 1 else 0
+        boxes = k * max(0, sharing - 1) / max(1, cohort - 1)  # that reach each client, on average
+        some = (cohort + 7) // 8
+        rows = (
+            (ADVERTISE, len(everyone), LENGTH.size + invitation, CARD.itemsize),
+            (SHARES, cohort, LENGTH.size + HEADER + cohort * CARD.itemsize, 32 + k * BOX.itemsize),
+            (MASKED, sharing, 2 * LENGTH.size + HEADER + some + boxes * BOX.itemsize, vector),
+            (CONFIRM, len(after[MASKED]), LENGTH.size + HEADER + 2 * some, VOTE.itemsize - 4),
+            (UNMASK, len(after[CONFIRM]), LENGTH.size + HEADER + len(after[CONFIRM]) * VOTE.itemsize,
+             boxes * SECRET.itemsize),
+        )  # fmt: skip
+        for step, asked, down, up in rows:
+            if step <= last:
+                self._tally(step, asked, down, len(after[step]), up)
+
+    def _tally(self, step: int, asked: int, down: float, answers: int, up: float) -> None:
+        heads, content = round(asked * down), round(answers * up)
+        values = content if step == MASKED else 0
+        sent = content + answers * HEADER
+        self.traffic += Traffic(down=heads, up=sent, values=values, overhead=heads + sent - values)

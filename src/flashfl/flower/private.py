@@ -1,0 +1,149 @@
+"""Private rounds on Flower: the messages of each step, and the node's half with its identity key.
+
+A node that takes part in secure rounds has two settings. `identity`: the file of its private key. `identities`: the
+file with every client's public key, which must not come from the server. `python -m flashfl.flower.private` makes both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, RecordDict
+
+from ..core.errors import ConfigError, FlashError
+from ..core.exchange import Client, Order
+from ..core.parts import build
+from ..data.sources import Source
+from ..engine.client import ClientSide, Reply
+from ..engine.memory import Rounds
+from ..engine.party import PrivateSide
+from ..engine.private import PrivateRound
+from ..privacy.keys import Directory, Identity
+from ..privacy.messages import MASKED
+from ..privacy.policy import Policy
+from . import records
+from .registry import Registry
+from .round import Exchange, Post
+
+_STATE = "flashfl.private"  # the name of our record in a context's state
+
+
+class PrivateStep(Exchange):
+    """One step of a private round: a request to each client, and its answer."""
+
+    name, content = "round", "private"
+
+    def __init__(self, account: PrivateRound, registry: Registry) -> None:
+        super().__init__(account.server, registry)
+        self.account = account
+        self.failures = account.failures
+        self.kind = "train" if account.step == MASKED else "query"  # type: ignore[misc]  # each has its own pace
+        self._request = b""
+
+    def ask(self, client: int, request: bytes) -> tuple[Client, Order]:
+        """Prepare the next post: its client and order."""
+        self._request = request
+        return self.account.orders[client]
+
+    def encode(self, client: Client, order: Order) -> bytes:
+        return self._request
+
+    def read(self, post: Post, content: RecordDict) -> bytes | None:
+        kind, data = records.read_blob(content, "answer", "lack", limit=self.account.largest())
+        if kind == "lack":
+            return self.account.lacking(post.client.id, data)
+        self.account.received(post.client.id, data)
+        return None
+
+    def fail(self, client: int, why: str) -> None:
+        self.account.failed(client, why)
+
+
+class ContextDrawer:
+    """A client's own storage in its context's state, which stays on its node."""
+
+    def __init__(self, context: Context) -> None:
+        self.state = context.state
+
+    def read(self, name: str) -> bytes | None:
+        record = self.state.get(_STATE)
+        found = record.get(name) if isinstance(record, ConfigRecord) else None
+        return found if isinstance(found, bytes) else None
+
+    def write(self, name: str, data: bytes) -> None:
+        record = self.state.get(_STATE)
+        held = dict(record) if isinstance(record, ConfigRecord) else {}
+        self.state[_STATE] = ConfigRecord({**held, name: data})
+
+
+def has_identity(context: Context) -> bool:
+    """Whether this node takes part in secure rounds, and in no others."""
+    return "identity" in context.node_config
+
+
+def answer(context: Context, client: int, side: ClientSide, data: Source, request: bytes, memory: Rounds) -> Reply:
+    """A node's answer to a request of a private round."""
+    config = context.node_config
+    policy = {
+        name: config[f"policy-{name}"]
+        for name in ("least", "survive", "corrupt", "noise")
+        if f"policy-{name}" in config
+    }
+    if has_identity(context):
+        identity, directory = read_identity(Path(str(config["identity"]))), _directory(context)
+    else:  # without masks nobody signs anything; a secure round finds that its key is unknown
+        identity, directory = Identity.new(), Directory({})
+    return PrivateSide(
+        side, client, ContextDrawer(context), build(Policy, policy, "policy"), identity, directory
+    ).answer(data, request, memory)
+
+
+def _directory(context: Context) -> Directory:
+    if "identities" not in context.node_config:
+        raise ConfigError(
+            "identity without identities: name the file with all clients' public keys in the node's settings"
+        )
+    return Directory.read(Path(str(context.node_config["identities"])))
+
+
+def read_identity(path: Path) -> Identity:
+    try:
+        return Identity(bytes.fromhex(path.read_text().strip()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the identity key {path} ({error}): expected 64 hex digits") from None
+
+
+def make_identity(client: int, folder: Path) -> str:
+    """Write a new private key that only this user can read. Returns the public key in hex."""
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = Identity.new()
+    with os.fdopen(os.open(folder / f"client-{client}.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(identity.private.hex())
+    return identity.public.hex()
+
+
+def main() -> None:
+    about = (
+        "Make identity keys for secure aggregation: a private key for each client, and identities.json with the public "
+        "keys. In a deployment every client makes its own key. Somebody whom all trust, and who is not the server, "
+        "collects the public keys into one identities.json."
+    )
+    asked = argparse.ArgumentParser(prog="python -m flashfl.flower.private", description=about)
+    asked.add_argument("folder", type=Path, help="where the keys go")
+    asked.add_argument("clients", type=int, nargs="+", help="ids of the clients")
+    given = asked.parse_args()
+    try:
+        path = given.folder / "identities.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known |= {str(client): make_identity(client, given.folder) for client in given.clients}
+        path.write_text(json.dumps(known, indent=1) + "\n")
+    except (OSError, FlashError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"wrote {len(given.clients)} private keys and {path}")
+
+
+if __name__ == "__main__":
+    main()

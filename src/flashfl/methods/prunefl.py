@@ -1,0 +1,121 @@
+"""PruneFL: the server keeps the weights whose gradients promise the most per unit of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..aggregate import Aggregator, average
+from ..core.client import Clients, Field, Part, Rows
+from ..core.errors import ConfigError
+from ..core.exchange import Client, Local, Sums
+from ..core.layout import Layout
+from ..core.mask import Mask, Weights
+from ..core.method import Method
+from ..core.parts import part
+from ..core.state import TRAINING, Phase, Plan, State
+from ..sparsity import weight_budget
+from ..sparsity.select import lowest, magnitude
+from .common import check_density
+
+INITIAL = Phase("initial pruning", 1, counts=False)
+
+
+@part
+@dataclass(frozen=True)
+class SquaredGradients(Part):
+    """Adds up the squared gradients of all prunable weights, active or not, and reports them."""
+
+    def reports(self, layout: Layout) -> Mapping[str, Field]:
+        return {"squares": Field("dense", layout.prunable_size)}
+
+    def begin(self, c: Clients) -> None:
+        c.state["squares"] = c.start.new_zeros(len(c.start), c.layout.prunable_size)
+
+    def before(self, r: Rows, gradient: Tensor) -> None:
+        total = r.state["squares"]
+        total.add_(gradient[:, : total.shape[1]].square())
+
+    def finish(self, c: Clients) -> None:
+        c.report["squares"] = c.state["squares"]
+
+
+@dataclass(frozen=True)
+class PruneFL(Method):
+    """PruneFL (Jiang et al., 2022): adaptive pruning by gradients and time.
+
+    First, one client trains the dense model for a round and the server prunes it. Then, every `interval` rounds,
+    clients also send their squared gradients, added up over their steps. With importance g_j^2 (summed over clients)
+    and time t_j of weight j, the server takes weights in descending order of g_j^2 / t_j as long as that is above
+    Gamma = sum g_j^2 / (c + sum t_j) of those taken, and at most round(d K) of them.
+
+    Silent or changed: time is counted in FLOPs of one training step (c: those of layers that are not prunable, and
+    `overhead` times those of the dense model, for what a round takes beside arithmetic); the size is capped at d, so
+    that methods compare at equal density; the first pruning uses the same rule; the client of the first phase is the
+    one with the most samples; a weight that comes back starts at 0.
+    Bytes: as d in both directions, plus 4 bytes for each prunable weight up in adjustment rounds.
+    When: the time of a round matters more than bytes. Not to be confused with FedDST, where clients choose.
+
+    density: the cap. interval: rounds between adjustments. overhead: part of c; without it few weights are worth it.
+    """
+
+    name: ClassVar[str] = "prunefl"
+    phases: ClassVar[tuple[Phase, ...]] = (INITIAL, TRAINING)
+    exact: ClassVar[bool] = False
+    counts_flops: ClassVar[bool] = True
+    density: float = 0.05
+    interval: int = 50
+    overhead: float = 1.0
+    aggregator: Aggregator = "fedavg"
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        if self.interval < 1:
+            raise ConfigError(f"interval = {self.interval}: must be at least 1")
+
+    def init(self, plan: Plan) -> State:
+        return State(plan, Weights.dense(plan.layout, plan.initial()), INITIAL)
+
+    def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
+        if s.phase != INITIAL:
+            return super().cohort(s, clients)
+        # If a round is repeated, the client did not answer: ask the next one.
+        ranked = sorted(clients, key=lambda c: (-c.n, c.id))
+        return (ranked[s.attempt % len(ranked)],)
+
+    def adjusts(self, s: State) -> bool:
+        """Whether the mask moves after this round."""
+        return s.phase == INITIAL or (s.round + 1) % self.interval == 0
+
+    def work(self, s: State, client: Client) -> Local:
+        return self.local(s, parts=(SquaredGradients(),) if self.adjusts(s) else ())
+
+    def aggregate(self, s: State, sums: Sums) -> State:
+        mean = average(self.aggregator, sums)
+        if not self.adjusts(s):
+            return s.next(Weights(s.mask, mean))
+        flops = s.plan.flops or (1.0,) * (len(s.layout.sizes) + 1)
+        constant = flops[-1] + self.overhead * sum(t * k for t, k in zip(flops, s.layout.sizes, strict=False))
+        kept = Mask(s.layout, best_per_time(s.layout, sums.extra["squares"], flops, constant, self.density))
+        model = Weights.masked(kept, mean)
+        return s.enter(TRAINING, model) if s.phase == INITIAL else s.next(model, before=Weights(s.mask, mean))
+
+
+def best_per_time(layout: Layout, squares: Tensor, flops: Sequence[float], constant: float, density: float) -> Tensor:
+    """The weights that are worth their time, at most round(density * K). flops: of a weight of each layer."""
+    times = torch.cat([squares.new_full((size,), max(t, 1e-9)) for size, t in zip(layout.sizes, flops, strict=False)])
+    worth = (squares / times).float()
+    most = weight_budget(layout, density)
+    bits = lowest(-magnitude(worth), most)
+    order = bits.nonzero().squeeze(1)
+    order = order[torch.argsort(-worth[order], stable=True)]
+    gained, spent = squares[order].cumsum(0), times[order].cumsum(0) + constant
+    good = squares[order] / times[order] >= gained / spent
+    stop = int(good.long().cumprod(0).sum())  # the first that is worth less than those taken ends it
+    out = torch.zeros_like(bits)
+    out[order[: max(1, stop)]] = True
+    return out

@@ -1,0 +1,87 @@
+"""SSFL: one mask by saliency, found before training and frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..aggregate import Aggregator, average
+from ..core.client import Clients, Field, Part, Rows
+from ..core.exchange import Client, Local, Sums
+from ..core.layout import Layout
+from ..core.mask import Mask, Weights
+from ..core.method import Method
+from ..core.parts import part
+from ..core.state import TRAINING, Phase, Plan, State
+from ..sparsity import weight_budget
+from ..sparsity.select import lowest, magnitude
+from .common import check_density
+
+SALIENCY = Phase("saliency", 1, counts=False)
+
+
+@part
+@dataclass(frozen=True)
+class Saliency(Part):
+    """Adds up |gradient * weight| of every prunable weight and reports it."""
+
+    def reports(self, layout: Layout) -> Mapping[str, Field]:
+        return {"saliency": Field("dense", layout.prunable_size)}
+
+    def begin(self, c: Clients) -> None:
+        c.state["saliency"] = c.start.new_zeros(len(c.start), c.layout.prunable_size)
+
+    def before(self, r: Rows, gradient: Tensor) -> None:
+        total = r.state["saliency"]
+        k = total.shape[1]
+        total.add_((gradient[:, :k] * r.weights[:, :k]).abs())
+
+    def finish(self, c: Clients) -> None:
+        c.report["saliency"] = c.state["saliency"]
+
+
+@dataclass(frozen=True)
+class SSFL(Method):
+    """Salient sparse federated learning (Ohib et al., TMLR 2026).
+
+    Before training, every client computes |g * w| of the initial weights on one batch. The server averages these
+    scores with weights n, keeps the round(d K) weights of the highest score over the whole model, and freezes the mask.
+    Training starts from the same initial weights under the mask.
+
+    Silent in the paper: clients that are absent in the first phase are not asked again; ties go to the lower index.
+    Bytes: as d in both directions, plus one dense upload of scores and one dense model down in the first phase. The
+    mask travels once.
+    When: the mask should fit data without costing rounds. Not to be confused with SPDST, whose first phase finds layer
+    densities and draws the mask at random.
+
+    density: the share of prunable weights that is active.
+    """
+
+    name: ClassVar[str] = "ssfl"
+    phases: ClassVar[tuple[Phase, ...]] = (SALIENCY, TRAINING)
+    density: float = 0.05
+    aggregator: Aggregator = "fedavg"
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def init(self, plan: Plan) -> State:
+        return State(plan, Weights.dense(plan.layout, plan.initial()), SALIENCY)
+
+    def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
+        return tuple(clients) if s.phase == SALIENCY else super().cohort(s, clients)
+
+    def work(self, s: State, client: Client) -> Local:
+        if s.phase == SALIENCY:
+            return self.local(s, epochs=1, max_steps=1, lr=0.0, report="counts", parts=(Saliency(),))
+        return self.local(s)
+
+    def aggregate(self, s: State, sums: Sums) -> State:
+        if s.phase != SALIENCY:
+            return s.next(Weights(s.mask, average(self.aggregator, sums)))
+        scores = sums.extra["saliency"] / sums.n
+        bits = lowest(-magnitude(scores), weight_budget(s.layout, self.density))
+        return s.enter(TRAINING, Weights.masked(Mask(s.layout, bits), s.weights.vector))

@@ -1,0 +1,174 @@
+"""The kernels as differentiable functions of tensors in their layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .library import Conv, Library, Shape, Window, kernels
+from .weight import Lists, SparseWeight
+
+Pair = tuple[int, int]
+
+
+def _kernels() -> Library:
+    library = kernels()
+    assert library is not None
+    return library
+
+
+def conv(
+    x: Tensor, weight: SparseWeight, bias: Tensor | None, s: Shape, stride: Pair, padding: Pair, dilation: Pair,
+    groups: int,
+) -> Tensor | None:  # fmt: skip
+    """A convolution, or a linear layer if planes are single pixels. None if the input is too small."""
+    out, kernel = weight.shape[0], weight.shape[2:] if len(weight.shape) == 4 else (1, 1)
+    sides = [
+        (side + 2 * p - d * (k - 1) - 1) // step + 1
+        for side, p, d, k, step in zip((s.h, s.w), padding, dilation, kernel, stride, strict=True)
+    ]
+    if min(sides) < 1:
+        return None
+    shape = Conv(
+        s.blocks, s.planes, out, s.h, s.w, *sides, s.pad, s.pad, *kernel, *stride, *padding, *dilation, groups,
+        weight.members(groups), s.threads,
+    )  # fmt: skip
+    result: Tensor = _Conv.apply(x, weight.values, bias, weight, shape)
+    return result
+
+
+def _reach(c: Conv) -> tuple[int, int]:
+    """The border that the input needs, and that the gradient of the output needs."""
+    forward, backward = [0], [0]
+    sides = ((c.h, c.oh, c.kh, c.sh, c.ph, c.dh), (c.w, c.ow, c.kw, c.sw, c.pw, c.dw))
+    for side, out, k, step, pad, gap in sides:
+        last = (k - 1) * gap
+        forward += [pad, (out - 1) * step + last - pad - (side - 1)]
+        backward += [-((pad - last) // step), (side - 1 + pad) // step - (out - 1)]
+    return max(forward), max(backward)
+
+
+def _widened(x: Tensor, pad: int, needed: int) -> tuple[Tensor, int]:
+    """x with a border of at least the width that is needed, and its width."""
+    more = needed - pad
+    return (x, pad) if more <= 0 else (F.pad(x, (0, 0, more, more, more, more)), needed)
+
+
+def _copy(c: Conv, **changes: int) -> Conv:
+    new = Conv.from_buffer_copy(c)
+    for name, value in changes.items():
+        setattr(new, name, value)
+    return new
+
+
+def _packed(lists: Lists, values: Tensor, members: int, identity: bool) -> Tensor:
+    """Values in the order of a list. The forward list of single planes has the order of the values themselves."""
+    if identity and members == 1:
+        return values
+    out = values.new_zeros(len(lists.off) * members) if members > 1 else torch.empty_like(values)
+    _kernels()("pack", values, lists.slot, len(values), out)
+    return out
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, weight: SparseWeight, conv: Conv) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.weight, ctx.conv, ctx.needs = weight, conv, _reach(conv)
+        wide, pad = _widened(x, conv.in_pad, ctx.needs[0])
+        c = _copy(conv, in_pad=pad)
+        forward = weight.forward_list(c)
+        out = x.new_empty(c.blocks, c.out, c.oh + 2 * c.out_pad, c.ow + 2 * c.out_pad, x.shape[-1])
+        weights = _packed(forward, values, c.members, identity=True)
+        _kernels()("forward", c, forward.ptr, forward.off, weights, bias, wide, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, values = ctx.saved_tensors
+        conv, weight, grad = ctx.conv, ctx.weight, gradients[0].contiguous()
+        (dx, dvalues, dbias), needed = (None, None, None), ctx.needs_input_grad
+        if needed[0]:
+            wide, pad = _widened(grad, conv.out_pad, ctx.needs[1])
+            c = _copy(conv, out_pad=pad)
+            backward = weight.input_list(c)
+            dx = torch.empty_like(x)
+            weights = _packed(backward, values, c.members, identity=False)
+            _kernels()("input_gradient", c, backward.ptr, backward.off, weights, wide, dx)
+        if needed[1]:
+            wide, pad = _widened(x, conv.in_pad, ctx.needs[0])
+            c = _copy(conv, in_pad=pad)
+            forward = weight.forward_list(c)
+            dvalues = torch.empty_like(values)
+            args = (forward.ptr, forward.off, forward.slot, len(values), wide, grad, dvalues)
+            _kernels()("weight_gradient", c, *args)
+        if needed[2]:
+            dbias = grad.sum((0, 2, 3, 4))  # borders and lanes without a sample are zero
+        return dx, dvalues, dbias, None, None
+
+
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor | None, variance: Tensor | None,
+    shape: Shape, relu: bool, training: bool, epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """BatchNorm, an addition and ReLU: the result, and the mean and variance it used."""
+    if training or mean is None or variance is None:
+        training, mean, variance = True, x.new_empty(shape.planes), x.new_empty(shape.planes)
+    result: Tensor = _Norm.apply(x, weight, bias, add, mean, variance, shape, relu, training, epsilon)
+    return result, mean, variance
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor, variance: Tensor,
+        shape: Shape, relu: bool, training: bool, epsilon: float,
+    ) -> Tensor:  # fmt: skip
+        y = torch.empty_like(x)
+        _kernels()("norm", shape, x, weight, bias, add, relu, training, epsilon, mean, variance, y)
+        ctx.save_for_backward(x, weight, y if relu else None)
+        kept = (mean, variance) if training else (mean.clone(), variance.clone())  # running ones may change
+        ctx.rest = (*kept, shape, training, epsilon)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight, y), (mean, variance, shape, training, epsilon) = ctx.saved_tensors, ctx.rest
+        dy, added = gradients[0].contiguous(), ctx.needs_input_grad[3]
+        dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+        dadd = torch.empty_like(x) if added and y is not None else None
+        args = (dy, x, y, weight, mean, variance, training, epsilon, dx, dweight, dbias, dadd)
+        _kernels()("norm_gradient", shape, *args)
+        return dx, dweight, dbias, dadd if dadd is not None else dy if added else None, *(None,) * 6
+
+
+def pool(x: Tensor, s: Shape, kernel: Pair, stride: Pair, padding: Pair) -> Tensor | None:
+    """Maxima over windows. None if the input is too small."""
+    h, w = (
+        (side + 2 * p - k) // step + 1 for side, p, k, step in zip((s.h, s.w), padding, kernel, stride, strict=True)
+    )
+    if min(h, w) < 1:
+        return None
+    out = Shape(s.blocks, s.planes, h, w, s.pad, s.samples, s.threads)
+    result: Tensor = _Pool.apply(x, s, out, Window(*kernel, *stride, *padding))
+    return result
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, s: Shape, out: Shape, window: Window) -> Tensor:
+        y = x.new_empty(out.blocks, out.planes, out.h + 2 * out.pad, out.w + 2 * out.pad, x.shape[-1])
+        _kernels()("pool", s, out, window, x, y)
+        ctx.save_for_backward(x, y)
+        ctx.rest = (s, out, window)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, y = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        _kernels()("pool_gradient", *ctx.rest, x, y, gradients[0].contiguous(), dx)
+        return dx, None, None, None

@@ -1,0 +1,274 @@
+"""A client's half of the secure aggregation protocol, without any transport: bytes in, bytes out.
+
+The protocol is that of Bonawitz et al. (CCS 2017) for an active server, with the client-chosen sparse neighbour graph
+of Bell et al. (CCS 2020). Five steps: advertise keys, share secrets, send masked input, confirm survivors, unmask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .errors import (
+    AlreadyOpened,
+    AsksForBoth,
+    BadShare,
+    BadSignature,
+    CohortTooSmall,
+    DifferentCohorts,
+    Malformed,
+    Refused,
+    WrongRound,
+    WrongStep,
+)  # fmt: skip
+from .keys import KEY, Directory, Exchange, Identity, Words, add_streams, seal, unseal
+from .messages import (
+    ADVERTISE,
+    BOX,
+    CARD,
+    CONFIRM,
+    MASKED,
+    SECRET,
+    SHARES,
+    STEPS,
+    UNMASK,
+    VOTE,
+    List,
+    Terms,
+    entries,
+    flagged,
+    frame,
+    listing,
+    unframe,
+)  # fmt: skip
+from .policy import Policy
+from .shamir import SHARE, split
+
+DONE = 5  # the step after the last
+_MOST_CHOSEN = 4  # a client may be drawn by this many times as many others as it draws itself
+
+
+@dataclass(frozen=True)
+class Self:
+    """Who a client is: its id, its signing key, the others' public keys, and the rounds it helped to open."""
+
+    id: int
+    identity: Identity
+    directory: Directory
+    opened: Callable[[str, int, int], bool]  # records (run, phase, round); False if that round was opened before
+
+
+@dataclass
+class Party:
+    """One client in one attempt of a round. Its fields are the client's secrets: `save` keeps them between messages."""
+
+    terms: Terms
+    me: Self
+    step: int = ADVERTISE
+    box_key: bytes = field(default_factory=lambda: os.urandom(KEY), repr=False)
+    mask_key: bytes = field(default_factory=lambda: os.urandom(KEY), repr=False)
+    seed: bytes = field(default_factory=lambda: os.urandom(KEY), repr=False)  # of the self-mask
+    roster: bytes = b""
+    chosen: tuple[int, ...] = ()  # the neighbours that hold this client's shares
+    sharing: tuple[int, ...] = ()  # clients that finished the second step
+    held: dict[int, bytes] = field(default_factory=dict, repr=False)  # by client: a share of its mask key and its seed
+    survivors: tuple[int, ...] = ()
+    common: bytes = b""  # digest of what all clients of the round must have been sent
+
+    def advertise(self) -> bytes:
+        """Step 1: fresh public keys, signed."""
+        self._begin(ADVERTISE)
+        mine = (self.me.id, Exchange(self.box_key).public, Exchange(self.mask_key).public)
+        signature = self.me.identity.sign(_card(self.terms, *mine))
+        return frame(ADVERTISE, self.terms, _row(CARD, *mine, signature))
+
+    def share(self, roster: bytes) -> bytes:
+        """Step 2: check the cohort, draw neighbours, send each an encrypted share of both secrets."""
+        self._begin(SHARES)
+        self.roster = bytes(unframe(roster, SHARES, self.terms))
+        self._check_roster()
+        k, threshold = self.terms.policy.neighbours(len(self.cohort))
+        others = [client for client in self.cohort if client != self.me.id]
+        self.chosen = tuple(sorted(secrets.SystemRandom().sample(others, k)))
+        places = [self.cohort[client] + 1 for client in self.chosen]
+        parts = zip(split(self.mask_key, threshold, places), split(self.seed, threshold, places), strict=True)
+        boxes = [
+            (other, seal(self._box_key(self.me.id, other), key + seed, self._bound))
+            for other, (key, seed) in zip(self.chosen, parts, strict=True)
+        ]
+        return frame(SHARES, self.terms, hashlib.sha256(self.seed).digest(), listing(BOX, boxes))
+
+    def mask(self, inbox: bytes, vector: Words, common: bytes) -> bytes:
+        """Step 3: the vector, hidden by a keystream for each neighbour and one of the client's own.
+
+        common: digest of what every client must have been sent, such as the model. It is signed in the next step.
+        """
+        self._begin(MASKED)
+        if len(vector) != self.terms.length or vector.dtype != np.dtype(f"<u{self.terms.bits // 8}"):
+            raise WrongRound(f"this round has {len(vector)} numbers, and the server announced {self.terms.length}")
+        content, size = unframe(inbox, MASKED, self.terms), (len(self.cohort) + 7) // 8
+        self.sharing = tuple(sorted(flagged(content[:size], self.cohort)))
+        self._check_enough(self.sharing, STEPS[SHARES])
+        self._open_boxes(entries(content[size:], BOX))
+        self.common = common
+        keys = {other: self._mask_key(other) for other in self._neighbours()}
+        hidden = vector.copy()
+        add = [self.seed, *(key for other, key in keys.items() if other > self.me.id)]
+        add_streams(hidden, add, (key for other, key in keys.items() if other < self.me.id))
+        return frame(MASKED, self.terms, hidden.tobytes())
+
+    def confirm(self, survivors: bytes) -> bytes:
+        """Step 4: sign who survived. A client signs one list only, and only one it is on."""
+        if self.step > CONFIRM:
+            raise AsksForBoth("the server sends a second list of survivors in one attempt: a client's key and its "
+                              "self-mask could both be collected")  # fmt: skip
+        self._begin(CONFIRM)
+        content, size = unframe(survivors, CONFIRM, self.terms), (len(self.cohort) + 7) // 8
+        alive, dropped = flagged(content[:size], self.cohort), flagged(content[size:], self.cohort)
+        if both := alive & dropped:
+            raise AsksForBoth(f"the server asks for the key and for the self-mask of client {min(both)}")
+        if alive | dropped != set(self.sharing):
+            raise DifferentCohorts("the survivors and the dropped are not the clients that shared their secrets")
+        if self.me.id not in alive:
+            raise DifferentCohorts("this client sent its input and is not among the survivors")
+        self.survivors = tuple(sorted(alive))
+        self._check_enough(self.survivors, STEPS[MASKED])
+        return frame(CONFIRM, self.terms, self._view, self.me.identity.sign(_vote(self.terms, self._view)))
+
+    def unmask(self, votes: bytes) -> bytes:
+        """Step 5: if enough others saw the same, reveal one share of each client: of its seed or of its mask key."""
+        self._begin(UNMASK)
+        found = entries(unframe(votes, UNMASK, self.terms), VOTE)
+        for client, digest, signature in found.tolist():
+            if client not in self.survivors:
+                raise DifferentCohorts(f"client {client} signed a list of survivors that it is not on")
+            self.me.directory.check(client, _vote(self.terms, digest), signature)
+            if digest != self._view:
+                raise DifferentCohorts(f"client {client} was shown another cohort, other survivors or another model")
+        self._check_enough(found["id"].tolist(), STEPS[CONFIRM])
+        phase, round, _ = self.terms.tag
+        if not self.me.opened(self.terms.run, phase, round):
+            raise AlreadyOpened(f"this client already helped to open a sum of round {round}, and a second would show "
+                                "who is in one and not in the other")  # fmt: skip
+        rows = [
+            (client, client not in self.survivors, both[SHARE:] if client in self.survivors else both[:SHARE])
+            for client, both in self.held.items()
+        ]
+        return frame(UNMASK, self.terms, listing(SECRET, rows))
+
+    def _begin(self, step: int) -> None:
+        """Each step happens once, in order. A step that is refused ends the attempt for this client."""
+        if self.step != step:
+            at = STEPS[self.step] if self.step < DONE else "the end"
+            raise WrongStep(f"a message of the step '{STEPS[step]}' came while this client is at '{at}'")
+        self.step = step + 1
+
+    @cached_property
+    def _cards(self) -> List:
+        return entries(memoryview(self.roster), CARD)
+
+    @cached_property
+    def cohort(self) -> dict[int, int]:
+        """Every client of the cohort, ascending, with its position."""
+        return {client: at for at, client in enumerate(self._cards["id"].tolist())}
+
+    def _check_roster(self) -> None:
+        mine = (self.me.id, Exchange(self.box_key).public, Exchange(self.mask_key).public)
+        if len(self.cohort) < self.terms.policy.least:
+            raise CohortTooSmall(f"the cohort has {len(self.cohort)} clients: at least {self.terms.policy.least}")
+        for client, box, mask, signature in self._cards.tolist():
+            self.me.directory.check(client, _card(self.terms, client, box, mask), signature)
+            if client == self.me.id and (client, box, mask) != mine:
+                raise BadSignature("the cohort lists another key of this client than it sent")
+        if self.me.id not in self.cohort:
+            raise DifferentCohorts("this client is not in the cohort that it was sent")
+
+    def _check_enough(self, clients: Sequence[int], step: str) -> None:
+        least = self.terms.policy.threshold(len(self.cohort))
+        if len(clients) < least:
+            raise CohortTooSmall(
+                f"{len(clients)} of {len(self.cohort)} clients are left after the step '{step}': at least {least}"
+            )
+
+    @cached_property
+    def _bound(self) -> bytes:
+        """What shares are bound to: the terms and the whole cohort."""
+        return hashlib.sha256(b"cohort" + self.terms.context + self.roster).digest()
+
+    @property
+    def _view(self) -> bytes:
+        """A digest of all that this client was shown: the cohort, who shared, who survived, and the model."""
+        seen = json.dumps([self.sharing, self.survivors]).encode()
+        return hashlib.sha256(b"view" + self._bound + hashlib.sha256(self.common).digest() + seen).digest()
+
+    def _box_key(self, sender: int, receiver: int) -> bytes:
+        other = receiver if sender == self.me.id else sender
+        purpose = b"share" + self._bound + sender.to_bytes(4, "little") + receiver.to_bytes(4, "little")
+        return Exchange(self.box_key).agree(self._cards["box"][self.cohort[other]].tobytes(), purpose)
+
+    def _mask_key(self, other: int) -> bytes:
+        return mask_key(Exchange(self.mask_key), self._cards["mask"][self.cohort[other]].tobytes(), self._bound)
+
+    def _neighbours(self) -> list[int]:
+        """Clients that this one drew or that drew it, without those that dropped out before sharing."""
+        return sorted((set(self.chosen) | set(self.held)) & set(self.sharing))
+
+    def _open_boxes(self, boxes: List) -> None:
+        if len(boxes) > _MOST_CHOSEN * len(self.chosen):
+            raise Malformed(f"{len(boxes)} clients claim this client as a neighbour, and it drew {len(self.chosen)}")
+        for sender, box in boxes.tolist():
+            if sender not in self.sharing or sender == self.me.id:
+                raise BadShare(f"a share comes from client {sender}, which is not in the cohort")
+            try:
+                self.held[sender] = unseal(self._box_key(sender, self.me.id), box, self._bound)
+            except Refused as error:
+                raise type(error)(f"client {sender}: {error}") from None
+
+    def save(self) -> bytes:
+        """The attempt's secrets, for the client's own storage."""
+        saved = {
+            "terms": self.terms.to_bytes().decode(), "step": self.step, "chosen": self.chosen, "sharing": self.sharing,
+            "survivors": self.survivors, "held": {client: both.hex() for client, both in self.held.items()},
+            **{name: getattr(self, name).hex() for name in _BYTES},
+        }  # fmt: skip
+        return json.dumps(saved).encode()
+
+    @staticmethod
+    def load(saved: bytes, me: Self, policy: Policy) -> Party:
+        """The party that `save` described."""
+        found: Mapping[str, Any] = json.loads(saved)
+        terms = Terms.from_bytes(found["terms"].encode(), policy)
+        held = {int(client): bytes.fromhex(both) for client, both in found["held"].items()}
+        lists: dict[str, Any] = {name: tuple(found[name]) for name in ("chosen", "sharing", "survivors")}
+        secret: dict[str, Any] = {name: bytes.fromhex(found[name]) for name in _BYTES}
+        return Party(terms, me, found["step"], held=held, **lists, **secret)
+
+
+_BYTES = ("box_key", "mask_key", "seed", "roster", "common")
+
+
+def mask_key(mine: Exchange, other: bytes, bound: bytes) -> bytes:
+    """The key of the keystream that two neighbours share. The server derives it for one that dropped out."""
+    return mine.agree(other, b"mask" + bound)
+
+
+def _row(kind: np.dtype[Any], *values: Any) -> bytes:
+    return listing(kind, [values])
+
+
+def _card(terms: Terms, client: int, box: bytes, mask: bytes) -> bytes:
+    """What a client signs with its keys."""
+    return b"card" + terms.context + client.to_bytes(4, "little") + box + mask
+
+
+def _vote(terms: Terms, view: bytes) -> bytes:
+    """What a client signs about the survivors."""
+    return b"vote" + terms.context + view

@@ -1,0 +1,230 @@
+"""What a client reports in a private round, as one vector of whole numbers that can be added up in Z/2^b.
+
+The vector holds changes against the model that was sent: active weights, dense weights, BatchNorm statistics. Behind
+them stand the training loss, the number of samples and the number of clamped values. Changes, statistics and loss are
+multiplied by the number of samples, so that sums give averages. Each section has one scale. Rounding is random and
+unbiased. Values beyond a section's declared range are clamped, and counted.
+
+Under differential privacy the changes are clipped together to one length instead. All clients weigh alike. Loss,
+samples and clamped values are not reported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..aggregate import add_statistics
+from ..core.errors import ConfigError
+from ..core.exchange import Local, Sums, Update
+from ..core.layout import Layout
+from ..core.mask import Weights
+from ..core.rng import fold, uniform
+
+_PART = 1 << 20  # values rounded at a time: in double precision they need room
+_ROOM = 12.0  # standard deviations of noise that must fit into the numbers
+_EXACT = 52  # bits that double precision holds exactly
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The largest values that clients report in private rounds; what lies beyond is clamped. They are public."""
+
+    weights: float = 1.0  # private rounds: the largest change of a sparse weight; larger ones are clamped
+    dense: float = 4.0  # private rounds: the largest change of a dense weight
+    statistics: float = 64.0  # private rounds: the largest change of a BatchNorm statistic
+    samples: int = 4096  # private rounds: the most samples that a client counts for
+    loss: float = 64.0  # private rounds: the largest mean loss of a client
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "dense", "statistics", "samples", "loss"):
+            if not 0 < getattr(self, name) <= 2**24:
+                raise ConfigError(f"ranges.{name} = {getattr(self, name)}: must be above 0 and at most 2^24")
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Differential privacy of one release. clip: the longest change of a client. multiplier: of `clip`, the noise."""
+
+    clip: float
+    multiplier: float
+
+    def deviation(self, scale: float, length: int, honest: int = 1) -> int:
+        """The standard deviation of one share of noise, as a whole number, if `honest` shares are added up.
+
+        Rounding moves each of `length` values by less than 1, so a clipped change may get longer by its root.
+        """
+        return math.ceil(self.multiplier * (scale * self.clip + math.sqrt(length)) / math.sqrt(honest))
+
+
+@dataclass(frozen=True)
+class Section:
+    """Some consecutive numbers with one scale."""
+
+    name: str
+    start: int
+    stop: int
+    scale: float  # a power of 2, so that multiplying is exact
+    range: float  # before scaling
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the reports of one round become whole numbers: the same for all its clients.
+
+    active: weights in the common mask. cohort: no more clients than this are added up. honest: of whom so many are
+    sure to add their share of the noise (1: the server adds all of it).
+    """
+
+    layout: Layout
+    local: Local
+    active: int
+    cohort: int
+    ranges: Ranges = field(default_factory=Ranges)
+    noise: Noise | None = None
+    honest: int = 1
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        made, at = [], 0
+        for name, length, limit, whole in self._parts():
+            if length:
+                made.append(Section(name, at, at + length, 1.0 if whole else self._scale(limit), limit))
+                at += length
+        return tuple(made)
+
+    @property
+    def length(self) -> int:
+        return self.sections[-1].stop
+
+    @cached_property
+    def bits(self) -> int:
+        """32, or 64 if sums could overflow: each section needs 20 bits for a client's values, or its whole range."""
+        whole = max([limit for _, length, limit, exact in self._parts() if exact and length] or [0])
+        return 32 if self.cohort * max(whole + 1, 2.0**19) < 2.0**31 else 64
+
+    def _parts(self) -> Iterator[tuple[str, int, float, bool]]:
+        """The name, length and range of each section, and whether its values are whole numbers."""
+        layout, ranges, report = self.layout, self.ranges, self.local.report
+        statistics = layout.size - layout.trained_size if self.local.statistics or report == "statistics" else 0
+        dense = layout.trained_size - layout.prunable_size
+        if self.noise is not None:
+            if report == "counts":
+                raise ConfigError(
+                    "layer counts are too few and too coarse to hide in noise: leave the first phase out with "
+                    "warmup_clients = 0, or use pdst with allocation = 'erk'"
+                )
+            yield "changes", (self.active + dense if report == "weights" else 0) + statistics, self.noise.clip, False
+            return
+        n = float(ranges.samples)
+        if report == "weights":
+            yield "weights", self.active, n * ranges.weights, False
+            yield "dense", dense, n * ranges.dense, False
+        if report == "counts":
+            yield "counts", len(layout.prunable), float(max(layout.sizes, default=0)), True
+        else:
+            yield "statistics", statistics, n * ranges.statistics, False
+        yield "loss", 1, n * ranges.loss, False
+        yield "samples", 1, n, True
+        yield "clamped", 1, 2.0**19, True
+
+    def _scale(self, limit: float) -> float:
+        """The largest power of 2 with which neither the sum nor its noise can overflow."""
+        total = self.cohort * limit
+        if self.noise is not None:
+            total += _ROOM * self.noise.multiplier * limit * math.sqrt(self.cohort / self.honest)
+        # Rounding adds less than 1 to each client's number.
+        room = min(math.log2((2.0 ** (self.bits - 1) - 2 * self.cohort) / total), _EXACT - math.log2(limit))
+        if self.noise is None and room + math.log2(limit) < 8:
+            raise ConfigError(f"{self.cohort} clients are too many for numbers of {self.bits} bits")
+        return 2.0 ** math.floor(room)
+
+    @property
+    def deviation(self) -> int:
+        """The standard deviation of each share of the noise, in whole numbers; 0: no noise."""
+        return 0 if self.noise is None else self.noise.deviation(self.sections[0].scale, self.length, self.honest)
+
+    def encode(self, update: Update, start: Tensor, key: int) -> Tensor:
+        """A client's report as int64. start: the packed values it was sent. key: of the rounding."""
+        values, clamped = self._values(update, start)
+        out, chance = torch.empty(self.length, dtype=torch.int64, device=values.device), fold(key, "fixed point")
+        for section in self.sections:
+            for at in range(section.start, section.stop, _PART):
+                part = values[at : min(at + _PART, section.stop)].double() * section.scale
+                drawn = uniform(fold(chance, at), len(part), values.device)
+                out[at : at + len(part)] = torch.floor(part + drawn)
+        if self.noise is None:
+            out[-1] = min(clamped, 2**19 - 1)
+        return out
+
+    def _values(self, update: Update, start: Tensor) -> tuple[Tensor, int]:
+        """The vector before scaling, and how many of its values were clamped."""
+        ranges, report = self.ranges, self.local.report
+        tail = self.layout.size - self.layout.trained_size
+        change = start.new_zeros(0) if update.values is None else update.values - start
+        if report == "statistics":
+            change = change[len(change) - tail :]
+        elif report == "counts":
+            change = change[:0]
+        elif not self.local.statistics:
+            change = change[: len(change) - tail]
+        if self.noise is not None:
+            length = torch.linalg.vector_norm(change, dtype=torch.float64)
+            return change.double() * (self.noise.clip / length.clamp(min=self.noise.clip)), 0
+        n = min(update.n, ranges.samples)
+        head = {"weights": self.active, "statistics": 0, "counts": 0}[report]
+        middle = len(change) - (tail if self.local.statistics or report == "statistics" else 0)
+        limits = (ranges.weights, ranges.dense, ranges.statistics)
+        parts = [change[:head], change[head:middle], change[middle:]]
+        held = [part.clamp(-limit, limit) for part, limit in zip(parts, limits, strict=True)]
+        loss = update.metrics.get("loss", 0.0)
+        clamped = sum(int((a != b).sum()) for a, b in zip(parts, held, strict=True))
+        clamped += (n != update.n) + (abs(loss) > ranges.loss)
+        rest = [*(update.counts if report == "counts" else ()), n * max(-ranges.loss, min(loss, ranges.loss)), n, 0]
+        behind = torch.tensor(rest, dtype=torch.float64, device=change.device)
+        return torch.cat([*(part.double() * n for part in held), behind]), clamped
+
+    def decode(self, total: Tensor, start: Weights, clients: int) -> tuple[Sums, int]:
+        """The sums of a round from those of its vectors (int64), and how many values clients clamped.
+
+        Under differential privacy the denominator is the whole cohort, whoever dropped out.
+        """
+        layout, found = self.layout, {s.name: total[s.start : s.stop].double() / s.scale for s in self.sections}
+        n = self.cohort if self.noise is not None else int(found["samples"])
+        sums = Sums(layout, n=n, clients=clients, counts=[0] * len(layout.prunable))
+        sums.loss = float(found["loss"]) if "loss" in found else math.nan
+        if self.local.report == "counts":
+            sums.counts = [int(count) for count in found["counts"]]
+        else:
+            order = ("changes", "weights", "dense", "statistics")
+            self._add(sums, torch.cat([found[name] for name in order if name in found]), start)
+        return sums, int(found.get("clamped", 0))
+
+    def _add(self, sums: Sums, change: Tensor, start: Weights) -> None:
+        """Add n times the model that was sent, and what clients changed."""
+        layout, tail = self.layout, self.layout.size - self.layout.trained_size
+        travels = self.local.statistics or self.local.report == "statistics"
+        base = start.packed().double() * sums.n
+        if self.local.report == "statistics":
+            base[: len(base) - tail] = 0
+        if not travels:
+            base[len(base) - tail :] = 0
+            base[: len(base) - tail] += change
+        else:
+            base[len(base) - len(change) :] += change
+            for layer in layout.of_kind("statistic"):  # rounding and noise must not make a variance negative
+                if layer.name.rsplit(".", 1)[-1] == "running_var":
+                    span = slice(layer.start - layout.size + len(base), layer.stop - layout.size + len(base))
+                    base[span].clamp_(min=0.0)
+        weights, holders = sums.flat(base.device)
+        weights.copy_(Weights.unpack(start.mask, base).vector)
+        holders += start.mask.bits * sums.n
+        if self.local.report == "weights":
+            sums.counts = [count * sums.clients for count in start.mask.counts]
+        if tail and travels:
+            add_statistics(sums, start.mask.active, base[len(base) - tail :], sums.n)

@@ -1,0 +1,110 @@
+"""A budget of bytes instead of a density: how dense a model may be, and in how many bits its values travel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ..core.errors import ConfigError
+from ..core.exchange import Client, Local
+from ..core.layout import Layout
+from ..core.mask import Weights
+from ..core.method import Method
+from ..core.precision import Form, Precision
+from ..core.state import TRAINING, Plan, State
+from ..data.task import Task
+from ..wire import Message, size_with
+from ..wire.geometry import geometry
+from ..wire.values import Carries
+from .config import TrainConfig, plan_of
+
+_SLACK = 96  # bytes: settings are texts whose numbers differ in length, and a first message has a longer mask
+_DENSEST = 0.5  # with more weights than that, more bits for each are worth more than more weights
+CHOICES: tuple[Form, ...] = ("int4", "int8", "fp16", "fp32")  # from the fewest bits to the most
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a client and round of a method take on average, each way, as closed forms of the density."""
+
+    method: Method
+    plan: Plan
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    @cached_property
+    def work(self) -> list[Local]:
+        """The work of a client in each round of the training phase."""
+        empty = State(self.plan, Weights.dense(self.layout, torch.zeros(self.layout.size)), TRAINING)
+        rounds = range(self.plan.rounds)
+        return [self.method.work(replace(empty, round=r, counted=r), Client(0, 1)) for r in rounds]
+
+    def bytes(self, density: float, down: Precision, up: Precision) -> tuple[int, int]:
+        """Bytes of a client and round, (down, up), averaged over the run with a first phase."""
+        active = math.ceil(density * self.layout.prunable_size)
+        share = sum(work.adapt is not None or "mask" in work.keep for work in self.work) / len(self.work)
+        masks = math.ceil(share * _mask_bytes(self.layout, density)) + geometry(self.layout).known_size
+        longest, tag = max(self.work, key=lambda work: len(repr(work))), (TRAINING.number, self.plan.rounds, 0)
+        carries: Carries = "all" if longest.statistics else "weights"
+        order = Message("order", self.layout, tag, 0, start=tag, own="0" * 16, local=longest, carries=carries)
+        update = Message("update", self.layout, tag, 0, metrics={"loss": 0.0}, carries=carries)
+        sizes = [size_with(order, active, masks, down).total, size_with(update, active, masks, up).total]
+        # A first phase sends the model to some clients, and static BatchNorm to all of them at the end.
+        more = getattr(self.method, "warmup_clients", 0) if len(self.method.phases) > 1 else 0
+        more += 0 if longest.statistics else self.plan.clients
+        last = 0 if longest.statistics else 4 * (self.layout.size - self.layout.trained_size)
+        share = more / (self.plan.rounds * self.plan.per_round)
+        return math.ceil(sizes[0] + share * (sizes[0] + last)) + _SLACK, math.ceil(sizes[1] + share * last) + _SLACK
+
+    def fits(self, density: float, budget: int, down: Precision, up: Precision) -> bool:
+        return max(self.bytes(density, down, up)) <= budget
+
+    def densest(self, budget: int, down: Precision, up: Precision) -> float:
+        """The largest density, in steps of 0.01 %, that stays within the budget; 0 if none does."""
+        low, high = 0, 10_000
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits(middle / 10_000, budget, down, up) else (low, middle - 1)
+        return low / 10_000
+
+
+def _mask_bytes(layout: Layout, density: float) -> float:
+    """About what a mask takes that its receiver does not know: its entropy and 5 %, at most a bit a weight."""
+    entropy = -sum(p * math.log2(p) for p in (density, 1 - density) if p > 0)
+    return min(geometry(layout).bitmap_size, 1.05 * layout.prunable_size * entropy / 8 + 8 * len(layout.prunable) + 16)
+
+
+def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Method, TrainConfig, str]:
+    """The method with the density, and the settings with the bits, that stay within `train.budget`; and a sentence.
+
+    Bits that are set stay as they are. Otherwise, and with the default fp32, the fewest bits are taken, unless they
+    would make the model denser than one half.
+    """
+    if not hasattr(method, "density"):
+        raise ConfigError(f"budget = {train.budget}: {method.name} has no density to choose; take a sparse method")
+    cost = Cost(method, plan_of(train, task, max(train.per_round, len(task.train))))
+    chosen = train.values == "fp32" and not (train.values_up or train.values_down)
+    for form in CHOICES if chosen else (train.values,):
+        rest = "fp16" if chosen and form != "fp32" else train.rest
+        made = replace(train, values=form, rest=rest)
+        density = cost.densest(train.budget, made.down, made.up)
+        if density <= _DENSEST or not chosen:
+            break
+    if density == 0:
+        least = min(max(cost.bytes(1e-4, replace(train, values=f).down, replace(train, values=f).up)) for f in CHOICES)
+        raise ConfigError(
+            f"budget = {train.budget}: what is not sparse in the model of {task.name} needs about {least} bytes a "
+            "message. Raise the budget."
+        )
+    found = replace(method, density=density)  # type: ignore[call-arg]
+    down, up = cost.bytes(density, made.down, made.up)
+    said = (
+        f"budget of {train.budget} bytes a client and round each way: density {density:g}, values {made.down.values} "
+        f"down and {made.up.values} up, about {down} bytes down and {up} up"
+    )
+    return found, made, said

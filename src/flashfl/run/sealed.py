@@ -1,0 +1,94 @@
+"""A checkpoint's JSON record: sealed with a digest, and signed if the user gives a key.
+
+The digest finds damage. Whoever can write to the folder can make it right again. The signature, an HMAC with a key that
+is not in the folder, finds forgery too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError, ConfigError
+from ..core.files import put
+
+FORMAT = 3
+KEY = "FLASHFL_CHECKPOINT_KEY"  # the environment variable that names the file of the key
+_SHORTEST = 16  # bytes of a key
+_TABLES = ("identity", "state", "memory", "clients", "traffic")
+
+
+class Unusable(CheckpointError):
+    """A checkpoint that is damaged or has another format. The one before it may be good."""
+
+
+class Unsigned(ConfigError):
+    """A key was given, and the signature does not fit it. No other checkpoint is tried."""
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a record whole or not at all."""
+    text = json.dumps({"flashfl checkpoint": FORMAT, **content})
+    record = json.loads(text)
+    signed = {} if (key := _given()) is None else {"signature": _signature(record, key)}
+    put(path, json.dumps({**record, "digest": digest(record), **signed}).encode(), sync=True)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A checkpoint's JSON, if it is whole and, where a key is given, signed with it. Its tensors are not looked at."""
+    try:
+        record = json.loads(path.read_bytes())
+        if not isinstance(record, dict) or "flashfl checkpoint" not in record:
+            raise Unusable(f"{path.name} is not a flashfl checkpoint")
+        found, wanted, signature = (record.pop(name, None) for name in ("flashfl checkpoint", "digest", "signature"))
+        if found != FORMAT:
+            raise Unusable(f"{path.name} has format {found!s:.20}, and this version of flashfl reads format {FORMAT}")
+        record = {"flashfl checkpoint": found, **record}
+        if (key := _given()) is not None and not hmac.compare_digest(_signature(record, key), str(signature)):
+            what = "is not signed" if signature is None else "is signed with another key, or was changed since"
+            raise Unsigned(f"{path} {what}. Give the key of the run that wrote it, or start the run again.")
+        if wanted != digest(record):
+            raise Unusable(f"{path.name} is damaged: its content does not match its digest")
+        for name in _TABLES:
+            if not isinstance(record.get(name), dict):
+                raise Unusable(f"{path.name} is damaged: it has no table {name!r}")
+        if type(record.get("rounds")) is not int:
+            raise Unusable(f"{path.name} is damaged: it says {record.get('rounds')!s:.20} rounds")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise Unusable(f"{path.name} cannot be read ({error})") from None
+    return record
+
+
+def digest(record: Mapping[str, Any]) -> str:
+    """The digest of a record's JSON text."""
+    return hashlib.blake2b(json.dumps(record).encode()).hexdigest()
+
+
+def _signature(record: Mapping[str, Any], key: bytes) -> str:
+    """An HMAC over what the digest covers; through the tensors' own digest it covers them too."""
+    return hmac.new(key, json.dumps(record).encode(), hashlib.sha256).hexdigest()
+
+
+def _given() -> bytes | None:
+    """The key, if the user gives one."""
+    return _read_key(path) if (path := os.environ.get(KEY)) else None
+
+
+@functools.lru_cache(1)
+def _read_key(path: str) -> bytes:
+    try:
+        key = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the checkpoint key {path} cannot be read ({error.strerror})") from None
+    if len(key) < _SHORTEST:
+        raise ConfigError(
+            f"the checkpoint key {path} has {len(key)} bytes, and at least {_SHORTEST} are needed: make one with "
+            f"openssl rand -hex 32 > {path}"
+        )
+    return key

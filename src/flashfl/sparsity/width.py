@@ -1,0 +1,65 @@
+"""Narrower models inside a model: the first channels of every layer.
+
+A coordinate belongs to a width p if its output channel is among the first ceil(p * outputs) of its layer and its input
+channel among the first ceil(p * inputs). Tensors of one value a channel (biases, BatchNorm) follow their channels, so
+that a dropped channel is exactly zero. The model's inputs and the outputs of layers that are not prunable (the
+classifier) are never narrowed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.layout import Layer, Layout
+from ..core.mask import Mask
+
+
+def levels(layout: Layout, widths: Sequence[float], device: torch.device | str = "cpu") -> Tensor:
+    """For each trained weight the place in `widths`, which ascend, of the least width it belongs to, [trained].
+
+    The tensor is shared: do not change it.
+    """
+    return _levels(layout, tuple(widths), torch.device(device))
+
+
+@functools.lru_cache(maxsize=4)
+def _levels(layout: Layout, widths: tuple[float, ...], device: torch.device) -> Tensor:
+    kept = torch.stack([_kept(layout, width) for width in widths])
+    return (len(widths) - kept.sum(0)).to(device)
+
+
+def width_mask(layout: Layout, width: float, device: torch.device | str = "cpu") -> Mask:
+    """The mask of the prunable weights that belong to a width."""
+    return Mask(layout, _kept(layout, width)[: layout.prunable_size].to(device))
+
+
+def _kept(layout: Layout, width: float) -> Tensor:
+    """Which trained weights belong to a width."""
+    kept = torch.ones(layout.trained_size, dtype=torch.bool)
+    whole = {layer.name.rpartition(".")[0] for layer in layout.of_kind("dense") if len(layer.shape) > 1}
+    outputs: set[int] = set()  # of the prunable layers so far
+    for layer in layout.prunable:
+        kept[layer.start : layer.stop] = _matrix(layer, width, outputs).flatten()
+        outputs.add(layer.shape[0])
+    for layer in layout.of_kind("dense"):
+        if len(layer.shape) == 1 and layer.name.rpartition(".")[0] not in whole:
+            kept[layer.start : layer.stop] = _first(layer.size, width)
+    return kept
+
+
+def _matrix(layer: Layer, width: float, outputs: set[int]) -> Tensor:
+    """A weight [outputs, inputs, ...]. Inputs are narrowed if they are channels of an earlier layer, flat or not."""
+    rows, columns = layer.shape[0], layer.shape[1]
+    before = max((size for size in outputs if columns % size == 0), default=0)
+    inputs = _first(before, width).repeat_interleave(columns // before) if before else torch.ones(columns).bool()
+    both = _first(rows, width)[:, None] & inputs
+    return both.view(rows, columns, *[1] * (len(layer.shape) - 2)).expand(layer.shape)
+
+
+def _first(count: int, width: float) -> Tensor:
+    return torch.arange(count) < math.ceil(width * count - 1e-9)

@@ -1,0 +1,322 @@
+"""The parts of a client's work: hand-computed tables, memory, bytes, and what engines refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashfl as fl
+from flashfl.core.client import Clients, Field, Part, Place, Rows, draw, draw_one
+from flashfl.core.errors import FlashError
+from flashfl.core.exchange import Extra, Local
+from flashfl.core.layout import Layout
+from flashfl.core.mask import Mask, Weights
+from flashfl.core.parts import part
+from flashfl.core.server import ServerStep
+from flashfl.engine.inputs import largest
+from flashfl.engine.pipeline import close_clients, open_clients
+from flashfl.engine.step import MaskedStep
+from flashfl.methods.topk import LargestChanges
+from flashfl.run.config import TrainConfig
+from flashfl.sparsity.steps import Multiply
+from flashfl.wire import Message, decode, encode, size_with
+from tests.conftest import make_task
+from tests.engine.test_lanes import run_lanes
+
+
+def opened(layout: Layout, parts: tuple[Part, ...], start: list[float], **more: Any) -> tuple[Local, Clients]:
+    """One client of the eight-weight model before training."""
+    local = Local(lr=0.1, parts=parts)
+    masks = torch.ones(1, layout.prunable_size, dtype=torch.bool)
+    given, notes = more.get("given", {}), more.get("notes", {})
+    asked = (lambda row: 0.5, lambda key: torch.full((layout.size,), float(key)))
+    return local, open_clients(layout, local, [1], [4], torch.tensor([start]), masks, [given], [notes], *asked)
+
+
+def test_top_k_sends_the_largest_changes_and_remembers_the_rest(eight: Layout) -> None:
+    local, c = opened(eight, (LargestChanges(0.25),), [0.0] * 9)
+    c.vectors = torch.tensor([[1.0, -3.0, 0.5, 0.0, 2.0, 0.0, -0.5, 0.25, 7.0]])
+    done = close_clients(local, c)
+    assert done.counts == [(2,)]
+    assert c.masks.tolist() == [[False, True, False, False, True, False, False, False]]
+    assert c.vectors.tolist() == [[0, -3.0, 0, 0, 2.0, 0, 0, 0, 7.0]]
+    assert done.notes[0]["residual"].value.tolist() == [1.0, 0, 0.5, 0, 0, 0, -0.5, 0.25]
+    local, again = opened(eight, (LargestChanges(0.25),), [0.0] * 9, notes=done.notes[0])
+    again.vectors = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 1.0, 0]])
+    done = close_clients(local, again)
+    assert again.vectors.tolist() == [[2.0, 0, 0, 0, 0, 0, 0, 1.25, 0]]
+    assert done.notes[0]["residual"].value.tolist() == [0, 0, 0.5, 0, 0, 0, -0.5, 0]
+
+
+def stepped(parts: tuple[Part, ...] = (), steps: int = 4, **local: Any) -> MaskedStep:
+    layout = Layout.build({"prunable": [("w", (3,))], "dense": [("b", (1,))]})
+    step = MaskedStep(torch.tensor([[1.0, -2.0, 0.0, 1.0]]), 3, place=Place.logical(layout))
+    step.begin(Local(lr=0.5, parts=parts, **local), [1], [steps])
+    return step
+
+
+def test_learning_rate_falls_linearly_within_the_round() -> None:
+    step, seen = stepped(lr_last=0.0), []
+    for _ in range(4):
+        before = step.weights.clone()
+        step(torch.ones(1, 3), torch.ones(1, 1))
+        seen.append(float((before - step.weights)[0, 0]))
+    assert seen == pytest.approx([0.5, 0.375, 0.25, 0.125])
+
+
+def test_multiplicative_step_follows_the_sgd_step() -> None:
+    step = stepped((Multiply(2.0, 0.1),))
+    step(torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0]]))
+    after_sgd = torch.tensor([0.5, -2.5, 0.0])
+    factor = torch.exp(0.5 * (-2.0 * after_sgd.sign() * torch.tensor([1.0, 1.0, 0.0]) - 0.1))
+    assert step.weights[0, :3].tolist() == pytest.approx((after_sgd * factor).tolist())
+    assert float(step.weights[0, 3]) == 0.5, "dense weights follow SGD alone"
+
+
+@part
+@dataclass(frozen=True)
+class Doubled(Part):
+    """The forward pass sees twice the weights; the gradient of a weight is then doubled too."""
+
+    def view(self, r: Rows, weights: Tensor) -> Tensor:
+        return 2 * weights
+
+    def backward(self, r: Rows, gradient: Tensor) -> None:
+        gradient.mul_(2)
+
+
+def test_forward_pass_sees_the_view_and_the_step_changes_the_weights() -> None:
+    step = stepped((Doubled(),))
+    step.show()
+    assert step.weights.tolist() == [[2.0, -4.0, 0.0, 2.0]]
+    step(torch.ones(1, 3), torch.ones(1, 1))
+    assert step.weights.tolist() == [[0.0, -3.0, -1.0, 0.0]]
+
+
+def test_draws_depend_on_key_step_and_position_alone() -> None:
+    layout = Layout.build({"prunable": [("w", (1000,))]})
+
+    def rows(key: int, count: int, order: Tensor | None = None) -> Rows:
+        place = Place.logical(layout)
+        place = place if order is None else replace(place, index=order.int())
+        one = torch.tensor([[count]])
+        return Rows(place, torch.zeros(1, 1000), torch.tensor([[key, 5]], dtype=torch.int32), one, one, one.float())
+
+    a = draw(rows(1, 0))
+    order = torch.randperm(1000)
+    assert torch.equal(draw(rows(1, 0, order))[0], a[0, order])
+    assert not torch.equal(draw(rows(1, 1)), a)
+    assert not torch.equal(draw(rows(2, 0)), a)
+    assert 0.45 < float(a.mean()) < 0.55
+    assert 0 <= float(draw_one(rows(1, 3))) < 1
+
+
+def test_largest_entries_of_an_input_are_kept() -> None:
+    x = torch.tensor([[1.0, -4.0, 2.0, 0.5]])
+    assert largest(x, torch.tensor(0.5)).tolist() == [[0, -4.0, 2.0, 0]]
+    assert largest(x, torch.tensor(1.0)).equal(x)
+
+
+@part
+@dataclass(frozen=True)
+class Everything(Part):
+    """Reports a tensor in every form and remembers three."""
+
+    def remembers(self, layout: Layout) -> Mapping[str, Field]:
+        return {"a": Field("dense", 5), "b": Field("bits", 9), "c": Field("scalar")}
+
+    def reports(self, layout: Layout) -> Mapping[str, Field]:
+        k = layout.prunable_size
+        return {
+            "a": Field("dense", 5), "b": Field("bits", 9), "c": Field("scalar"), "d": Field("indices", k),
+            "e": Field("masked"),
+        }  # fmt: skip
+
+    def finish(self, c: Clients) -> None:
+        rows = len(c.keys)
+        c.memory["a"] = c.memory["a"] + 1
+        c.memory["b"] = ~c.memory["b"]
+        c.memory["c"] = c.memory["c"] + 2
+        c.report = {name: c.memory[name] for name in "abc"}
+        top = c.vectors[:, : c.layout.prunable_size]
+        c.report["d"] = torch.arange(top.shape[1]).expand(rows, -1) % 7 == 0
+        c.report["e"] = top
+
+
+@dataclass(frozen=True)
+class Reporting(fl.PDST):
+    def work(self, s: fl.State, client: fl.Client) -> Local:
+        return self.local(s, parts=(Everything(),))
+
+    def aggregate(self, s: fl.State, sums: fl.Sums) -> fl.State:
+        names = {name: value.float() for name, value in sums.extra.items()}
+        return replace(super().aggregate(s, sums), extra=names)
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_reports_add_up_and_memory_lasts_from_round_to_round(lanes: bool) -> None:
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1, eval_every=3)
+    run = run_lanes(Reporting(0.3), task, "cpu", config) if lanes else fl.simulate(Reporting(0.3), task, train=config)
+    assert run.state is not None
+    extra, n = run.state.extra, sum(c.n for c in task.clients)
+    assert extra["a"].tolist() == [3.0 * n] * 5, "each client has counted its three rounds"
+    assert extra["b"].tolist() == [float(n)] * 9
+    assert float(extra["c"]) == 6.0 * n
+    assert extra["d"][::7].tolist() == [float(n)] * len(extra["d"][::7])
+    k = task.layout.prunable_size
+    torch.testing.assert_close(extra["e"] / n, run.weights.vector[:k], rtol=1e-4, atol=1e-6)
+
+
+def test_lanes_count_the_bytes_of_reports_as_the_encoder_writes_them() -> None:
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
+    ours, theirs = run_lanes(Reporting(0.3), task, "cpu", config), fl.simulate(Reporting(0.3), task, train=config)
+    assert ours.traffic == theirs.traffic
+
+
+def test_extras_of_every_form_have_their_closed_form_size(eight: Layout) -> None:
+    mask = Mask(eight, torch.tensor([True, False] * 4))
+    extra = {
+        "a": Extra("dense", torch.rand(3, 4)), "b": Extra("bits", torch.rand(77) > 0.5),
+        "c": Extra("scalar", torch.tensor(1.5)), "d": Extra("indices", torch.rand(900) > 0.95),
+        "e": Extra("masked", torch.rand(4)), "f": Extra("indices", torch.rand(90) > 0.05),
+    }  # fmt: skip
+    message = Message("update", eight, (2, 0, 0), 1, mask=mask, values=Weights.masked(mask, torch.rand(9)).packed(),
+                      extra=extra)  # fmt: skip
+    sent = encode(message)
+    counted = size_with(replace(message, mask=None, values=None), 4, sent.parts.mask)
+    assert counted.total == len(sent.data)
+    found = decode(sent.data, eight).extra
+    assert all(
+        torch.equal(found[name].value, one.value) and found[name].form == one.form for name, one in extra.items()
+    )
+
+
+@part
+@dataclass(frozen=True)
+class Lying(Part):
+    """Declares a report that it does not make."""
+
+    def reports(self, layout: Layout) -> Mapping[str, Field]:
+        return {"x": Field("scalar")}
+
+
+def test_part_that_does_not_report_what_it_declares_is_an_error(eight: Layout) -> None:
+    local, c = opened(eight, (Lying(),), [0.0] * 9)
+    with pytest.raises(FlashError, match="declare that a client reports \\['x'\\], and filled \\[\\]"):
+        close_clients(local, c)
+
+
+def test_repeated_round_rolls_memory_back() -> None:
+    """With `min_replies` out of reach every attempt fails; what clients remember is what it was before."""
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1, eval_every=3, dropout=0.3,
+                         min_replies=6, retries=50)  # fmt: skip
+    run = fl.simulate(Reporting(0.3), task, train=config)
+    lines = run.history
+    took = {c.id: sum(c.id in line.cohort and c.id not in line.failures for line in lines) for c in task.clients}
+    assert run.state is not None
+    last = [c for c in task.clients if c.id not in lines[-1].failures]
+    assert float(run.state.extra["c"]) == pytest.approx(sum(2.0 * took[c.id] * c.n for c in last))
+    assert any(line.attempt for line in lines), "some round was repeated"
+
+
+def test_checkpoints_write_only_notes_that_changed(tmp_path: Any) -> None:
+    task = make_task("norm")
+    config = TrainConfig(device="cpu", rounds=4, per_round=2, batch=4, workers=1, checkpoint_every=1)
+    counts = []
+
+    def watch(state: Any, line: Any) -> None:
+        counts.append(len(line.cohort))
+
+    fl.simulate(fl.METHODS["topk"](0.3), task, train=config, folder=tmp_path, watch=watch)
+    notes = [path for path in (tmp_path / "masks").iterdir() if path.stat().st_size > 4 * task.layout.prunable_size]
+    assert len(notes) <= sum(counts), "one file for each client and round, and none written twice"
+
+
+def tables(s: ServerStep, changes: list[float]) -> list[float]:
+    """The one weight of a model that follows these changes."""
+    layout = Layout.build({"prunable": [("w", (1,))]})
+    plan = fl.Plan(layout, lambda key: torch.zeros(1), 1, 9, 1, 1)
+    state, seen = fl.State(plan, Weights.dense(layout, torch.zeros(1))), []
+    for change in changes:
+        after = state.next(Weights.dense(layout, state.weights.vector + change))
+        state = s.apply(state, after)
+        seen.append(float(state.weights.vector))
+    return seen
+
+
+def test_server_step_follows_fedavgm_and_fedadam() -> None:
+    assert tables(ServerStep(), [1.0, 1.0]) == [1.0, 2.0]
+    assert tables(ServerStep(momentum=0.5), [1.0, 1.0, 0.0]) == pytest.approx([1.0, 2.5, 3.25])
+    assert tables(ServerStep(lr=0.5), [1.0, 1.0]) == pytest.approx([0.5, 1.0])
+    first = 0.1 * 0.1 / (0.1 + 0.01)  # m = 0.1, v = 0.01
+    assert tables(ServerStep(lr=0.1, momentum=0.9, adam=0.99, tau=0.01), [1.0]) == pytest.approx([first])
+
+
+@pytest.mark.parametrize("step", [ServerStep(momentum=0.9), ServerStep(0.1, 0.9, 0.99)])
+@pytest.mark.parametrize("name", ["spdst", "jmwst"])
+def test_server_step_works_with_any_mask_method(name: str, step: ServerStep) -> None:
+    task = make_task("norm")
+    run = fl.simulate(fl.METHODS[name](0.3, warmup_clients=2), task, 4, per_round=4, workers=1, server=step)
+    plain = fl.simulate(fl.METHODS[name](0.3, warmup_clients=2), task, 4, per_round=4, workers=1)
+    assert run.weights.is_masked()
+    assert run.weights.mask.active == plain.weights.mask.active
+    assert not torch.equal(run.weights.vector, plain.weights.vector)
+
+
+def test_engines_agree_on_a_falling_learning_rate_and_a_multiplicative_step() -> None:
+    @dataclass(frozen=True)
+    class Ham(fl.SPDST):
+        def work(self, s: fl.State, client: fl.Client) -> Local:
+            return replace(super().work(s, client), lr_last=0.1, parts=(Multiply(),))
+
+    task, method = make_task("norm"), Ham(0.3, warmup_clients=2)
+    config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, momentum=0.5)
+    a, b = run_lanes(method, task, "cpu", config).weights.vector, fl.simulate(method, task, train=config).weights.vector
+    assert float((a - b).norm() / b.norm()) < 1e-4
+
+
+def test_wrong_parts_are_refused_before_the_first_round() -> None:
+    with pytest.raises(FlashError, match="must be parts, such as Multiply"):
+        Local(parts=(Local(),))  # type: ignore[arg-type]
+    with pytest.raises(FlashError, match="static_bn cannot be used here"):
+        Local(report="mask", statistics=False)
+
+
+def test_part_of_a_users_file_works_with_load(tmp_path: Any) -> None:
+    """A file given with --load has the powers of a built-in method: memory, reports, worker processes."""
+    import subprocess
+    import sys
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "import flashfl as fl\n"
+        "from flashfl.core.client import Field, Part\n"
+        "from flashfl.core.parts import part\n\n"
+        "@part\n@dataclass(frozen=True)\nclass Count(Part):\n"
+        "    def remembers(self, layout):\n        return {'rounds': Field('scalar')}\n\n"
+        "    reports = remembers\n\n"
+        "    def finish(self, c):\n"
+        "        c.memory['rounds'] = c.memory['rounds'] + 1\n"
+        "        c.report['rounds'] = c.memory['rounds']\n\n"
+        "@dataclass(frozen=True)\nclass Mine(fl.PDST):\n"
+        "    name: ClassVar[str] = 'mine'\n\n"
+        "    def work(self, s, client):\n        return self.local(s, parts=(Count(),))\n\n"
+        "    def aggregate(self, s, sums):\n"
+        "        assert float(sums.extra['rounds']) == (s.round + 1) * sums.n\n"
+        "        return super().aggregate(s, sums)\n\n"
+        "fl.METHODS['mine'] = Mine\n"
+    )
+    words = ["--method", "mine", "--rounds", "2", "--clients", "3", "--per-round", "3", "--max-steps", "1"]
+    command = [sys.executable, "-m", "flashfl.cli", "run", "--load", str(file), *words, "--workers", "2"]
+    done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

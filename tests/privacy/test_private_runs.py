@@ -1,0 +1,362 @@
+"""Private runs on the engines: real messages between processes, dropouts at every step, refusals, budgets, resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cryptography", reason="pip install 'flashfl[privacy]'")
+pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
+
+import flashfl as fl
+from flashfl.core.errors import ConfigError, FlashError, RunStopped
+from flashfl.core.exchange import Client, Local
+from flashfl.core.method import Method
+from flashfl.core.state import State
+from flashfl.engine import cpu, private_counting
+from flashfl.engine.gpu import GPUEngine
+from flashfl.engine.party import PrivateSide
+from flashfl.engine.private import PrivateRound
+from flashfl.privacy.accounting import epsilon_known
+from flashfl.privacy.messages import STEPS
+from flashfl.privacy.plain import Gatherer
+from flashfl.run.config import TrainConfig
+
+SETTINGS = {"per_round": 10, "rounds": 2, "epochs": 1, "eval_every": 1, "device": "cpu", "workers": 1, "max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def task() -> fl.Task:
+    return fl.tasks.digits(clients=10)
+
+
+def simulated(task: fl.Task, method: Method | None = None, **settings: object) -> fl.Run:
+    method = method or fl.SPDST(density=0.05, warmup_clients=4, warmup_epochs=1)
+    return fl.simulate(method, task, progress=False, watch=lambda state, record: None, **{**SETTINGS, **settings})
+
+
+def plain_engine(monkeypatch: pytest.MonkeyPatch, dropped: int = 0) -> None:
+    """The fixed-point sum without cryptography: every client's vector travels as it is."""
+    original = PrivateRound.__init__
+
+    def made(self: PrivateRound, vault: object, *rest: object) -> None:
+        original(self, vault, *rest)  # type: ignore[arg-type]
+        self.privacy = replace(self.privacy, secure=False)
+        self._round = Gatherer(self.terms, 0)
+
+    monkeypatch.setattr(PrivateRound, "__init__", made)
+
+
+def test_secure_model_equals_plain_fixed_point_sum_bit_for_bit(task: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    secure = simulated(task, secure=True, workers=2)
+    plain_engine(monkeypatch)
+    plain = simulated(task, secure=True)
+    assert secure.checksum == plain.checksum
+    assert [r.loss for r in secure.history] == [r.loss for r in plain.history]
+    assert [r.privacy for r in secure.history] == [r.privacy for r in plain.history]
+
+
+def test_secure_run_is_close_to_the_usual_one(task: fl.Task) -> None:
+    secure, usual = simulated(task, secure=True), simulated(task)
+    assert torch.allclose(secure.weights.vector, usual.weights.vector, atol=1e-4)
+    assert secure.weights.mask.equal(usual.weights.mask)  # so the first phase's layer counts are exact
+    assert secure.history[-1].loss == pytest.approx(usual.history[-1].loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("step", range(5), ids=lambda step: STEPS[step].replace(" ", "-"))
+def test_clients_killed_at_each_step_leave_the_fixed_point_sum_of_the_rest(
+    task: fl.Task, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Three of ten clients stop answering; up to the masked input they do not count, after it they do."""
+    killed = {2, 5, 8}
+    monkeypatch.setattr(cpu, "drops", lambda s, client, share: s.phase.counts and client in killed)
+    monkeypatch.setattr(cpu, "dropout_step", lambda s, client: step)
+    secure = simulated(task, secure=True, dropout=0.1)
+    assert {r.attempt for r in secure.history} == {0}
+    assert set(secure.history[-1].failures) == (killed if step <= 2 else set())
+    plain_engine(monkeypatch)
+    monkeypatch.setattr(cpu, "dropout_step", lambda s, client: 2 if step <= 2 else 9)
+    assert simulated(task, secure=True, dropout=0.1).checksum == secure.checksum
+
+
+@pytest.mark.parametrize("step", range(1, 5), ids=lambda step: STEPS[step].replace(" ", "-"))
+def test_round_with_too_few_survivors_is_repeated_and_opens_nothing(
+    task: fl.Task, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    opened: list[object] = []
+    original = PrivateRound._opened
+
+    def watched(self: PrivateRound) -> object:
+        found = original(self)
+        opened.append(found[1])
+        return found
+
+    monkeypatch.setattr(PrivateRound, "_opened", watched)
+    monkeypatch.setattr(cpu, "drops", lambda s, client, share: s.phase.counts and s.attempt == 0 and client < 4)
+    monkeypatch.setattr(cpu, "dropout_step", lambda s, client: step)
+    run = simulated(task, fl.PDST(density=0.05), secure=True, dropout=0.1, rounds=1)
+    [record] = run.history
+    assert opened == [[], list(range(10))]
+    assert record.attempt == 1
+    assert record.round == (0 if step < 4 else 1)  # shares were given away in round 0: clients open no other sum of it
+    assert "TooFew" in record.missed[9]
+
+
+def test_run_stops_if_every_attempt_has_too_few_survivors(task: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "drops", lambda s, client, share: client < 5)
+    monkeypatch.setattr(cpu, "dropout_step", lambda s, client: 2)
+    with pytest.raises(RunStopped, match="failed 3 times"):
+        simulated(task, secure=True, dropout=0.1)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.parametrize("method", [fl.Dense(), fl.PDST(density=0.1), fl.JMWST(adapt=fl.PruneRegrow(rate=0.0))])
+def test_methods_with_a_common_mask_run_privately(task: fl.Task, method: Method, secure: bool) -> None:
+    more = {"secure": True} if secure else {"dp_noise": 0.5, "warmup_clients": 0}
+    if more.pop("warmup_clients", None) is not None and isinstance(method, fl.JMWST):
+        method = replace(method, warmup_clients=0)
+    assert simulated(task, method, rounds=1, **more).history[-1].privacy is not None
+
+
+@pytest.mark.parametrize("method", [fl.NST(), fl.JMWST(), fl.HeteroSPDST(), fl.HeteroJMWST()], ids=lambda m: m.name)
+@pytest.mark.parametrize("setting", [{"secure": True}, {"dp_noise": 1.0}], ids=["secure", "dp"])
+def test_methods_whose_masks_differ_are_refused_before_the_first_round(
+    task: fl.Task, method: Method, setting: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=r"masks differ.*Use a method with one frozen mask"):
+        simulated(task, method, **setting)
+
+
+@dataclass(frozen=True)
+class Secretive(fl.PDST):
+    """Says that masks are common, and lets one client move its mask."""
+
+    name = "secretive"
+
+    @property
+    def common(self) -> bool:
+        return True
+
+    def work(self, s: State, client: Client) -> Local:
+        return self.local(s, adapt=fl.PruneRegrow() if client.id == 3 else None)
+
+
+def test_method_that_declares_a_common_mask_and_lies_is_refused(task: fl.Task) -> None:
+    with pytest.raises(ConfigError, match="client 3 may change its mask"):
+        simulated(task, Secretive(density=0.1), secure=True)
+
+
+@pytest.mark.parametrize("setting", [{"values": "int8"}, {"values_down": "fp16"}, {"clip": 2.0}, {"trim": 0.1}])
+def test_settings_that_need_single_updates_are_refused(setting: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="whole numbers"):
+        TrainConfig(secure=True, **setting)  # type: ignore[arg-type]
+
+
+def test_run_without_test_samples_on_the_server_is_refused() -> None:
+    task = fl.tasks.digits(clients=10, holdout=0.2)
+    task.test = None
+    with pytest.raises(ConfigError, match="test samples on the server"):
+        simulated(task, secure=True)
+
+
+def test_first_phase_is_refused_under_differential_privacy(task: fl.Task) -> None:
+    with pytest.raises(ConfigError, match="warmup_clients = 0"):
+        simulated(task, dp_noise=1.0)
+
+
+# What the server sees.
+
+
+def test_server_never_sees_sample_counts_or_plain_values(task: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+    original = PrivateRound.received
+
+    def received(self: PrivateRound, client: int, data: bytes, notes: str | None = None) -> None:
+        seen.append(data)
+        original(self, client, data, notes)
+
+    monkeypatch.setattr(PrivateRound, "received", received)
+    run = simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)
+    masked = [np.frombuffer(data[21:], np.uint8) for data in seen if len(data) > 10_000]
+    assert len(masked) == 10
+    counts = np.bincount(np.concatenate(masked), minlength=256)
+    expected = counts.sum() / 256
+    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 5 * np.sqrt(2 * 255)
+    assert run.history[0].privacy is not None
+
+
+def test_clamped_values_are_reported(task: fl.Task) -> None:
+    run = simulated(task, secure=True, rounds=1, **{"ranges": {"samples": 16}})
+    spent = run.history[-1].privacy
+    assert spent is not None
+    assert spent.clamped == 10  # every client has more than 16 samples
+
+
+def test_static_batchnorm_gathers_its_statistics_securely() -> None:
+    task = fl.tasks.digits(clients=10)
+    assert simulated(task, secure=True, static_bn=True).history[-1].privacy is not None
+
+
+# Differential privacy.
+
+
+def test_epsilon_is_recorded_each_round_and_the_run_ends_when_the_budget_is_spent(task: fl.Task) -> None:
+    budget = epsilon_known(4.0, 3, 1e-5) + 0.01
+    method = fl.SPDST(density=0.05, warmup_clients=0)
+    run = simulated(task, method, rounds=9, dp_noise=4.0, dp_epsilon=budget, secure=True)
+    assert [r.privacy.known for r in run.history if r.privacy] == [epsilon_known(4.0, i, 1e-5) for i in (1, 2, 3)]
+    assert run.stopped == f"spent its privacy budget of epsilon {budget:g}"
+    assert run.history[-1].score is not None
+    assert "epsilon" in repr(run)
+
+
+def test_noise_for_an_epsilon_lasts_for_the_rounds_that_were_planned(task: fl.Task) -> None:
+    run = simulated(task, fl.PDST(density=0.05), rounds=3, dp_epsilon=20.0, secure=True)
+    assert run.stopped is None
+    spent = run.privacy
+    assert spent is not None
+    assert 19.5 < spent.known <= 20.0
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_epsilon_survives_kill_and_resume_and_repeated_rounds_spend_too(
+    task: fl.Task, tmp_path: Path, secure: bool
+) -> None:
+    method, more = fl.PDST(density=0.05), {"dp_noise": 4.0, "secure": secure, "rounds": 3, "folder": tmp_path / "run"}
+    original, spoilt = PrivateRound.close, [0]
+
+    def close(self: PrivateRound) -> object:
+        if self.tag[1] == 1 and not spoilt[0]:
+            spoilt[0] = 1
+            raise KeyboardInterrupt  # after clients were asked, before anything came of it
+        return original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrivateRound, "close", close)
+        with pytest.warns(RuntimeWarning, match="interrupted"):
+            simulated(task, method, **more)
+    found = json.loads((tmp_path / "run" / "private" / "spent.json").read_text())
+    assert found["attempts"] == 2
+    run = simulated(task, method, resume=True, **more)
+    # Under secure aggregation clients refuse to open round 1 a second time, so one more attempt is spent.
+    spent = (1, 4, 5) if secure else (1, 3, 4)
+    assert [r.privacy.known for r in run.history if r.privacy] == [epsilon_known(4.0, i, 1e-5) for i in spent]
+
+
+def test_sum_opened_before_a_crash_is_used_and_not_opened_again(task: fl.Task, tmp_path: Path) -> None:
+    method, more = fl.PDST(density=0.05), {"secure": True, "rounds": 2, "folder": tmp_path / "run"}
+    original = PrivateRound.close
+
+    def close(self: PrivateRound) -> object:
+        outcome = original(self)
+        if self.tag[1] == 1:
+            raise KeyboardInterrupt  # the sum is open, and no checkpoint knows it
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrivateRound, "close", close)
+        with pytest.warns(RuntimeWarning, match="interrupted"):
+            simulated(task, method, **more)
+    run = simulated(task, method, resume=True, **more)
+    assert run.history[-1].bytes.up == 0
+    assert run.checksum == simulated(task, method, **{**more, "folder": None}).checksum
+
+
+def test_budget_of_a_finished_run_is_not_spent_again_by_resume(task: fl.Task, tmp_path: Path) -> None:
+    budget = epsilon_known(4.0, 2, 1e-5) + 0.01
+    more = {"secure": True, "rounds": 5, "folder": tmp_path / "run", "dp_noise": 4.0, "dp_epsilon": budget}
+    first = simulated(task, fl.PDST(density=0.05), **more)
+    again = simulated(task, fl.PDST(density=0.05), resume=True, **more)
+    assert (len(first.history), len(again.history)) == (2, 2)
+    assert again.stopped == first.stopped
+
+
+# Without cryptography.
+
+
+@pytest.fixture
+def as_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def switch() -> None:
+        monkeypatch.setattr(
+            "flashfl.run.simulate.make_engine", lambda task, config, folder: GPUEngine(task, config, "cpu", folder)
+        )
+
+    return switch
+
+
+@pytest.mark.filterwarnings("ignore:this engine does not encrypt")
+@pytest.mark.parametrize("settings", [{"secure": True}, {"secure": True, "dropout": 0.1}])
+def test_gpu_engine_counts_the_same_bytes_and_the_same_model(
+    task: fl.Task, settings: dict[str, object], as_gpu: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (cpu, private_counting):
+        monkeypatch.setattr(module, "drops", lambda s, client, share: client in (1, 4, 7))
+        monkeypatch.setattr(module, "dropout_step", lambda s, client: {1: 1, 4: 2, 7: 3}[client])
+    method = fl.SPDST(density=0.05, warmup_clients=10, warmup_epochs=1)
+    real = simulated(task, method, **settings)
+    as_gpu()
+    counted = simulated(task, method, **settings)
+    assert [r.bytes for r in counted.history] == [r.bytes for r in real.history]
+    assert torch.allclose(counted.weights.vector, real.weights.vector, atol=1e-5)
+    assert [set(r.failures) for r in counted.history] == [set(r.failures) for r in real.history]
+
+
+@pytest.mark.filterwarnings("ignore:this engine does not encrypt")
+@pytest.mark.parametrize("secure", [True, False])
+def test_gpu_engine_adds_noise_of_the_same_size(task: fl.Task, secure: bool, as_gpu: Callable[[], None]) -> None:
+    found = []
+    method, more = fl.PDST(density=0.05), {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6}
+    for engine in ("cpu", "gpu"):
+        if engine == "gpu":
+            as_gpu()
+        run = simulated(task, method, **more)
+        start = fl.simulate(method, task, progress=False, **{**SETTINGS, "rounds": 1, "lr": 0.0}).weights.packed()
+        found.append((run.weights.packed() - start)[: run.weights.mask.active].std().item())
+        assert run.history[0].bytes.up > 0
+    shares = 10 / 6 if secure else 1  # ten shares, each for six honest survivors
+    for deviation in found:
+        assert deviation == pytest.approx(2e-3 * shares**0.5 / 10, rel=0.1)
+
+
+def test_gpu_engine_says_that_it_does_not_encrypt(task: fl.Task, as_gpu: Callable[[], None]) -> None:
+    as_gpu()
+    with pytest.warns(RuntimeWarning, match="does not encrypt"):
+        simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)
+
+
+# A client on its own.
+
+
+def test_client_that_refuses_says_why_by_name(task: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrivateSide._answer
+
+    def tampered(self: PrivateSide, data: object, request: bytes, memory: object) -> object:
+        if request[0] == 3 and self.client == 2:  # the survivors: also listed as dropped
+            request = request[:-2] + b"\xff\x03"
+        return original(self, data, request, memory)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PrivateSide, "_answer", tampered)
+    whys: dict[int, str] = {}
+    failed = PrivateRound.failed
+
+    def noted(self: PrivateRound, client: int, why: str) -> None:
+        whys[client] = why
+        failed(self, client, why)
+
+    monkeypatch.setattr(PrivateRound, "failed", noted)
+    run = simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)
+    assert whys[2].startswith("AsksForBoth: the server asks for the key and for the self-mask")
+    assert run.history[0].failures == {}
+
+
+def test_errors_of_private_rounds_are_for_users() -> None:
+    from flashfl.privacy import errors
+
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    assert all(issubclass(kind, FlashError) for kind in kinds)

@@ -1,0 +1,163 @@
+"""What a newcomer reads off the page and the figures: names, keys to colours, and nothing hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flashfl as fl
+from flashfl.report import figures
+from flashfl.report.command import write
+from flashfl.report.load import load
+from tests.report.runs import edited
+
+Open = Callable[..., Any]
+
+
+def texts(browser: Any, selector: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map((n) => n.textContent)"
+    return list(browser.execute_script(script, selector))
+
+
+def test_header_names_data_model_rounds_and_density(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+    shown = dict(zip(texts(browser, "header dt"), texts(browser, "header dd"), strict=True))
+    assert shown == {
+        "Data set": "digits", "Model": "digits 241,898 weights", "Clients": "4 (2 a round)", "Rounds": "5",
+        "Density": "0.1", "Metric": "accuracy higher is better", "Seeds": "2",
+    }  # fmt: skip
+
+
+class Net(nn.Sequential):
+    """A user's own model."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+@pytest.fixture(scope="module")
+def regression(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with another metric than accuracy, started from Python."""
+    folder, draw = tmp_path_factory.mktemp("regression"), torch.Generator().manual_seed(0)
+    made = [(torch.rand(12, 6, generator=draw), torch.rand(12, 1, generator=draw)) for _ in range(5)]
+    rmse: Callable[..., torch.Tensor] = lambda output, target: nn.functional.mse_loss(output, target).sqrt()  # noqa: E731
+    task = fl.Task(
+        Net, made[:4], made[4], loss=nn.functional.mse_loss, metric=rmse, metric_name="rmse", higher_is_better=False,
+        name="houses",
+    )  # fmt: skip
+    fl.simulate(fl.PDST(0.3), task, 3, folder=folder / "run", eval_every=1, per_round=2, workers=1, device="cpu")
+    return folder
+
+
+def test_header_of_a_python_run_names_task_class_and_metric(regression: Path, open_page: Open) -> None:
+    browser = open_page(write(load([regression]), regression / "page.html").as_uri())
+    shown = texts(browser, "header dd")
+    assert shown[:2] == ["houses", "Net 401 weights"]
+    assert "rmse lower is better" in shown
+    assert "accuracy" not in browser.execute_script("return document.body.innerText").lower()
+
+
+def test_runs_that_differ_list_their_values_in_the_header(compared: Path, tmp_path: Path) -> None:
+    from flashfl.report.page import facts
+
+    def with_rounds(header: dict[str, Any], rounds: int) -> dict[str, Any]:
+        return header | {"config": header["config"] | {"train": header["config"]["train"] | {"rounds": rounds}}}
+
+    for rounds in range(10, 15):
+        edited(compared / "nst-seed0", tmp_path / str(rounds), lambda h, rounds=rounds: with_rounds(h, rounds))
+    assert ("Rounds", "10, 11, 12 and 2 more", "") in facts(load([tmp_path]).runs)
+    assert facts([]) == []
+
+
+def test_wide_table_shows_that_it_scrolls_on_a_phone(page: str, open_page: Open) -> None:
+    state = (
+        "const e = document.querySelector('#summary .edge');"
+        "return [e.className, getComputedStyle(document.querySelector('.hint')).display]"
+    )
+    browser = open_page(page, 400)
+    assert browser.execute_script(state) == ["edge more", "block"]
+    browser.execute_script("const s = document.querySelector('.scroll'); s.scrollLeft = s.scrollWidth; s.onscroll()")
+    assert browser.execute_script(state) == ["edge less", "none"]
+    assert open_page(page, 1400).execute_script(state) == ["edge", "none"]
+
+
+def test_layers_are_named(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+    names = [f"features.{i}" for i in (0, 3, 6, 9)]
+    assert texts(browser, "#layer-densities text.tick") == names
+    assert texts(browser, "#mask-mismatch-by-layer .legend button")[:4] == names
+    assert texts(open_page(page, 400), "#layer-densities text.tick") == names
+
+
+def test_flops_points_are_labelled_without_overlap(page: str, open_page: Open) -> None:
+    browser = open_page(page, 400)
+    assert texts(browser, "#flops-and-bytes text.point") == ["dense", "nst", "spdst", "jmwst"]
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('#flops-and-bytes text.point')].map((t) => t.getBoundingClientRect())"
+        ".map((b) => [b.left, b.right, b.top + 2, b.bottom - 2])"  # letters are lower than their line
+    )
+    for i, (left, right, top, bottom) in enumerate(boxes):
+        assert 0 <= left < right <= 400
+        assert all(right <= a or b <= left or bottom <= c or d <= top for a, b, c, d in boxes[:i])
+
+
+def test_heatmaps_have_a_key_to_their_colours(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+    most = browser.execute_script("return Math.max(...data.tasks[0].counts.flat())")
+    assert texts(browser, "#who-holds-what .keys") == [f"0{most} samples"]
+    shade = browser.execute_script("return document.querySelector('#who-holds-what .ramp').style.background")
+    assert "gradient" in shade
+
+
+def test_curves_on_one_another_are_drawn_in_turns(page: str, open_page: Open) -> None:
+    """Dense and SPDST never move their masks: both curves lie at 0."""
+    dashes = open_page(page).execute_script(
+        "return [...document.querySelectorAll('#mask-mismatch-between-rounds .line')].map((g) => [...g.children]"
+        ".map((p) => [p.getAttribute('stroke-dasharray'), p.getAttribute('stroke-dashoffset')]))"
+    )
+    dense, nst, spdst, jmwst = dashes
+    assert dense == [["9 9", "0"]]
+    assert spdst == [["9 9", "-9"]]
+    assert nst == jmwst == [[None, None]]
+
+
+def test_round_ticks_are_whole_numbers(page: str, compared: Path, open_page: Open) -> None:
+    browser = open_page(page)
+    for section in ("accuracy-by-round", "mask-mismatch-between-rounds", "mask-mismatch-by-layer"):
+        ticks = texts(browser, f"#{section} text.tick")
+        assert ticks
+        assert all(tick.isdigit() for tick in ticks)
+    pytest.importorskip("matplotlib")
+    for name in ("accuracy-rounds", "mismatch-rounds", "sm-layers"):
+        drawn = figures.figure(name, load([compared]).runs)
+        drawn.canvas.draw()
+        for axes in drawn.axes:
+            assert all(float(tick).is_integer() for tick in axes.get_xticks())
+
+
+def test_figures_name_layers_and_points_and_hide_no_curve(compared: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = load([compared]).runs
+    [axes] = figures.figure("layer-sensitivity", runs).axes
+    names = [f"features.{i}" for i in (0, 3, 6, 9)]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == names
+    layers = figures.figure("sm-layers", runs)
+    assert [text.get_text() for text in layers.legends[0].get_texts()] == names
+    [axes] = figures.figure("flops-bytes", runs).axes
+    assert [text.get_text() for text in axes.texts] == ["dense", "nst", "spdst", "jmwst"]
+    [axes] = figures.figure("mismatch-rounds", runs).axes
+    dense, nst, spdst, _ = axes.get_lines()
+    assert dense.get_linestyle() == spdst.get_linestyle() == "--"
+    assert dense._unscaled_dash_pattern != spdst._unscaled_dash_pattern
+    assert nst.get_linestyle() == "-"
+
+
+def test_figure_says_that_lower_is_better(regression: Path) -> None:
+    pytest.importorskip("matplotlib")
+    [axes] = figures.figure("accuracy-rounds", load([regression]).runs).axes
+    assert axes.get_ylabel() == "rmse (lower is better)"

@@ -1,0 +1,112 @@
+"""A budget of bytes: the run stays within it, uses most of it, and says what it chose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashfl as fl
+from flashfl.cli import main
+from flashfl.core.errors import ConfigError
+from flashfl.run.budget import Cost, within_budget
+from flashfl.run.config import TrainConfig, make_config, parse_bytes, plan_of
+from flashfl.run.results import Results
+from tests.conftest import blobs, make_task
+
+SETTINGS: dict[str, Any] = {"per_round": 4, "batch": 4, "eval_every": 4, "workers": 1}
+
+
+class Wide(torch.nn.Module):
+    """Large enough that messages consist of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = torch.nn.Linear(25, 400), torch.nn.BatchNorm1d(400)
+        self.middle, self.head = torch.nn.Linear(400, 60), torch.nn.Linear(60, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.middle(torch.relu(self.norm(self.body(x.flatten(1)))))))
+
+
+def wide() -> fl.Task:
+    data = [blobs(11, (1, 5, 5), 100 + i) for i in range(8)]
+    return fl.Task(Wide, data, blobs(30, (1, 5, 5), 7), name="wide")
+
+
+@pytest.mark.parametrize("budget", [12_000, 16_000, 40_000])
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (fl.SPDST(warmup_clients=2, warmup_epochs=1), {}),
+        (fl.SPDST(warmup_clients=2, warmup_epochs=1), {"values": "int8", "values_up": "int4", "upload": "changes"}),
+        (fl.JMWST(warmup_clients=2, warmup_epochs=1), {}),
+        (fl.JMWST(warmup_clients=2, warmup_epochs=1, r_int=3), {"values": "int8"}),
+        (fl.PDST(), {"static_bn": True}),
+        (fl.FlashPlus(warmup_clients=2, warmup_epochs=1), {}),
+    ],
+)
+def test_run_stays_within_its_budget_and_uses_it(budget: int, method: fl.Method, settings: dict[str, Any]) -> None:
+    run = fl.simulate(method, wide(), 8, budget=budget, **SETTINGS, **settings)
+    each = {way: getattr(run, f"bytes_{way}") / (8 * 4) for way in ("down", "up")}
+    assert max(each.values()) <= budget
+    least = 0.7 if isinstance(method, fl.JMWST) and method.r_int else 0.95  # what a moved mask takes is estimated
+    assert run.weights.mask.density == 1 or max(each.values()) >= least * budget
+
+
+def test_more_bytes_buy_more_weights_and_then_more_bits() -> None:
+    task, found = wide(), []
+    for budget in (8_000, 20_000, 32_000, 60_000, 200_000):
+        method, train, _ = within_budget(fl.SPDST(), task, TrainConfig(rounds=10, per_round=4, budget=budget))
+        assert isinstance(method, fl.SPDST)
+        found.append((train.values, method.density))
+    assert [values for values, _ in found] == ["int4", "int8", "fp16", "fp32", "fp32"]
+    assert found[-1][1] == 1.0
+
+
+def test_chosen_density_is_the_densest_that_fits() -> None:
+    task, train = wide(), TrainConfig(rounds=10, per_round=4, budget=12_000, values="int8")
+    method, made, said = within_budget(fl.SPDST(), task, train)
+    assert isinstance(method, fl.SPDST)
+    cost = Cost(method, plan_of(train, task, 8))
+    assert max(cost.bytes(method.density, made.down, made.up)) <= 12_000
+    assert max(cost.bytes(method.density + 1e-4, made.down, made.up)) > 12_000
+    assert f"density {method.density:g}" in said
+    assert made.values == "int8"  # what is set stays
+    assert within_budget(method, task, made)[:2] == (method, made)  # so a resumed run chooses the same
+
+
+def test_budget_too_small_is_refused_with_what_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"budget = 100: .* needs about \d+ bytes a message. Raise the budget"):
+        fl.simulate(fl.SPDST(), wide(), 2, budget=100, **SETTINGS)
+
+
+def test_method_without_density_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dense has no density to choose"):
+        fl.simulate(fl.Dense(), make_task("norm"), 2, budget=10_000, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2.3MB", 2_300_000), ("545 kB", 545_000), ("1gb", 10**9), ("700", 700), ("1e6", 10**6)]
+)
+def test_amounts_of_bytes(text: str, count: int) -> None:
+    assert parse_bytes(text, "budget") == count
+    assert make_config({}, {"budget": text}).train.budget == count
+    assert make_config({}, {"max_bytes": text}).train.max_bytes == count
+
+
+@pytest.mark.parametrize("text", ["", "MB", "2.3 megabytes", "-1MB", "1.2.3"])
+def test_amounts_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as 2\.3MB"):
+        make_config({}, {"budget": text})
+
+
+def test_command_line_says_and_records_what_it_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--quick", "--budget", "20kB", "--method", "flashplus", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    assert "budget of 20000 bytes a client and round each way: density " in capsys.readouterr().err
+    config = Results.read(tmp_path / "run").header["config"]
+    assert 0 < config["method"]["density"] < 1
+    assert config["train"]["budget"] == 20_000

@@ -1,0 +1,309 @@
+"""What each system of other papers does to a model of eight weights: the exact masks, votes and scores."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashfl as fl
+from flashfl.aggregate import add
+from flashfl.core.client import Clients, Part, Place, Rows
+from flashfl.core.exchange import Extra, Local, Update
+from flashfl.core.layout import Layout
+from flashfl.core.mask import Mask, Weights
+from flashfl.engine.pipeline import close_clients, open_clients
+from flashfl.methods import METHODS
+from flashfl.methods.fedpm import Scores, frozen
+from flashfl.methods.fedrts import FedRTS, Votes
+from flashfl.methods.fjord import OrderedDropout
+from flashfl.methods.lotteryfl import Ticket
+from flashfl.methods.prunefl import SquaredGradients, best_per_time
+from flashfl.methods.scaffold import ControlVariate
+from flashfl.methods.sparsyfed import LargestWeights, Power, powered
+from flashfl.methods.ssfl import SALIENCY, Saliency
+from flashfl.methods.zerofl import Largest, Swat
+from flashfl.sparsity import LayerRegrow
+from flashfl.sparsity.width import levels, width_mask
+from tests.conftest import make_task
+
+EIGHT = Layout.build({"prunable": [("w", (2, 4))], "dense": [("b", (1,))]})
+TRAINED = torch.tensor([[0.5, -4.0, 1.0, 0.1, 3.0, -0.2, 2.0, 0.0, 7.0]])
+
+
+def bits(text: str) -> Tensor:
+    return torch.tensor([c == "1" for c in text])
+
+
+def client(*parts: Part, start: Tensor | None = None, mask: str = "11111111", **more: Any) -> tuple[Local, Clients]:
+    local = Local(lr=0.5, parts=parts)
+    begin = torch.zeros(1, 9) if start is None else start
+    asked = (lambda row: more.get("metric", 0.9), lambda key: torch.full((9,), 0.25))
+    given, notes = more.get("given", {}), more.get("notes", {})
+    return local, open_clients(EIGHT, local, [1], [4], begin, bits(mask)[None], [given], [notes], *asked)
+
+
+def finished(part: Part, trained: Tensor = TRAINED, **more: Any) -> tuple[Clients, Any]:
+    local, c = client(part, **more)
+    c.vectors = trained.clone()
+    return c, close_clients(local, c)
+
+
+def rows(weights: Tensor, layout: Layout = EIGHT, state: dict[str, Tensor] | None = None, count: int = 0) -> Rows:
+    one = torch.tensor([[count]])
+    key = torch.tensor([[3, 4]], dtype=torch.int32)
+    return Rows(Place.logical(layout), weights, key, one, one + 9, torch.tensor([[0.5]]), state or {})
+
+
+def state(name: str, vector: Tensor, mask: str = "11111111", rounds: int = 10, **fields: Any) -> tuple[Any, fl.State]:
+    """A method on the eight weights, and its state with this model."""
+    plan = fl.Plan(EIGHT, lambda key: torch.arange(1.0, 10.0), 1, rounds, 4, 2)
+    method = METHODS[name](**fields)
+    first = method.init(plan)
+    weights = Weights.masked(Mask(EIGHT, bits(mask)), vector)
+    return method, fl.State(plan, weights, first.phase, extra=first.extra)
+
+
+def sums(*updates: tuple[int, str, list[float]], **extra: list[Any]) -> fl.Sums:
+    """What some updates add up to: (n, mask, vector)."""
+    total = fl.Sums(EIGHT, counts=[0])
+    for i, (n, mask, vector) in enumerate(updates):
+        weights = Weights.masked(Mask(EIGHT, bits(mask)), torch.tensor(vector))
+        more = {name: Extra("dense", torch.as_tensor(values[i]).float()) for name, values in extra.items()}
+        update = Update.of(i, n, weights, weights.mask.counts)
+        add(total, Update(i, n, update.mask, update.values, update.counts, {}, more))
+    return total
+
+
+def test_feddst_regrows_in_the_same_layer_by_gradient() -> None:
+    rule = LayerRegrow(0.5)
+    vectors, masks = TRAINED.clone(), bits("11110000")[None].clone()
+    vectors[0, 4:8] = 0
+    scores = torch.tensor([[0.0, 0, 0, 0, 1.0, -9.0, 0.5, 3.0]])
+    assert rule.moments(10, 4) == {20: Fraction(1, 2)}
+    assert rule.moments(1, 5) == {3: Fraction(1, 2)}
+    assert rule.move(EIGHT, vectors, masks, scores, Fraction(1, 2), [1], [(4,)]) == [(4,)]
+    assert torch.equal(masks[0], bits("01100101")), "0.5 and 0.1 are the smallest; 5 and 7 have the largest gradients"
+
+
+def test_feddst_averages_over_holders_and_prunes_back() -> None:
+    method, s = state("feddst", torch.ones(9), "11110000", density=0.5)
+    first = (1, "11110000", [1.0, 2, 3, 4, 0, 0, 0, 0, 1])
+    second = (3, "00111100", [0.0, 0, 1, 0, 9, -8, 0, 0, 1])
+    after = method.aggregate(s, sums(first, second))
+    assert after.before.vector[:8].tolist() == [1, 2, 1.5, 1, 9, -8, 0, 0]
+    assert torch.equal(after.mask.bits, bits("01101100"))
+
+
+def test_fedspa_keeps_weights_that_nobody_held() -> None:
+    method, s = state("fedspa", torch.full((9,), 5.0), density=0.5)
+    after = method.aggregate(s, sums((1, "11000000", [1.0] * 9), (1, "01100000", [3.0] * 9)))
+    assert after.weights.vector.tolist() == [1, 2, 3, 5, 5, 5, 5, 5, 2]
+    work = method.work(s, fl.Client(0, 5)), method.work(s, fl.Client(1, 5))
+    assert work[0].start.key != work[1].start.key
+    assert work[0].start.budgets == work[1].start.budgets
+
+
+def test_ssfl_scores_the_product_of_gradient_and_weight() -> None:
+    local, c = client(Saliency())
+    r = rows(TRAINED, state=c.state)
+    Saliency().before(r, torch.tensor([[2.0, 0.5, -3.0, 1.0, 0.0, 1.0, 1.0, 8.0, 9.0]]))
+    done = close_clients(local, c)
+    assert done.extras[0]["saliency"].value.tolist() == pytest.approx([1.0, 2.0, 3.0, 0.1, 0, 0.2, 2.0, 0])
+    method, s = state("ssfl", torch.arange(1.0, 10.0), density=0.25)
+    assert s.phase == SALIENCY
+    zero = [0.0] * 9
+    scores = [[4.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 2, 1, 0, 0, 0, 0, 3]]
+    after = method.aggregate(s, sums((1, "11111111", zero), (3, "11111111", zero), saliency=scores))
+    assert torch.equal(after.mask.bits, bits("10000001")), "7, 6, 3 and 9: the two largest sums of n * score"
+
+
+def test_scaffold_corrects_gradients_and_updates_its_control_variate() -> None:
+    given = {"control": Extra("dense", torch.full((9,), 1.0))}
+    notes = {"control": Extra("dense", torch.full((9,), 0.25))}
+    local, c = client(ControlVariate(), given=given, notes=notes)
+    gradient = torch.zeros(1, 9)
+    ControlVariate().before(rows(TRAINED, state=c.state), gradient)
+    assert gradient.tolist() == [[0.75] * 9]
+    c.vectors = torch.full((1, 9), -2.0)  # 4 steps at 0.5: a mean gradient of 1
+    done = close_clients(local, c)
+    assert done.notes[0]["control"].value.tolist() == [0.25] * 9, "c_i - c + (0 + 2) / (4 * 0.5)"
+    assert done.extras[0]["control"].value.tolist() == [0.0] * 9
+    method, s = state("scaffold", torch.zeros(9))
+    after = method.aggregate(s, sums((1, "11111111", [1.0] * 9), control=[[2.0] * 9]))
+    assert after.extra["control"].tolist() == [0.5] * 9, "one of four clients"
+
+
+def test_sparsyfed_sees_powers_and_sends_the_largest() -> None:
+    part = Power(2.0)
+    seen = part.view(rows(TRAINED), TRAINED)
+    assert seen.tolist() == [pytest.approx([0.25, -16, 1, 0.01, 9, -0.04, 4, 0, 7])]
+    gradient = torch.ones(1, 9)
+    part.backward(rows(TRAINED), gradient)
+    assert gradient.tolist() == [pytest.approx([1, 8, 2, 0.2, 6, 0.4, 4, 0, 1])]
+    assert float(part.inputs(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))) == 0.5
+    c, done = finished(LargestWeights(0.375))
+    assert done.counts == [(3,)]
+    assert torch.equal(c.masks[0], bits("01001010"))
+    assert powered(TRAINED[0], 8, 1.0).equal(TRAINED[0])
+
+
+def test_zerofl_sees_the_largest_weights_and_uploads_more() -> None:
+    assert Swat(0.25).view(rows(TRAINED), TRAINED).tolist() == [[0, -4, 0, 0, 3, 0, 0, 0, 7]]
+    assert float(Swat(0.25).inputs(TRAINED)) == 0.25
+    c, _ = finished(Largest(0.5))
+    assert torch.equal(c.masks[0], bits("01101010"))
+    assert c.vectors[0].tolist() == [0, -4, 1, 0, 3, 0, 2, 0, 7]
+    start = torch.tensor([[0.0, -4, 0, 0, 0, 0, 0, 0, 6]])
+    c, _ = finished(Largest(0.25, "largest changes"), start=start)
+    assert c.vectors[0].tolist() == [0, 0, 0, 0, 3, 0, 2, 0, 1]
+    c, _ = finished(Largest(0.25, "changes of the largest weights"), start=start)
+    assert torch.equal(c.masks[0], bits("01001000"))
+    assert c.vectors[0].tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 1]
+
+
+def test_fedrts_votes_and_updates_its_betas() -> None:
+    method = FedRTS(0.5, interval=10, rate=0.5, scale=10.0)
+    plan = fl.Plan(EIGHT, lambda key: torch.arange(1.0, 10.0), 1, 10, 4, 2)
+    s = method.init(plan)
+    s = fl.State(plan, Weights.masked(Mask(EIGHT, bits("11110000")), torch.ones(9)), extra=s.extra, round=1)
+    assert method._kappa(s) == (round((1 - 0.25 * (1 + math.cos(math.pi / 10))) * 4),) == (2,)
+    assert method.work(s, fl.Client(0, 1)).parts == (Votes((2,)),)
+    kept = Votes((2,)).tally(EIGHT, TRAINED, bits("11110000")[None])["kept"]
+    assert torch.equal(kept[0], bits("01100000"))
+    after = method.aggregate(s, sums((1, "11110000", [1.0, 2, 3, 4, 0, 0, 0, 0, 1]), kept=[bits("00110000").float()]))
+    assert after.extra["a"].tolist() == [1, 1, 11, 11, 1, 1, 1, 1]
+    assert after.extra["b"].tolist() == [11, 11, 1, 1, 1, 1, 1, 1]
+    assert torch.equal(after.mask.bits, bits("11110000")), "the mask moves in adjustment rounds only"
+
+
+def test_fedrts_draws_a_mask_of_the_same_size_in_adjustment_rounds() -> None:
+    method, s = state("fedrts", torch.ones(9), "11110000", density=0.5)
+    assert [type(part).__name__ for part in method.work(s, fl.Client(0, 1)).parts] == ["LastGradient", "Votes"]
+    found = sums((1, "11110000", [1.0] * 9), kept=[[0.0] * 8], wanted=[bits("00001111").float()])
+    after = method.aggregate(s, found)
+    assert after.extra["a"].tolist()[4:] == [11.0] * 4, "wanted by the only client"
+    assert after.mask.active == 4
+
+
+def test_fedpm_sends_bits_and_averages_them_to_probabilities() -> None:
+    part, signs = Scores(7), frozen(EIGHT, 7)
+    assert signs.abs().tolist() == pytest.approx([math.sqrt(2 / 4)] * 8)
+    scores = torch.tensor([[40.0, -40.0] * 4 + [1.0]])
+    local, c = client(part)
+    r = rows(scores, state=c.state)
+    assert part.view(r, scores)[0].tolist() == pytest.approx([*(signs * bits("10101010")).tolist(), 1.0])
+    gradient = torch.ones(1, 9)
+    part.backward(rows(torch.zeros(1, 9), state=c.state), gradient)
+    assert gradient[0, :8].tolist() == pytest.approx((signs / 4).tolist())
+    c.vectors = scores.clone()
+    close_clients(local, c)
+    assert torch.equal(c.masks[0], bits("10101010"))
+    method, s = state("fedpm", torch.zeros(9))
+    after = method.aggregate(s, sums((1, "11000000", [0.0] * 9), (1, "10000000", [0.0] * 9)))
+    assert after.weights.vector[:3].sigmoid().tolist() == pytest.approx([0.99, 0.5, 0.01])
+
+
+def test_prunefl_takes_what_is_worth_its_time() -> None:
+    layout = Layout.build({"prunable": [("a", (4,)), ("b", (4,))]})
+    squares = torch.tensor([4.0, 1, 0.5, 0, 8, 2, 0, 0], dtype=torch.float64)
+    capped = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1e9, 0.375)
+    assert torch.equal(capped, bits("11001000")), "4, 2 and 1 per unit of time; the cap is three"
+    few = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1.0, 1.0)
+    assert torch.equal(few, bits("10001000")), "1 is below the 12 / 6 of the first two"
+    local, c = client(SquaredGradients())
+    SquaredGradients().before(rows(TRAINED, state=c.state), TRAINED)
+    assert close_clients(local, c).extras[0]["squares"].value.tolist() == pytest.approx(
+        TRAINED[0, :8].square().tolist()
+    )
+
+
+@pytest.mark.parametrize(("metric", "mask", "expected"), [(0.9, "11111110", "01101110"), (0.4, "11111110", "11111110")])
+def test_lottery_ticket_is_pruned_and_rewound_if_it_is_good(metric: float, mask: str, expected: str) -> None:
+    part = Ticket(1, rate=0.3, threshold=0.5, density=0.25)
+    begin = torch.tensor([[0.1, -4.0, 1.0, 0.2, 3.0, -0.5, 2.0, 0.0, 7.0]])
+    _, c = client(part, start=begin, mask=mask, metric=metric)
+    assert torch.equal(c.masks[0], bits(expected))
+    rewound = torch.where(bits(expected), 0.25, 0.0).tolist()
+    assert c.start[0, :8].tolist() == (rewound if metric > 0.5 else (begin[0, :8] * bits(mask)).tolist())
+
+
+WIDE = Layout.build(
+    {
+        "prunable": [("conv1.weight", (4, 1, 1, 1)), ("conv2.weight", (4, 4, 1, 1)), ("hidden.weight", (2, 8))],
+        "dense": [("conv1.bias", (4,)), ("bn.weight", (4,)), ("fc.weight", (3, 2)), ("fc.bias", (3,))],
+    }
+)
+
+
+def test_width_keeps_the_first_channels_everywhere() -> None:
+    half = width_mask(WIDE, 0.5).bits
+    assert half[:4].tolist() == [True, True, False, False], "the model's own input is never narrowed"
+    assert half[4:20].view(4, 4).tolist() == [[True, True, False, False]] * 2 + [[False] * 4] * 2
+    assert half[20:].view(2, 8).tolist() == [[True] * 4 + [False] * 4, [False] * 8], "two places a channel, flattened"
+    level = levels(WIDE, (0.5, 1.0))
+    assert level[36:40].tolist() == [0, 0, 1, 1], "biases follow their channels"
+    assert level[40:44].tolist() == [0, 0, 1, 1], "so does BatchNorm"
+    assert level[44:].tolist() == [0] * 9, "the classifier is whole"
+
+
+def test_fjord_draws_a_width_up_to_the_clients() -> None:
+    part, weights = OrderedDropout((0.5, 1.0), 1.0), torch.ones(1, WIDE.trained_size)
+    level = levels(WIDE, (0.5, 1.0)).float()[None]
+    seen = [part.view(rows(weights, WIDE, {"level": level}, count), weights) for count in range(40)]
+    sizes = {int(x.sum()) for x in seen}
+    assert sizes == {WIDE.trained_size, int((level == 0).sum())}, "both widths occur, and no other"
+    narrow = OrderedDropout((0.5, 1.0), 0.5)
+    assert all(int(narrow.view(rows(weights, WIDE, {"level": level}, i), weights).sum()) < 40 for i in range(9))
+
+
+def test_dropped_channels_of_a_narrow_model_are_zero() -> None:
+    task = make_task("norm")
+    method = METHODS["heterofl"](widths=(0.5, 1.0), shares=(0.5, 0.5))
+    run = fl.simulate(method, task, 3, per_round=4, workers=1, batch=4)
+    assert run.state is not None
+    narrow = method.sub_model(run.state, 0.5)
+    views = task.layout.views(narrow.vector)
+    for name, tensor in views.items():
+        if name.startswith("layers.") and not name.endswith(("running_mean", "running_var")):
+            assert not tensor[4:].any(), name
+    assert set(run.history[-1].metrics) == {"after", "width 0.5"}
+
+
+def test_personal_accuracy_is_reported_where_models_are_personal() -> None:
+    task = make_task("norm")
+    for name, changes in (("fedspa", {}), ("fedspa", {"moving": True}), ("lotteryfl", {"threshold": 0.0})):
+        run = fl.simulate(METHODS[name](0.3, **changes), task, 2, per_round=8, workers=1, batch=4)
+        score = run.history[-1].metrics["personal"]
+        assert 0 <= score.metric <= 1
+        assert score.density < 1
+
+
+def test_flops_follow_what_clients_compute_not_what_they_send() -> None:
+    task = make_task("norm")
+    flops = {
+        name: fl.simulate(METHODS[name](**more), task, 1, per_round=4, workers=1, batch=4).history[0].flops
+        for name, more in (
+            ("dense", {}),
+            ("topk", {"density": 0.1}),
+            ("zerofl", {"density": 0.1}),
+            ("pdst", {"density": 0.1}),
+        )
+    }
+    assert flops["topk"] == flops["dense"], "training is dense"
+    assert flops["zerofl"] == pytest.approx(flops["pdst"], rel=0.01), "the passes compute with a tenth of the weights"
+    assert flops["pdst"] < flops["dense"] / 3
+
+
+def test_personal_accuracy_weights_classes_by_the_clients_shares() -> None:
+    from flashfl.engine.personal import _weighted
+    from flashfl.engine.train import Trainer
+
+    output, classes = torch.tensor([[9.0, 0, 0]] * 6), torch.tensor([0, 0, 1, 1, 2, 2])
+    loss, metric = _weighted(Trainer(make_task("norm")), output, classes, [0.75, 0.25, 0.0])
+    assert metric == 0.75, "always class 0, of which three quarters of the client's samples are"
+    assert loss == pytest.approx(0.25 * 9, abs=0.01)
