@@ -9,6 +9,7 @@ comparison only. Takes about a minute on one core.
 from __future__ import annotations
 
 import argparse
+import heapq
 import io
 import math
 import sys
@@ -22,12 +23,15 @@ import scipy
 import scipy.sparse
 import torch
 
+import flashfl as fl
 from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask, Recipe
+from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.precision import FORMS, Precision
 from flashfl.core.rng import choose, fold
 from flashfl.sparsity import recipe_mask
-from flashfl.wire import Message, Parts, decode, encode
+from flashfl.wire import Message, Parts, decode, encode, size_with
+from flashfl.wire.levels import TOPS, to_levels
 from flashfl.wire.masks import plan
 
 SHAPES = (
@@ -316,12 +320,56 @@ def savings() -> None:
     verdict("JMWST d = 0.05, r_int 5, server mask moves 25 %", jmwst(0.25), 18.0, True)
 
 
+def precisions() -> None:
+    """Sizes in every form, as written and as the closed form says, and the density that the same bytes allow."""
+    print("\nAn update under a known mask at d = 0.05: kB, bits for each active weight, and the density of equal bytes")
+    mask = random_mask(budgets(0.05, True), 7)
+    sent, plain_size = message(mask), size(message(mask), (mask,)).total
+    for form in FORMS:
+        for rest in ("fp32", "fp16") if form != "fp32" else ("fp32",):
+            how = Precision(form, rest)
+            written = encode(sent, (mask,), how).parts
+            assert written == size_with(sent, mask.active, written.mask, how)
+            fixed = size_with(sent, 0, written.mask, how).total
+            bits = 8 * (written.total - fixed) / mask.active
+            density = 8 * (plain_size - fixed) / bits / K
+            print(f"  {form}, rest {rest}: {written.total / 1e3:>8.0f} {bits:>8.2f} {density:>9.3f}")
+
+
+def entropies() -> None:
+    """How many bits the levels of a trained model hold: what an entropy code could save."""
+    print("\nEntropy of quantised values in bits, and of a Huffman code for them: digits, SPDST d = 0.1, 15 rounds")
+    before: list[Weights] = []
+    run = fl.simulate(fl.SPDST(0.1), fl.data.tasks.digits(), 15, workers=1, progress=False,
+                      watch=lambda state, record: before.append(state.weights))  # fmt: skip
+    places, trained = run.weights.mask.places, run.weights.vector
+    for what, values in (("weights", trained[places]), ("changes", (trained - before[-2].vector)[places])):
+        for form in ("int8", "int4"):
+            levels = to_levels(values, run.weights.mask.counts, form, "unbiased", 1).levels.long()
+            counts = torch.bincount(levels + TOPS[form]).double()
+            shares = counts[counts > 0] / counts.sum()
+            entropy, huffman = float(-(shares * shares.log2()).sum()), _huffman(shares.tolist())
+            full = 8 if form == "int8" else 4
+            less = f"{1 - huffman / full:.1%} less"
+            print(f"  {what} as {form}: entropy {entropy:.2f}, Huffman {huffman:.2f} of {full}: {less}")
+
+
+def _huffman(shares: list[float]) -> float:
+    """The mean length of the best prefix code: each merge adds a bit to everything below it."""
+    heap, total = sorted(shares), 0.0
+    while len(heap) > 1:
+        merged = heapq.heappop(heap) + heapq.heappop(heap)
+        total += merged
+        heapq.heappush(heap, merged)
+    return total
+
+
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     print(f"ResNet18: {K:,} prunable, {DENSE:,} dense, {STATISTICS:,} statistics")
     print(f"torch {torch.__version__}, numpy {np.__version__}, scipy {scipy.__version__}")
-    for part in (sizes, overhead, timings, savings):
+    for part in (sizes, overhead, precisions, entropies, timings, savings):
         part()
     print(f"\n{failures} failed")
     sys.exit(failures)

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from .run.config import RunConfig
 
 _DEMO_METHODS = "dense,nst,pdst,spdst,jmwst"
-_COMPARED = (
-    "accuracy %", "best %", "personal %", "density", "up / round", "down / round", "s at 1 / 10 / 100 Mbit/s", "FLOPs",
-    "mask mismatch", "time (s)",
-)  # fmt: skip
+_COMPARED = ("accuracy %", "best %", "personal %", "density", "up / round", "down / round")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,6 +110,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
     def add(name: str, go: Callable[..., Any], help: str, settings: bool = False) -> argparse.ArgumentParser:
         epilog = "Give any setting as --name value; `flashfl methods` and `flashfl settings` list them."
+        if name == "compare":
+            epilog += " --METHOD.name value is for one method only, for instance --spdst.density 0.1."
         sub = commands.add_parser(
             name, help=help, description=help, allow_abbrev=False, epilog=epilog if settings else None
         )
@@ -191,7 +190,12 @@ def _resumed_config(folder: Path, overrides: dict[str, str]) -> RunConfig | None
         recorded = Results.read(folder).header.get("config")
     except FlashError:
         return None
-    return make_config(recorded, overrides) if isinstance(recorded, dict) and recorded else None
+    if recorded == {}:
+        raise ConfigError(
+            f"{folder} was made in Python: continue it there, with fl.simulate(method, task, rounds, "
+            f"folder={str(folder)!r}, resume=True)"
+        )
+    return make_config(recorded, overrides) if isinstance(recorded, dict) else None
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -210,7 +214,8 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     print(
         f"{config.method.name}: {run.scored}, "
         f"density {run.weights.mask.density:.4f}, up {amount(run.bytes_up)}, down {amount(run.bytes_down)}, "
-        f"{run.seconds:.1f} s, checksum {run.checksum}" + (f"; stopped early: {run.stopped}" if run.stopped else "")
+        f"{run.spent}{run.seconds:.1f} s, checksum {run.checksum}"
+        + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
@@ -221,8 +226,9 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .paper.verdict import verdict
     from .report.command import page_for
     from .run.compare import check_settings, compare, replace_seed, settings_for
+    from .run.progress import amount
     from .run.summary import Metric, numbers_of, summarise
-    from .run.table import summary_table
+    from .run.table import TRANSFER, summary_table
 
     asked = ",".join(METHODS) if args.methods.strip() == "all" else args.methods
     names = list(dict.fromkeys(name.strip() for name in asked.split(",") if name.strip()))
@@ -243,13 +249,17 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     }
     train, task = first[0].train, first[0].task
     density = {c.to_json()["method"].get("density", 1.0) for c in first} - {1.0}
+    size = f"density {', '.join(map(str, sorted(density))) or '1'}"
+    if train.budget:
+        size = f"{amount(train.budget)} a client and round each way"
     title = (
-        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, "
-        f"density {', '.join(map(str, sorted(density))) or '1'}, {args.seeds} seed(s)"
+        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, {size}, "
+        f"{args.seeds} seed(s)"
     )
     personal = any(one.personal is not None for one in found.values())
     columns = [name for name in _COMPARED if personal or name != "personal %"]
-    print(summary_table(found, columns, title).terminal())
+    costs = (TRANSFER, "FLOPs", "mask mismatch", "time (s)")
+    print(summary_table(found, columns, title).terminal(), summary_table(found, costs).terminal(), sep="\n\n")
     said = (
         "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mbit/s: seconds that the "
         "bytes of one client and round take, up and down together. Mask mismatch: between the server's masks of "

@@ -281,3 +281,42 @@ def test_engines_agree_on_a_falling_learning_rate_and_a_multiplicative_step() ->
     config = TrainConfig(device="cpu", rounds=3, per_round=4, batch=4, workers=1, momentum=0.5)
     a, b = run_lanes(method, task, "cpu", config).weights.vector, fl.simulate(method, task, train=config).weights.vector
     assert float((a - b).norm() / b.norm()) < 1e-4
+
+
+def test_wrong_parts_are_refused_before_the_first_round() -> None:
+    with pytest.raises(FlashError, match="must be parts, such as Multiply"):
+        Local(parts=(Local(),))  # type: ignore[arg-type]
+    with pytest.raises(FlashError, match="static_bn cannot be used here"):
+        Local(report="mask", statistics=False)
+
+
+def test_part_of_a_users_file_works_with_load(tmp_path: Any) -> None:
+    """A file given with --load has the powers of a built-in method: memory, reports, worker processes."""
+    import subprocess
+    import sys
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "import flashfl as fl\n"
+        "from flashfl.core.client import Field, Part\n"
+        "from flashfl.core.parts import part\n\n"
+        "@part\n@dataclass(frozen=True)\nclass Count(Part):\n"
+        "    def remembers(self, layout):\n        return {'rounds': Field('scalar')}\n\n"
+        "    reports = remembers\n\n"
+        "    def finish(self, c):\n"
+        "        c.memory['rounds'] = c.memory['rounds'] + 1\n"
+        "        c.report['rounds'] = c.memory['rounds']\n\n"
+        "@dataclass(frozen=True)\nclass Mine(fl.PDST):\n"
+        "    name: ClassVar[str] = 'mine'\n\n"
+        "    def work(self, s, client):\n        return self.local(s, parts=(Count(),))\n\n"
+        "    def aggregate(self, s, sums):\n"
+        "        assert float(sums.extra['rounds']) == (s.round + 1) * sums.n\n"
+        "        return super().aggregate(s, sums)\n\n"
+        "fl.METHODS['mine'] = Mine\n"
+    )
+    words = ["--method", "mine", "--rounds", "2", "--clients", "3", "--per-round", "3", "--max-steps", "1"]
+    command = [sys.executable, "-m", "flashfl.cli", "run", "--load", str(file), *words, "--workers", "2"]
+    done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -136,18 +136,28 @@ class Deployment:
         wait_for(lambda: "Uvicorn running" in self.log("superlink"), 60, "the SuperLink")
 
     def supernode(
-        self, number: int, of: int, via: int | None = None, launcher: str = QUICK, env: Mapping[str, str] | None = None
+        self,
+        number: int,
+        of: int,
+        via: int | None = None,
+        launcher: str = QUICK,
+        env: Mapping[str, str] | None = None,
+        config: str = "",
     ) -> None:
-        """Start a SuperNode, registered under a key of its own; `via` another port than the SuperLink's."""
+        """Start a SuperNode, registered under a key of its own; `via` another port than the SuperLink's.
+
+        config: more of the node's settings.
+        """
         key = self.folder / f"node{number}.key"
         if not key.exists():
             make_key(key)
             self.flwr("supernode", "register", str(key.with_suffix(".pub")), "here")
         command = [sys.executable, "-m", launcher] if launcher else ["flower-supernode"]
+        settings = f"partition-id={number} num-partitions={of} {config}".strip()
         self.start(
             f"node{number}", *command, "--superlink", f"127.0.0.1:{via or self.port}",
             "--root-certificates", str(self.folder / "ca.crt"), "--auth-supernode-private-key", str(key),
-            "--port", str(free_port()), "--node-config", f"partition-id={number} num-partitions={of}", env=env,
+            "--port", str(free_port()), "--node-config", settings, env=env,
         )  # fmt: skip
 
     def flwr(self, *words: str, timeout: float = 120) -> str:

@@ -222,3 +222,28 @@ def test_ray_simulation_is_bit_identical(tmp_path: Path) -> None:
     here = fl.simulate(SPDST, digits(6), 3, workers=1, **TRAIN)
     assert end(tmp_path / "run")["checksum"] == here.checksum
     assert here.traffic.up == end(tmp_path / "run")["bytes"]["up"]
+
+
+def test_ten_supernodes_with_tls_open_the_simulations_secure_sum(tmp_path: Path) -> None:
+    """The second run loses a SuperNode: the sum of the others is opened."""
+    pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
+    from flashfl.flower.private import make_identity
+
+    settings = "warmup_clients=4 warmup_epochs=1 secure=true per_round=10 max_steps=2"
+    keys = {client: make_identity(client, tmp_path / "keys") for client in range(10)}
+    (tmp_path / "keys" / "identities.json").write_text(json.dumps(keys))
+    method, train = fl.SPDST(density=0.05, warmup_clients=4, warmup_epochs=1), {**TRAIN, "per_round": 10}
+    expected = fl.simulate(method, digits(10), 1, workers=1, device="cpu", secure=True, max_steps=2, **train)
+    with deployment(tmp_path / "flower") as made:
+        for number in range(10):
+            named = f'identity="{tmp_path}/keys/client-{number}.key" identities="{tmp_path}/keys/identities.json"'
+            made.supernode(number, 10, config=named)
+        more = {"settings": settings, "train__rounds": 1, "flower__clients": 10}
+        run = made.run(**more, folder=str(tmp_path / "run"))
+        assert made.wait(run, 1500) == "finished:completed"
+        assert end(tmp_path / "run")["checksum"] == expected.checksum
+        made.kill("node7")
+        run = made.run(**more, folder=str(tmp_path / "less"), flower__timeout=60.0)
+        assert made.wait(run, 1500) == "finished:completed"
+    assert [set(line.failures) for line in rounds(tmp_path / "less")][-1] <= {7}
+    assert end(tmp_path / "less")["checksum"] != expected.checksum

@@ -152,7 +152,7 @@ def test_method_that_declares_a_common_mask_and_lies_is_refused(task: fl.Task) -
         simulated(task, Secretive(density=0.1), secure=True)
 
 
-@pytest.mark.parametrize("setting", [{"values": "int8"}, {"clip": 2.0}, {"trim": 0.1}])
+@pytest.mark.parametrize("setting", [{"values": "int8"}, {"values_down": "fp16"}, {"clip": 2.0}, {"trim": 0.1}])
 def test_settings_that_need_single_updates_are_refused(setting: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="whole numbers"):
         TrainConfig(secure=True, **setting)  # type: ignore[arg-type]
@@ -177,9 +177,9 @@ def test_server_never_sees_sample_counts_or_plain_values(task: fl.Task, monkeypa
     seen: list[bytes] = []
     original = PrivateRound.received
 
-    def received(self: PrivateRound, client: int, data: bytes) -> None:
+    def received(self: PrivateRound, client: int, data: bytes, notes: str | None = None) -> None:
         seen.append(data)
-        original(self, client, data)
+        original(self, client, data, notes)
 
     monkeypatch.setattr(PrivateRound, "received", received)
     run = simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)

@@ -18,7 +18,7 @@ from flashfl.paper.verdict import verdict
 from flashfl.run import code
 from flashfl.run import compare as comparing
 from flashfl.run.code import code_of, joined
-from flashfl.run.compare import compare, replace_seed
+from flashfl.run.compare import check_settings, compare, replace_seed, settings_for
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.export import export_run
 from flashfl.run.results import RESULTS, Results
@@ -282,3 +282,13 @@ def test_one_seed_has_no_spread() -> None:
 )  # fmt: skip
 def test_verdict_names_only_what_ran(runs: dict[str, Sequence[float]], said: str) -> None:
     assert verdict({name: some(*values) for name, values in runs.items()}) == said
+
+
+def test_setting_of_one_method_reaches_that_method_only() -> None:
+    words = {"density": "0.1", "spdst.density": "0.2", "hetero_spdst.lr": "0.3", "rounds": "7"}
+    assert settings_for("spdst", words) == {"density": "0.2", "rounds": "7"}
+    assert settings_for("jmwst", words) == {"density": "0.1", "rounds": "7"}
+    assert settings_for("hetero-spdst", words)["lr"] == "0.3"
+    check_settings(["spdst", "hetero-spdst"], words)
+    with pytest.raises(ConfigError, match=r"--hetero-spdst\.lr: hetero-spdst is not among the methods spdst"):
+        check_settings(["spdst"], words)

@@ -30,6 +30,7 @@ METHODS: dict[str, fl.Method] = {
     "nst": fl.NST(density=0.3),
     "jmwst": fl.JMWST(density=0.3, warmup_clients=2, warmup_epochs=1),
     "hetero-spdst": fl.HeteroSPDST(densities=(0.3, 0.1), shares=(0.5, 0.5), warmup_clients=2, warmup_epochs=1),
+    "scaffold": fl.METHODS["scaffold"](),  # clients remember tensors too
 }
 ODD: list[Any] = [
     None, True, -1, 0, 1, 7, 2**31, 2**64, 10**30, 0.5, -0.0, float("nan"), 1e308, "", "x", "../../victim", "a" * 16,
@@ -220,6 +221,20 @@ def test_flipped_key_in_results_is_one_clear_error(tmp_path: Path) -> None:
         with pytest.raises(FlashError, match=rf"results\.jsonl(, line {number + 1}: | does not begin with)"):
             Results.read(tmp_path)
         with pytest.raises(FlashError, match=r"results\.jsonl"):
+            go(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("at", [("config",), ("config", "train"), ("identity",), ("identity", "settings"), ("task",)])
+def test_forged_header_of_results_is_one_clear_error(at: Path_, tmp_path: Path) -> None:
+    go(tmp_path)
+    path = tmp_path / "results.jsonl"
+    first, *rest = path.read_text().splitlines()
+    for value in (7, "x", [1], None):
+        header = json.loads(first)
+        table = header if len(at) == 1 else header[at[0]]
+        table[at[-1]] = value
+        path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+        with pytest.raises(FlashError, match=rf"the first line of its results\.jsonl has no table '{at[-1]}'"):
             go(tmp_path, resume=True)
 
 

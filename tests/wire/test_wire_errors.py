@@ -218,6 +218,7 @@ def test_changes_are_refused_where_they_make_no_sense() -> None:
     refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([32]))))
     refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([5]))))
     refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([64]))))
+    refused(errors.BadField, replace(data, "values", put(payload(data, "values"), 1, bytes([16]))))  # fp32 has no rest
 
 
 def test_every_error_is_a_wire_error() -> None:

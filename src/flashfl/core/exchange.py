@@ -89,7 +89,12 @@ class Local:
             lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
             raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
         if tuple(self.keep) not in ((), ("mask",)):
-            raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',), as clients can remember only their mask")
+            raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',). What parts keep, they say themselves.")
+        for one in self.parts:
+            if not isinstance(one, Part):
+                raise ConfigError(f"parts has {one!r}: must be parts, such as Multiply(); derive yours from Part")
+        if self.report == "mask" and not self.statistics:
+            raise ConfigError("static_bn cannot be used here: clients send all values but those of active weights")
 
     def sends(self, order: Precision) -> Precision:
         """How the update's values travel, in answer to an order whose values travelled like `order`.

@@ -19,8 +19,8 @@ class Precision:
     """How values travel in one direction.
 
     values: the form of the weights. rest: the form of what `values` does not round (statistics, and under int8 and int4
-    vectors). rounding: up or down at random, without bias, or to the nearest. changes: weights as their difference to
-    the model that the client was sent.
+    vectors); fp32 under fp32. rounding: up or down at random, without bias, or to the nearest. changes: weights as
+    their difference to the model that the client was sent.
     """
 
     values: Form = "fp32"
@@ -28,10 +28,14 @@ class Precision:
     rounding: Rounding = "unbiased"
     changes: bool = False
 
+    def __post_init__(self) -> None:
+        if self.values == "fp32":
+            object.__setattr__(self, "rest", "fp32")
+
     @property
     def exact(self) -> bool:
         """Whether every value arrives as it was sent."""
-        return self.values == self.rest == "fp32" and not self.changes
+        return self.values == "fp32" and not self.changes
 
 
 EXACT = Precision()

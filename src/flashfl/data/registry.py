@@ -15,7 +15,7 @@ from .loaders.sst2 import SST2
 from .loaders.tinyimagenet import TINYIMAGENET
 
 _KNOWN = (  # name, what it is, samples to train on and to test on, classes, shape, model, megabytes, files
-    Info("digits", "8x8 digits, installed with scikit-learn", 1437, 360, 10, (1, 8, 8), "digits", 0, DIGITS),
+    Info("digits", "8x8 digits, part of flashfl", 1437, 360, 10, (1, 8, 8), "digits", 0, DIGITS),
     Info("mnist", "handwritten digits", 60_000, 10_000, 10, (1, 28, 28), "mnistnet", 12, MNIST),
     Info("mnist-writers", "MNIST with writers, from QMNIST", 60_000, 10_000, 10, (1, 28, 28), "mnistnet", 13, WRITERS),
     Info("fashion-mnist", "small pictures of clothes", 60_000, 10_000, 10, (1, 28, 28), "mnistnet", 31, FASHION),

@@ -194,7 +194,7 @@ def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) 
         raise CheckpointError(
             f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
         )
-    account.received(client, result.data, result.memory[-1][3])
+    account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 
 
 def _shared_model(task: Task, path: str) -> Weights:

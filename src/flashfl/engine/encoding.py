@@ -108,7 +108,7 @@ class Encoding(Account):
         active = max(active, active_range(local.parts, self.layout, active)[1])
         values, limits = local.sends(self.server.values), _limits(order)
         plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
-        return plain + (300 + 4 * limits.elements) * limits.extras
+        return plain + (300 + 8 * limits.elements) * limits.extras
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""

@@ -120,8 +120,14 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
     if (highest := max(client.id for client, _ in orders)) >= 1 << 32:
         raise ConfigError(f"client id {highest}: private rounds need ids below 2^32")
     for client, order in orders:
-        moves = order.local.adapt is not None and order.local.report != "counts"
-        if moves or order.local.keep or order.local.start is not None:
+        local, layout = order.local, order.weights.layout
+        moves = (local.adapt is not None and local.report != "counts") or local.report == "mask" or local.personal
+        moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
+        if any(part.changes or part.reports(layout) for part in local.parts):
+            raise ConfigError(
+                f"client {client.id} is asked for more than its weights, and secure sums hold nothing else"
+            )
+        if moves or local.keep or local.start is not None:
             raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")
         if not order.weights.mask.equal(first.weights.mask) or order.local != first.local or order.extra:
             raise ConfigError(f"client {client.id} gets another model or other work than client 0: {USE}")

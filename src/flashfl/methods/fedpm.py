@@ -34,9 +34,13 @@ def frozen(layout: Layout, key: int, device: torch.device | str = "cpu") -> Tens
 @part
 @dataclass(frozen=True)
 class Scores(Part):
-    """The vector holds scores s; the forward pass sees frozen weights times Bernoulli(sigmoid(s))."""
+    """The vector holds scores s; the forward pass sees frozen weights times Bernoulli(sigmoid(s)).
+
+    rate: what the gradient of the scores is multiplied by.
+    """
 
     key: int = 0
+    rate: float = 1.0
 
     def active(self, layout: Layout, before: int) -> tuple[int, int]:
         return 0, layout.prunable_size
@@ -53,7 +57,7 @@ class Scores(Part):
     def backward(self, r: Rows, gradient: Tensor) -> None:
         used = r.state["frozen"]
         chance = r.weights[:, : used.shape[1]].sigmoid()
-        gradient[:, : used.shape[1]].mul_(used * chance * (1 - chance))
+        gradient[:, : used.shape[1]].mul_(self.rate * used * chance * (1 - chance))
 
     def finish(self, c: Clients) -> None:
         k = c.layout.prunable_size
@@ -75,10 +79,13 @@ class FedPM(Method):
     theta > 1/2.
     Bytes: up one bit a prunable weight, less where the bits are uneven, as the mask is coded. Down 4 bytes a weight.
     When: uploads are the bottleneck. Not to be confused with methods that prune trained weights.
+
+    rate: scores learn this many times faster than other weights. Plain SGD needs that, as sigmoid'(s) is at most 1/4.
     """
 
     name: ClassVar[str] = "fedpm"
     exact: ClassVar[bool] = False
+    rate: float = 10.0
 
     def init(self, plan: Plan) -> State:
         vector = plan.initial()
@@ -86,7 +93,7 @@ class FedPM(Method):
         return State(plan, Weights.dense(plan.layout, vector))
 
     def work(self, s: State, client: Client) -> Local:
-        return self.local(s, report="mask", parts=(Scores(fold(s.plan.key, "frozen")),))
+        return self.local(s, report="mask", parts=(Scores(fold(s.plan.key, "frozen"), self.rate),))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         assert sums.holders is not None

@@ -61,6 +61,10 @@ class FlashPlus(JMWST):
         if self.grow and (self.nm or self.r_int or self.mask_init != "random"):
             raise ConfigError(f"grow = {self.grow}: only random masks that never move can grow; set nm and r_int to 0")
 
+    @property
+    def common(self) -> bool:
+        return self.r_int == 0 or super().common
+
     def moves(self, s: State) -> bool:
         return self.r_int > 0 and super().moves(s)
 

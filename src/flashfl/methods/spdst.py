@@ -59,7 +59,8 @@ class SPDST(Method):
 
     @property
     def common(self) -> bool:
-        return True  # in the first phase masks move, and clients report nothing but layer counts
+        # In the first phase masks move, and clients report nothing but layer counts.
+        return type(self).work is SPDST.work and type(self).models is Method.models
 
     def init(self, plan: Plan) -> State:
         budgets = allocate(plan.layout, "uniform", self.density)
@@ -72,7 +73,7 @@ class SPDST(Method):
 
     def work(self, s: State, client: Client) -> Local:
         if s.phase == SENSITIVITY:
-            return self.local(s, epochs=self.warmup_epochs, adapt=self.adapt, report="counts")
+            return self.local(s, epochs=self.warmup_epochs, adapt=self.adapt, report="counts", parts=())
         return self.local(s)
 
     def aggregate(self, s: State, sums: Sums) -> State:

@@ -16,7 +16,10 @@ from .tables import ABOUT, FAR, NEAR, miss_of, table_of
 Place = tuple[str, float | None]  # a data set, and an alpha where a section has only one
 
 # In the order of the page, and of the runs of `flashfl reproduce --all --budget-minutes N`.
-TABLES = ("main", "hetero", "r_int", "stage1", "nm", "savings", "wfa", "initialisation", "static_bn", "sst2")
+TABLES = (
+    "main", "hetero", "r_int", "stage1", "nm", "savings", "feddst", "fedspa", "zerofl", "rivals_lr", "rivals", "wfa",
+    "initialisation", "static_bn", "sst2",
+)  # fmt: skip
 # What the experiments in LOG.md found: a table, a data set, an alpha (None: any), a note.
 _NOTES: Sequence[tuple[str, str, float | None, str]] = (
     ("main", "cifar10", 0.1, "Clients this unlike make the last rounds swing by several points. The best evaluations "

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from .load import Found
 
 FORMATS = ("html", "png", "csv", "md")
-FIGURES = "sm-heatmap, sm-layers, accuracy-rounds, accuracy-bytes, layer-sensitivity, flops-bytes, mismatch-rounds"
+FIGURES = (
+    "sm-heatmap, sm-layers, accuracy-rounds, accuracy-bytes, layer-sensitivity, flops-bytes, mismatch-rounds, "
+    "accuracy-total"
+)
 _RUNS = "folders of runs, or folders that contain runs"
 _TABLES = (
     "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa, sst2, feddst, fedspa, zerofl, rivals "

@@ -132,12 +132,29 @@ def _layer_inks(groups: Groups) -> dict[str, Any]:
     return {name: colormaps["turbo"](0.05 + 0.9 * i / max(1, len(names) - 1)) for i, name in enumerate(names)}
 
 
+def accuracy_total(axes: Any, groups: Groups) -> None:
+    """Where each run ends: test accuracy by all bytes, up and down."""
+    axes.set(xlabel="communicated in all (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
+    axes.margins(0.2)
+    middles: list[tuple[str, str, float, float]] = []
+    for i, (label, runs) in enumerate(groups.items()):
+        ends = [(run.numbers, run.metric.scale) for run in runs]
+        known = [((n.up + n.down) / 1e6, scale * n.accuracy) for n, scale in ends if n.accuracy is not None]
+        if known:
+            x, y = zip(*known, strict=True)
+            axes.plot(x, y, "o", color=_ink(i), label=label)
+            middles.append((label, _ink(i), statistics.geometric_mean(x), statistics.fmean(y)))
+    name_points(axes, middles)
+    decades(axes.xaxis)
+
+
 ONE: dict[str, Callable[[Any, Groups], None]] = {
     "accuracy-rounds": accuracy_rounds,
     "accuracy-bytes": accuracy_bytes,
     "layer-sensitivity": layer_sensitivity,
     "flops-bytes": flops_bytes,
     "mismatch-rounds": mismatch_rounds,
+    "accuracy-total": accuracy_total,
 }
 # One panel for each group: what it shows, and how.
 EACH: dict[str, tuple[Callable[[Sequence[RunData]], tuple[list[int], Rows]], Callable[..., Any]]] = {
@@ -214,7 +231,7 @@ def _panels(name: str, groups: Groups) -> Any:
 
 
 def overview(runs: Sequence[RunData]) -> Any:
-    """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs."""
+    """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs, where each run ends."""
     groups, made = _titled(runs), blank((14, 8))
     every = made.subplots(2, 3).flatten()
     for axes, draw in zip(every, ONE.values(), strict=False):

@@ -45,6 +45,7 @@ def run_config(
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     check_installed(config.train.track)
+    asked = config  # a budget's choice follows from what was asked for
     if config.train.budget:
         method, train, said = within_budget(config.method, task, config.train)
         config = replace(config, method=method, train=train)
@@ -61,7 +62,7 @@ def run_config(
         warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
         run = simulate(
             config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
-            progress=display, header=config.to_json(),
+            progress=display, header=asked.to_json(),
         )  # fmt: skip
     if run.stopped == "interrupted":
         raise KeyboardInterrupt  # several runs must not go on with the next one
@@ -152,11 +153,26 @@ def replace_seed(config: RunConfig, seed: int) -> RunConfig:
 
 
 def settings_for(method: str, overrides: Mapping[str, str]) -> dict[str, str]:
-    """In a comparison a setting reaches the methods that have it: dense FedAvg has no density."""
+    """In a comparison a setting reaches the methods that have it: dense FedAvg has no density.
+
+    A setting with a method's name before it, such as `spdst.density`, is for that method only, and wins.
+    """
+    shared, mine = {}, {}
+    for name, value in overrides.items():
+        if (owner := _owner(name)) is None:
+            shared[name] = value
+        elif owner == method:
+            mine[name.partition(".")[2]] = value
     if method not in METHODS:
-        return dict(overrides)
+        return {**shared, **mine}
     every, own = _options(list(METHODS)), _options([method])
-    return {k: v for k, v in overrides.items() if k in own or k not in every}
+    return {**{k: v for k, v in shared.items() if k in own or k not in every}, **mine}
+
+
+def _owner(setting: str) -> str | None:
+    """The method whose name stands before a setting, if any."""
+    first, dot, _ = setting.partition(".")
+    return next((name for name in METHODS if dot and name.replace("-", "_") == first), None)
 
 
 def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None:
@@ -166,6 +182,8 @@ def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None
             raise ConfigError(f"--{name} cannot be used in a comparison: {instead}")
     here = [name for name in methods if name in METHODS]
     for name in overrides:
+        if (owner := _owner(name)) is not None and owner not in methods:
+            raise ConfigError(f"--{name.replace('_', '-')}: {owner} is not among the methods {', '.join(methods)}")
         if here and name in _options(list(METHODS)) - _options(here):
             raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(here)} has such a setting")
 

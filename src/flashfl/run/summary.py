@@ -72,6 +72,7 @@ class Numbers:
     flops: float | None = None
     paper_bytes: float | None = None  # by the paper's formula, up and down
     paper_dense: float | None = None  # dense FedAvg by the same formula
+    epsilon: float | None = None  # privacy spent, against somebody who knows the cohorts
     plain: float | None = None  # of the server's model itself, where its running average is reported
     personal: float | None = None  # mean metric of the clients' own models, where a method makes such
 
@@ -130,6 +131,7 @@ def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numb
         flops=sum(r.flops for r in rounds) or None,
         paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
         paper_dense=dense or None,
+        epsilon=last.known if (last := rounds[-1].privacy) is not None and last.delta else None,
         plain=plain_of({view: score.metric for view, score in scores[-1].items()} if scores else {}),
         personal=scores[-1]["personal"].metric if scores and "personal" in scores[-1] else None,
     )

@@ -112,7 +112,7 @@ TRANSFER = "s at 1 / 10 / 100 Mbit/s"  # seconds that one client's bytes of one 
 def transfer(count: float) -> Entry:
     """How long so many bytes take on slow, medium and fast lines."""
     seconds = [8 * count / (rate * 1e6) for rate in (1, 10, 100)]
-    return Entry(" / ".join(f"{s:.3g}" for s in seconds), seconds[0])
+    return Entry(" / ".join(f"{s:.2g}" for s in seconds), seconds[0])
 
 
 COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
@@ -132,16 +132,22 @@ COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
     "paper's formula": lambda s: number(s.paper_saving, lambda v: f"{v:.1f}×"),
     "FLOPs": lambda s: number(s.flops, lambda v: f"{v:.3g}"),
     "mask mismatch": lambda s: number(s.mismatch, lambda v: f"{v:.3f}"),
+    "epsilon": lambda s: number(s.epsilon, lambda v: f"{v:.2f}"),
     "dropped": lambda s: number(s.dropped * s.seeds, lambda v: f"{v:.0f}"),
     "time (s)": lambda s: number(s.seconds, lambda v: f"{v:.1f}"),
 }
 
 
 def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: str = "") -> Table:
-    """A row for each group of runs, with these of the COLUMNS. Averaged models stand beside the plain ones."""
+    """A row for each group of runs, with these of the COLUMNS.
+
+    Averaged models stand beside the plain ones. Private runs get a column for the epsilon they spent.
+    """
     if any(s.plain is not None for s in groups.values()) and "accuracy %" in columns:
         at = columns.index("accuracy %") + 1
         columns = [*columns[:at], "not averaged %", *columns[at:]]
+    if any(s.epsilon is not None for s in groups.values()) and "epsilon" not in columns:
+        columns = [*columns, "epsilon"]
     rows = [[Entry(label, label), *(COLUMNS[name](s) for name in columns)] for label, s in groups.items()]
     metric = shared_metric(s.metric for s in groups.values())
     if metric != ACCURACY:

@@ -176,7 +176,7 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
     """The packed fp32 values, what they are, and their form. `counts`: the mask's; None if the message has none."""
     kind, code = reader.number(1), reader.number(1)
     flags, number = code & (_REST16 | _CHANGES), code & ~(_REST16 | _CHANGES)
-    if kind >= len(CARRIES) or number >= len(FORMS):
+    if kind >= len(CARRIES) or number >= len(FORMS) or (flags & _REST16 and FORMS[number] == "fp32"):
         raise BadField(f"values: kind {kind} or form {code} does not exist; kinds are 0 to 3, forms 0 to 4, plus flags")
     carries, form = CARRIES[kind], FORMS[number]
     how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))

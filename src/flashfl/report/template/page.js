@@ -141,6 +141,15 @@ function costs() {
   }
 }
 
+function ends() {
+  const groups = shown().filter((g) => g.points.some((p) => p.accuracy !== null)), metric = measured();
+  if (!groups.length) return;
+  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. Upper left is better.", { half: true });
+  chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: metric.name, xType: "log", xTick: text.bytes, nearest: true, ...metric.axis, xDomain: padded(groups, "bytes"), title: (v, s) => s.label,
+    series: groups.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
+      more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "seed", String(g.points[i].seed)]] })) }));
+}
+
 function times() {
   if (!shown().length) return;
   const node = section("Wall time by phase", "Seconds a run spent in each phase on the machine it ran on, mean over seeds.", { half: true });
@@ -179,7 +188,7 @@ function render() {
   problems();
   if (!data.table.rows.length) main.append(make("section", {}, make("h2", {}, "No runs to show"), make("p", { class: "about" }, "A run appears here after its first round.")));
   else table();
-  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, times, clients, settings]) part();
+  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, ends, times, clients, settings]) part();
   for (const draw of draws) draw();
   scrollTo(0, at);
 }
