@@ -281,3 +281,29 @@ def test_personal_accuracy_is_reported_where_models_are_personal() -> None:
         score = run.history[-1].metrics["personal"]
         assert 0 <= score.metric <= 1
         assert score.density < 1
+
+
+def test_flops_follow_what_clients_compute_not_what_they_send() -> None:
+    task = make_task("norm")
+    flops = {
+        name: fl.simulate(METHODS[name](**more), task, 1, per_round=4, workers=1, batch=4).history[0].flops
+        for name, more in (
+            ("dense", {}),
+            ("topk", {"density": 0.1}),
+            ("zerofl", {"density": 0.1}),
+            ("pdst", {"density": 0.1}),
+        )
+    }
+    assert flops["topk"] == flops["dense"], "training is dense"
+    assert flops["zerofl"] == pytest.approx(flops["pdst"], rel=0.01), "the passes compute with a tenth of the weights"
+    assert flops["pdst"] < flops["dense"] / 3
+
+
+def test_personal_accuracy_weights_classes_by_the_clients_shares() -> None:
+    from flashfl.engine.personal import _weighted
+    from flashfl.engine.train import Trainer
+
+    output, classes = torch.tensor([[9.0, 0, 0]] * 6), torch.tensor([0, 0, 1, 1, 2, 2])
+    loss, metric = _weighted(Trainer(make_task("norm")), output, classes, [0.75, 0.25, 0.0])
+    assert metric == 0.75, "always class 0, of which three quarters of the client's samples are"
+    assert loss == pytest.approx(0.25 * 9, abs=0.01)

@@ -108,6 +108,10 @@ class Part:
         """The least and the most weights in the mask that `finish` reports; None: the mask that was trained."""
         return None
 
+    def computes(self, densities: Sequence[float]) -> Sequence[float]:
+        """The layer densities that the passes compute with, for counting FLOPs. By default the mask's."""
+        return densities
+
     # -- once a round, in logical order --
 
     def begin(self, c: Clients) -> None:
@@ -171,6 +175,11 @@ def reports_changes(parts: Sequence[Part]) -> bool:
 def moves_mask(parts: Sequence[Part]) -> bool:
     """Whether clients may report another mask than the one that was trained."""
     return any(overrides(part, "active") for part in parts)
+
+
+def reports_another_mask(parts: Sequence[Part]) -> bool:
+    """Whether clients train one mask and report another."""
+    return any(overrides(part, "active") and overrides(part, "finish") for part in parts)
 
 
 def active_range(parts: Sequence[Part], layout: Layout, before: int) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def personal_score(
 ) -> Score | None:
     """The mean over clients of the accuracy of `weights` under each client's own mask.
 
-    A test sample of class y counts with the client's share of y among its training samples over the test set's share.
+    Test samples of a class count with the client's share of that class among its training samples.
     None if there is no common test set, or if targets are not classes. A client that never took part has the mask that
     it would start with.
     """
@@ -30,9 +31,8 @@ def personal_score(
     classes = None if test is None else _targets(test)
     if test is None or classes is None:
         return None
-    found, densities = [], []
     most = int(classes.max()) + 1
-    there = torch.bincount(classes, minlength=most).double() / len(classes)
+    scores: list[Score] = []
     for client, local in clients:
         mask = memory.remembered(client.id) if "mask" in local.keep else None
         if mask is None and local.start is not None:
@@ -41,18 +41,26 @@ def personal_score(
         mine = _targets(trainer.task.train[client.id])
         if mine is None:
             return None
-        here = torch.bincount(mine[mine < most], minlength=most).double() / len(mine)
-        share = torch.where(there > 0, here / there.clamp(min=1e-12), 0.0)[classes]
-        right = torch.cat(
-            [
-                trainer.outputs(model, test, torch.arange(start, stop), local.statistics).argmax(1).cpu()
-                for start, stop in evaluation_batches(len(test))
-            ]
-        )
-        if total := float(share.sum()):
-            found.append(float((share * (right == classes)).sum()) / total)
-            densities.append(model.mask.density)
-    return Score(float("nan"), statistics.fmean(found), statistics.fmean(densities)) if found else None
+        shares = torch.bincount(mine[mine < most], minlength=most) * (torch.bincount(classes, minlength=most) > 0)
+        if int(shares.sum()):
+            batches = [torch.arange(*span) for span in evaluation_batches(len(test))]
+            output = torch.cat([trainer.outputs(model, test, index, local.statistics).cpu() for index in batches])
+            loss, metric = _weighted(trainer, output, classes, (shares / shares.sum()).tolist())
+            scores.append(Score(loss, metric, model.mask.density))
+    if not scores:
+        return None
+    return Score(*(statistics.fmean(column) for column in zip(*map(astuple, scores), strict=True)))
+
+
+def _weighted(trainer: Trainer, output: Tensor, classes: Tensor, shares: Sequence[float]) -> tuple[float, float]:
+    """Loss and accuracy of each class, weighted by the client's share of it."""
+    loss = metric = 0.0
+    for label, share in enumerate(shares):
+        if share:
+            here = classes == label
+            loss += share * float(trainer.task.loss(output[here], classes[here]))
+            metric += share * float((output[here].argmax(1) == label).float().mean())
+    return loss, metric
 
 
 def _targets(data: Source) -> Tensor | None:

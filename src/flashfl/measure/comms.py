@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..core.client import moves_mask
 from ..core.exchange import Local
 from ..core.layout import Layout
 
@@ -34,7 +35,9 @@ def paper_bytes(layout: Layout, local: Local, down: Sequence[float], up: Sequenc
 
     A dense model needs no indices. A client that was asked for layer counts sends nothing else.
     """
+    moving = (local.adapt is not None, local.adapt is not None or moves_mask(local.parts))
     sent, answer = (
-        csr_bytes(layout, counts, local.adapt is None or sum(counts) == layout.prunable_size) for counts in (down, up)
+        csr_bytes(layout, counts, not moves or sum(counts) == layout.prunable_size)
+        for counts, moves in zip((down, up), moving, strict=True)
     )
     return sent, _VALUE * len(up) if local.report == "counts" else answer

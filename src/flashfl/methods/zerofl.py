@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -31,6 +31,9 @@ class Swat(Part):
     """The forward pass sees the largest weights of each layer, chosen anew in each step; inputs are pruned alike."""
 
     density: float = 0.05
+
+    def computes(self, densities: Sequence[float]) -> Sequence[float]:
+        return [self.density for _ in densities]
 
     def view(self, r: Rows, weights: Tensor) -> Tensor:
         out = weights.clone()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..core.client import reports_another_mask
 from ..core.errors import warn
 from ..core.exchange import Outcome, Traffic
 from ..core.layout import Layout
@@ -64,14 +65,17 @@ class Observer:
         for client, local, mask in sent:
             # By layer only the cohort's mean is known. It fits no client if their models differ in size.
             up = [c / replied for c in sums.counts] if known and alike else list(mask.counts)
-            bytes_down, bytes_up = paper_bytes(self.layout, local, mask.counts, up)
+            bytes_down, bytes_up = paper_bytes(self.layout, local, up if local.personal else mask.counts, up)
             self._down += bytes_down
             self._dense += dense_bytes(self.layout)
             if client.id in outcome.failures:
                 continue
             self._up += bytes_up
             self._dense += dense_bytes(self.layout)
-            densities = [c / k for c, k in zip(up, self.layout.sizes, strict=True)]
+            trained = mask.counts if reports_another_mask(local.parts) else up
+            densities: Sequence[float] = [c / k for c, k in zip(trained, self.layout.sizes, strict=True)]
+            for part in local.parts:
+                densities = part.computes(densities)
             self._flops += order_flops(self.layout, self.costs, local, client.n, densities)
         if known:
             self._cohort = tuple(round(d, 6) for d in sums.layer_densities)

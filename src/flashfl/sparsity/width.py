@@ -8,6 +8,7 @@ classifier) are never narrowed.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,15 @@ from ..core.mask import Mask
 
 
 def levels(layout: Layout, widths: Sequence[float], device: torch.device | str = "cpu") -> Tensor:
-    """For each trained weight the place in `widths`, which ascend, of the least width it belongs to, [trained]."""
+    """For each trained weight the place in `widths`, which ascend, of the least width it belongs to, [trained].
+
+    The tensor is shared: do not change it.
+    """
+    return _levels(layout, tuple(widths), torch.device(device))
+
+
+@functools.lru_cache(maxsize=4)
+def _levels(layout: Layout, widths: tuple[float, ...], device: torch.device) -> Tensor:
     kept = torch.stack([_kept(layout, width) for width in widths])
     return (len(widths) - kept.sum(0)).to(device)
 

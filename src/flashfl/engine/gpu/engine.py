@@ -97,7 +97,9 @@ class GPUEngine:
 
             orders = list(orders)
             account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout)
-        for local, works in itertools.groupby(self._works(s, orders, account), key=lambda work: work.local):
+        # A client's first mask is made by now: those that differ in nothing else train together.
+        alike = itertools.groupby(self._works(s, orders, account), key=lambda work: replace(work.local, start=None))
+        for local, works in alike:
             if local.report == "statistics":
                 self._gather(works, account)
             else:
