@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout, tensors_of
 from flashfl.core.mask import Mask, Weights
-from flashfl.engine.step import MaskedStep, StepSettings
+from flashfl.engine.step import MaskedStep
 from flashfl.models import build_model
 from flashfl.native import SparseModel, kernels, status
 
@@ -114,7 +114,7 @@ def sparse_step(case: Case) -> Step:
     weights, (x, target) = masked_weights(case), batch_of(case)
     model = SparseModel(model_of(case.model).train(), weights.layout, weights.mask, weights.packed())
     step, k = MaskedStep(model.vector[None, : len(model.grad)], weights.mask.active), weights.mask.active
-    step.begin(StepSettings.of(Local()), LR)
+    step.begin(Local(lr=LR))
 
     def train() -> None:
         model.grad.zero_()

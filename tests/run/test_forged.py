@@ -224,6 +224,20 @@ def test_flipped_key_in_results_is_one_clear_error(tmp_path: Path) -> None:
             go(tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("at", [("config",), ("config", "train"), ("identity",), ("identity", "settings"), ("task",)])
+def test_forged_header_of_results_is_one_clear_error(at: Path_, tmp_path: Path) -> None:
+    go(tmp_path)
+    path = tmp_path / "results.jsonl"
+    first, *rest = path.read_text().splitlines()
+    for value in (7, "x", [1], None):
+        header = json.loads(first)
+        table = header if len(at) == 1 else header[at[0]]
+        table[at[-1]] = value
+        path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+        with pytest.raises(FlashError, match=rf"the first line of its results\.jsonl has no table '{at[-1]}'"):
+            go(tmp_path, resume=True)
+
+
 @pytest.mark.parametrize("to", ["another file", "nothing", "itself", "/dev/null", "a folder"])
 @pytest.mark.parametrize("resume", [True, False])
 def test_linked_results_file_is_one_clear_error(to: str, resume: bool, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ..native import SparseModel, kernels
 from .memory import ClientMemory
 from .replica import Replica
 from .step import MaskedStep
+from .work import Schedule
 
 LEAST_BYTES = 1_000_000  # of prunable weights; a smaller model trains in milliseconds, and stays dense
 GAIN = 1.2  # a sparse step must be at least this much faster than a dense one
@@ -37,18 +38,15 @@ class SparseTraining:
     def can(local: Local, mask: Mask) -> bool:
         """Whether this work can be done: the mask is frozen, or moves without the gradients of inactive weights.
 
-        A momentum or a proximal term would have to move along with the mask. Parts and a learning rate that falls
-        within the round are left to dense training.
+        A momentum or a proximal term would have to move along with the mask. Parts work on whole vectors.
         """
-        if local.parts or local.lr_last != 1:
-            return False
         rule = local.adapt
-        still = rule is None or not (rule.dense_gradient or local.momentum or local.prox)
-        return still and mask.active < mask.layout.prunable_size and kernels() is not None
+        still = rule is None or not (rule.dense_gradient or local.momentum or local.prox or local.lr_last != 1)
+        return not local.parts and still and mask.active < mask.layout.prunable_size and kernels() is not None
 
-    def begin(self, local: Local, mask: Mask, vector: Tensor) -> None:
+    def begin(self, schedule: Schedule, mask: Mask, vector: Tensor) -> None:
         """Take on a client: its mask and weights."""
-        self._local = local
+        self._schedule = schedule
         self.replica.reset_buffers()
         self.moved(mask, vector)
         self.model.module.train()
@@ -66,7 +64,7 @@ class SparseTraining:
         else:
             self._model.load(mask, packed)
         self._step = MaskedStep(self._model.vector[None, : len(self._model.grad)], mask.active)
-        self._step.begin(self._local)
+        self._step.begin(self._schedule.local, (), [self._schedule.steps])
 
     def step(self, inputs: Inputs, target: Tensor) -> Tensor:
         """One step on one batch. Returns its mean loss."""
@@ -112,7 +110,7 @@ def _gain(task: Task, weights: Weights, local: Local, data: Source, threads: int
 
 def _compare(task: Task, weights: Weights, local: Local, inputs: Inputs, target: Tensor) -> float:
     ours, vector = SparseTraining(task), weights.vector.clone()
-    ours.begin(local, weights.mask, vector)
+    ours.begin(Schedule(local, 0, len(target), 1), weights.mask, vector)
     theirs = Replica(task, torch.device("cpu"), lambda layer: torch.empty(layer.shape))
     task.layout.write(vector, theirs.module)
     theirs.module.train()

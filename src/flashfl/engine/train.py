@@ -136,7 +136,7 @@ class Trainer:
         step = MaskedStep(weights, k, None if full else bits[None], place=self._place)
         step.begin(local, opened.keys if opened else (), [schedule.steps], opened.state if opened else None)
         self.replica.keep_inputs(local.parts)
-        native = self._begin_native(local, mask)
+        native = self._begin_native(schedule, mask)
         self.module.train()
         total, seen, done = torch.zeros((), device=self.device), 0, 0
         for epoch in range(local.epochs):
@@ -160,12 +160,12 @@ class Trainer:
             opened.state = step.state
         return Mask(self.layout, bits, counts) if moves else mask, float(total / max(1, seen))
 
-    def _begin_native(self, local: Local, mask: Mask) -> SparseTraining | None:
+    def _begin_native(self, schedule: Schedule, mask: Mask) -> SparseTraining | None:
         """The client on native kernels, if the run chose them and they can do this work."""
-        if not self.sparse or not SparseTraining.can(local, mask):
+        if not self.sparse or not SparseTraining.can(schedule.local, mask):
             return None
         self._native = self._native or SparseTraining(self.task)
-        self._native.begin(local, mask, self.vector)
+        self._native.begin(schedule, mask, self.vector)
         return self._native
 
     def _step(self, step: MaskedStep, inputs: Inputs, target: Tensor) -> Tensor:

@@ -106,5 +106,5 @@ def _is_kernel(module: nn.Module, p: nn.Parameter) -> bool:
 def _border(module: nn.Module) -> int:
     """The border that planes carry: what most convolutions need. A convolution that needs more widens its input."""
     plain = [part for part in module.modules() if isinstance(part, nn.Conv2d) and not isinstance(part.padding, str)]
-    pads = [max(map(int, part.padding)) for part in plain if part.padding_mode == "zeros"]
+    pads = [int(max(part.padding)) for part in plain if part.padding_mode == "zeros"]
     return min(3, max(pads, default=0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -226,7 +225,9 @@ def _try(run: RunData) -> None:
     page.script_json(page.records_data(alone))
     groups.rounds_table(alone).csv()
     # What averaging over seeds and comparing masks need.
-    width, _ = len(run.layers), sum(math.prod(shape) for _, shape in run.header["task"]["layers"])
+    width = len(run.layers)
+    if not all(type(n) is int and 0 <= n < 1 << 31 for _, shape in run.header["task"]["layers"] for n in shape):
+        raise ValueError("the shapes of layers")
     for record in run.rounds:
         rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
         if any(len(row) != width or not sum(row) >= 0 for row in rows):

@@ -157,7 +157,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
         if header is None and kind != "run":
             break
         if kind == "run":
-            header = line
+            header = _checked_header(path, line)
         elif kind == "round":
             try:
                 rounds.append(RoundRecord.from_json(line))
@@ -170,6 +170,16 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
     if header is None:
         raise FlashError(f"{path.parent} is not a run: {path.name} does not begin with a run's settings")
     return header, rounds, end
+
+
+def _checked_header(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings, if what must be a table is one."""
+    for name, inner in (("config", "train"), ("identity", "settings"), ("task", "info")):
+        table = line.get(name, {})
+        wrong = name if not isinstance(table, dict) else inner
+        if wrong == name or not isinstance(table.get(inner, {}), dict):
+            raise FlashError(f"{path.parent} is damaged: the first line of its {path.name} has no table {wrong!r}")
+    return line
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
