@@ -13,9 +13,10 @@ missed. Takes about ten minutes on an idle machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -126,12 +127,13 @@ def sparse_step(case: Case) -> Step:
 
 def sparseprop_step(case: Case) -> Step:
     """SparseProp's modules in the place of the convolutions and linear layers it can replace."""
-    from sparseprop.utils import sparsify
+    from sparseprop.utils import swap_modules_with_sparse
 
     module = model_of(case.model)
     layout_of(module).write(masked_weights(case).vector, module)
     x, target = batch_of(case)
-    module = sparsify(module, x, x.shape, verbose=False).train()
+    with contextlib.redirect_stdout(io.StringIO()):
+        module = swap_modules_with_sparse(module, x.shape, inplace=True).train()  # where it measures a gain
     optimizer = torch.optim.SGD(module.parameters(), LR)
 
     def step() -> None:
@@ -189,7 +191,9 @@ def train_alone(subject: str) -> None:
     step = sparse_step(case) if subject == "ours" else dense_step(case, getattr(torch, subject))
     for _ in range(3):
         step()
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    # Not resource.getrusage, which counts what the parent had before this process was started.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    print(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
 
 
 def shown(row: dict[str, object]) -> str:
@@ -201,6 +205,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--only", choices=sorted(IMAGES), help="one model")
+    parser.add_argument("--masks", choices=("uniform", "SPDST"), help="one kind of masks")
+    parser.add_argument("--density", type=float, help="one density")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     parser.add_argument("--train", help=argparse.SUPPRESS)  # what `peak` starts
     args = parser.parse_args()
@@ -211,7 +217,13 @@ def main() -> int:
     if kernels() is None:
         return 1
     found = []
-    for row in rows([case for case in CASES if args.only in (None, case.model)], args.threads, args.repeat):
+    asked = (args.only, args.masks, args.density)
+    cases = [
+        case
+        for case in CASES
+        if all(a in (None, b) for a, b in zip(asked, (case.model, case.masks, case.density), strict=True))
+    ]
+    for row in rows(cases, args.threads, args.repeat):
         if not found:
             print(" | ".join(row))
         print(shown(row), flush=True)

@@ -3,8 +3,8 @@
     python bench/server.py [--against PATH_TO_OTHER_CHECKOUT] [--repeats 3] [--only jmwst]
 
 Ten clients answer one round of ResNet18 at density 0.05. `spdst`: all have the order's mask. `jmwst`: masks moved, so
-every client has its own. `dense`: every weight travels. Each is measured twice. `believed`: nobody is suspected, as
-in a simulation. `checked`: a Flower server's default, which compares every change with the rest of the cohort.
+every client has its own. `dense`: every weight travels. Each is measured twice. `believed`: plain averages, as in a
+simulation. `checked`: a Flower server's default, which bounds every update by the rest of the cohort.
 
 With --against the same updates go to another checkout of the package. Each case runs in a process of its own, here and
 there in turn; of its rounds the fastest counts, of the repeats the median. Seconds are processor time on one core, as
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -107,7 +107,6 @@ def _intake_v2(method: str, trusting: bool) -> Callable[[], Took]:
     from flashfl.engine.encoding import Server
     from flashfl.engine.memory import ClientMemory
     from flashfl.engine.store import MaskStore
-    from flashfl.engine.trust import Trust
     from flashfl.models import build_model
     from flashfl.sparsity import PruneRegrow, allocate, recipe_mask
     from flashfl.wire import encode
@@ -133,7 +132,7 @@ def _intake_v2(method: str, trusting: bool) -> Callable[[], Took]:
 
     def take() -> Took:
         memory = ClientMemory(MaskStore(layout, {}))
-        account = Server(memory, trust=Trust(factor=0) if trusting else Trust()).open()
+        account = Server(memory, **_trust(trusting)).open()
         for client in clients:
             account.sent(client, order)
         began = time.process_time()
@@ -146,6 +145,17 @@ def _intake_v2(method: str, trusting: bool) -> Callable[[], Took]:
         return Took(seconds, sums.clients, float(weights.sum()))
 
     return take
+
+
+def _trust(trusting: bool) -> dict[str, Any]:
+    """How far a server trusts its clients, as its version of the package spells it."""
+    try:
+        from flashfl.engine.robust import Robust
+    except ImportError:
+        from flashfl.engine.trust import Trust
+
+        return {"trust": Trust(factor=0) if trusting else Trust()}
+    return {"robust": Robust() if trusting else Robust(bounded=True, clip=1.0)}
 
 
 # A module that only this version of the package has, and its adapter; the first that can be imported is used.

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import flashfl as fl
 from flashfl.cli import main
 from flashfl.run.results import Results
+from tests.conftest import make_task
 
 TINY = ["--clients", "6", "--per-round", "2", "--limit", "120", "--max-steps", "1", "--device", "cpu", "--quiet"]
 
@@ -66,3 +68,17 @@ def test_warnings_on_the_command_line_are_one_plain_line(tmp_path: Path) -> None
     done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, timeout=200, check=True)
     assert done.stderr.startswith("flashfl: warning: rounds was 2 and is 3 now")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_run_from_python_is_continued_in_python_and_has_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fl.simulate(fl.PDST(density=0.3), make_task("norm"), 1, folder=tmp_path, per_round=2, batch=4, workers=1)
+    assert main(["run", "--out", str(tmp_path), "--resume"]) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        f"flashfl: {tmp_path} was made in Python: continue it there, with fl.simulate(method, task, rounds, "
+        f"folder={str(tmp_path)!r}, resume=True)\n"
+    )
+    assert main(["export", str(tmp_path)]) == 1
+    assert f"its model is in {tmp_path / 'model.safetensors'} already" in capsys.readouterr().err

@@ -170,6 +170,13 @@ def test_warnings_point_at_the_line_of_the_user() -> None:
     assert [Path(w.filename).name for w in found if "pattern" in str(w.message)] == [Path(__file__).name]
 
 
+def test_warning_from_a_cached_property_points_at_the_user_too() -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        _ = fl.Task(Tied().half(), data(), data(1)[0]).layout
+    assert [Path(w.filename).name for w in found if "float32" in str(w.message)] == [Path(__file__).name]
+
+
 def plan() -> fl.Plan:
     from flashfl.run.config import TrainConfig, plan_of
 

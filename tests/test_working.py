@@ -47,6 +47,7 @@ def test_ctrl_c_gives_back_the_run_so_far(tmp_path: Path) -> None:
     assert len(run.history) == 2
     assert run.stopped == "interrupted"
     assert run.model() is not None
+    assert "accuracy not evaluated" in repr(run)
 
 
 class Terminal(io.StringIO):

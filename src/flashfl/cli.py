@@ -139,9 +139,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--overwrite", action="store_true", help=said)
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
-    export = add("export", _export, "write a run's final model as safetensors, with its masks in a second file")
+    export = add("export", _export, "write a run's final model as a file")
     export.add_argument("run", type=Path, help="folder of a run")
-    export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW].safetensors)")
+    said = "safetensors: all weights, and the masks in a second file; sparse: active weights; onnx: for other runtimes"
+    export.add_argument("--format", choices=("safetensors", "sparse", "onnx"), default="safetensors", help=said)
+    export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW] with the format's ending)")
     export.add_argument("--view", default="", help="export another model than the reported one, e.g. 'density 0.1'")
     add_data(add)
     add_commands(add)
@@ -188,7 +190,12 @@ def _resumed_config(folder: Path, overrides: dict[str, str]) -> RunConfig | None
         recorded = Results.read(folder).header.get("config")
     except FlashError:
         return None
-    return make_config(recorded, overrides) if isinstance(recorded, dict) and recorded else None
+    if recorded == {}:
+        raise ConfigError(
+            f"{folder} was made in Python: continue it there, with fl.simulate(method, task, rounds, "
+            f"folder={str(folder)!r}, resume=True)"
+        )
+    return make_config(recorded, overrides) if isinstance(recorded, dict) else None
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -268,7 +275,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.export import export_run
 
-    print(export_run(args.run, args.to, args.view))
+    print(export_run(args.run, args.to, args.view, args.format))
     return 0
 
 

@@ -9,13 +9,16 @@ import pytest
 import torch
 
 import flashfl as fl
+from flashfl.core.client import Clients
+from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Local
+from flashfl.core.layout import Layout
 from flashfl.core.precision import Precision
 from flashfl.engine.encoding import Server
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.run.config import TrainConfig, make_config
-from flashfl.wire import encode
+from flashfl.wire import Feedback, encode
 from flashfl.wire.errors import WrongContent
 from tests.conftest import make_task
 from tests.engine.test_lanes import agree, devices
@@ -29,6 +32,8 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"values_up": "int4", "rest": "fp16", "upload": "changes"},
     {"values": "int8", "values_up": "int4", "upload": "changes", "rounding": "nearest"},
     {"values_down": "fp16", "upload": "changes"},
+    {"values": "int4", "upload": "changes", "rounding": "nearest", "feedback": True},
+    {"values_up": "int8", "rounding": "nearest", "feedback": True},
     {"values_down": "bf16", "values_up": "int8"},
     {"values": "int8", "upload": "changes", "static_bn": True},
 ]
@@ -90,13 +95,42 @@ def test_updates_say_whether_they_are_changes() -> None:
             server.decode(data, message)
 
 
-def test_resume_with_few_bits_is_bit_identical(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {**SETTINGS, "values": "int4", "rest": "fp16", "upload": "changes"}
+@pytest.mark.parametrize("more", [{}, {"rounding": "nearest", "feedback": True}])
+def test_resume_with_few_bits_is_bit_identical(more: dict[str, Any], tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "values": "int4", "rest": "fp16", "upload": "changes", **more}
     method, task = small("jmwst"), make_task("dropout")
     whole = fl.simulate(method, task, 4, **settings)
     with killed():
         fl.simulate(method, task, 4, folder=tmp_path, watch=After(3, Killed()), **settings)
     assert fl.simulate(method, task, 4, folder=tmp_path, resume=True, **settings).checksum == whole.checksum
+
+
+def test_feedback_by_hand() -> None:
+    """One layer of four weights as int8: e = u - Q(u) is added in the next round; what leaves the mask is forgotten."""
+    layout = Layout.build({"prunable": [("w", (4,))]})
+    start, masks = torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([[True, True, True, False]])
+    trained = torch.tensor([[2.27, 1.0034, 0.9967, 0.0]])  # a scale of 1.27 / 127 = 0.01
+    part = Feedback(Precision("int8", rounding="nearest", changes=True))
+    c = Clients(
+        layout, [1], [1], 0.1, start, trained.clone(), masks, {}, {"rounding residual": torch.zeros(1, 4)},
+        validate=lambda row: 0.0, initial=lambda key: torch.zeros(4),
+    )  # fmt: skip
+    part.finish(c)
+    torch.testing.assert_close(c.vectors, trained)
+    expected = torch.tensor([[0.0, 0.0034, -0.0033, 0.0]])
+    torch.testing.assert_close(c.memory["rounding residual"], expected, rtol=0, atol=1e-5)
+    c.vectors, c.masks = trained.clone(), torch.tensor([[True, True, False, True]])
+    c.vectors[0, 2:] = torch.tensor([0.0, 0.5])
+    part.finish(c)
+    torch.testing.assert_close(c.vectors, torch.tensor([[2.27, 1.0068, 0.0, 0.5]]), rtol=0, atol=1e-5)
+    found = c.memory["rounding residual"]
+    torch.testing.assert_close(found, torch.tensor([[0.0, -0.0032, 0.0, 0.0]]), rtol=0, atol=1e-5)
+
+
+def test_feedback_needs_rounding_to_the_nearest() -> None:
+    for settings in ({"values": "int4"}, {"rounding": "nearest"}):
+        with pytest.raises(ConfigError, match="Set rounding = 'nearest' and fewer bits"):
+            TrainConfig(feedback=True, **settings)  # type: ignore[arg-type]
 
 
 def test_settings_from_the_command_line() -> None:

@@ -59,7 +59,7 @@ def train(
     options: FlowerOptions = PATIENT,
     **settings: Any,
 ) -> fl.Run:
-    config = TrainConfig(**{"rounds": ROUNDS, **SETTINGS, **settings})
+    config = TrainConfig(**{"rounds": ROUNDS, **method.recipe, **SETTINGS, **settings})
     options = replace(options, clients=options.clients or len(list(grid.get_node_ids())))
     strategy = FlashStrategy(method, task, config, options, folder=folder, resume=resume, watch=watch, quiet=True)
     strategy.start(grid)

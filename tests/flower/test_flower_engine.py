@@ -48,11 +48,22 @@ def test_every_method_is_bit_identical_to_the_cpu_engine(name: str, changes: dic
     assert [r.cohort for r in here.history] == [r.cohort for r in there.history]
 
 
-@pytest.mark.parametrize("values", ["fp16", "int8"])
-def test_lossy_values_are_bit_identical_to_the_cpu_engine(values: Any) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"values": "fp16"},
+        {"values": "int8"},
+        {"values": "int8", "values_up": "int4", "rest": "fp16", "upload": "changes", "average": 0.9},
+        {"values": "int4", "upload": "changes", "rounding": "nearest", "feedback": True},
+    ],
+)
+def test_lossy_values_are_bit_identical_to_the_cpu_engine(settings: dict[str, Any]) -> None:
     task, method = make_task("norm"), small("jmwst")
-    here = fl.simulate(method, task, ROUNDS, values=values, **SETTINGS)
-    assert_equal(here, train(method, task, federation(task), values=values))
+    here = fl.simulate(method, task, ROUNDS, **settings, **SETTINGS)
+    there = train(method, task, federation(task), **settings)
+    assert_equal(here, there)
+    assert here.traffic == there.traffic
+    assert here.history[-1].metrics == there.history[-1].metrics  # of the average too
 
 
 def test_static_batch_norm_is_bit_identical_to_the_cpu_engine() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import CodeType
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -40,9 +43,15 @@ def unknown(what: str, given: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown {what} {given!r}: {' '.join(hints)}")
 
 
+def _inside(code: CodeType) -> bool:
+    """Whether this is our code, or what Python puts between it and the user's: cached properties, made __init__s."""
+    made = code.co_filename == "<string>" and code.co_name == "__init__"
+    return made or code.co_filename.startswith((_PACKAGE, functools.__file__, contextlib.__file__))
+
+
 def warn(message: str) -> None:
     """Warn the user, pointing at the line outside this package that led here."""
     level, frame = 2, sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+    while _inside(frame.f_code) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -114,7 +114,7 @@ class _Trips:
 
     def gather_statistics(self, s: State, clients: Sequence[Client]) -> tuple[State, Outcome]:
         """The last step with static BatchNorm: every client reports its data's statistics under the final weights."""
-        local = replace(s.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None)
+        local = replace(s.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None, parts=())
         asked, traffic = s, Traffic()
         while True:
             orders = ((c, asked.order(c, local, w)) for c, w in self.method.models(s, clients))

@@ -7,8 +7,9 @@ import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import numpy as np
 import torch
 
 from ..core.exchange import Update
@@ -59,7 +60,8 @@ class Held:
         assert self._file is not None
         place, mask = self._places.pop(client)
         self._file.seek(place)
-        update, values, bits = pickle.load(self._file)
+        loaded: tuple[Update, np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None] = pickle.load(self._file)
+        update, values, bits = loaded
         if not self._places:
             self._file.truncate(0)
         if bits is not None:

@@ -7,7 +7,7 @@ Nobody is judged. Each number that a client adds to the sums has a bound, and th
 - Of BatchNorm statistics, layer counts and losses, a fifth of the samples is dropped at either end before averaging;
   more in small cohorts, so that any one client can be dropped as a whole.
 
-With equal samples, a client of ten moves the weights by a tenth of the median change, in a direction of its choice.
+With equal samples, a client of ten moves the weights by about a tenth of the median change.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from .settings import EngineSettings
 
 SAMPLES = 2  # a client counts as at most this many times the median of the cohort's samples
 _TRIM = 0.2  # share of the samples whose statistics, counts and losses are dropped at either end
-_FEW = 3  # models of one density: with fewer, their statistics are bounded by those of the whole cohort
+_FEW = 3  # fewer values than this cannot be trimmed
 _SUSPICIOUS = 10.0  # changes longer than this many times the median are named
 _STRETCH = 32 << 20  # numbers that are ranked at a time, over all clients
 
@@ -99,6 +100,14 @@ class _Seen:
     norms: dict[str, float]  # of the change of the weights (""), and of extras by name
 
 
+class Told(NamedTuple):
+    """The statistics of a model."""
+
+    n: int
+    active: int
+    statistics: Tensor
+
+
 @dataclass
 class Cohort:
     """The updates of one round. `see` each of them, then `add` them all."""
@@ -123,26 +132,27 @@ class Cohort:
 
     def add(self, sums: Sums, updates: Iterable[Update]) -> None:
         """Bound and add the updates, in ascending client id."""
-        layout, few, rows = sums.layout, list[Update](), None
+        layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
         for update in self._bounded(updates):
             add(sums, update)
-            tail = None
-            if update.mask is not None and update.values is not None:
-                tail = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
-                if self.robust.trim:
-                    rows = self._rows(layout.trained_size, tail.device) if rows is None else rows
-                    _write(rows[len(few)], update)
-            few.append(replace(update, values=tail))
-        shares = torch.tensor([update.n for update in few], dtype=torch.float64)
+            seen.append(replace(update, mask=None, values=None))
+            if update.mask is None or update.values is None:
+                continue
+            statistics = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
+            if self.robust.trim:
+                rows = self._rows(layout.trained_size, statistics.device) if rows is None else rows
+                _write(rows[len(told)], update)
+            told.append(Told(update.n, update.mask.active, statistics))
         if rows is not None:
-            _add_trimmed(sums, rows, shares.to(rows.device), self.robust.trim)
+            _add_trimmed(sums, rows[: len(told)], _shares([one.n for one in told], rows), self.robust.trim)
         if sums.statistics and (self.robust.bounded or self.robust.trim):
-            _bound_statistics(sums, few)
-        if self.robust.bounded and few:
-            losses = torch.tensor([[update.metrics.get("loss", 0.0)] for update in few], dtype=torch.float64)
+            _bound_statistics(sums, told)
+        if self.robust.bounded and seen:
+            losses = torch.tensor([[update.metrics.get("loss", 0.0)] for update in seen], dtype=torch.float64)
+            votes, shares = torch.tensor([u.counts for u in seen]), _shares([u.n for u in seen], losses)
+            each = torch.ones_like(shares)
             sums.loss = sums.n * float(trimmed_mean(losses, shares, _cut(shares)))
-            votes, each = torch.tensor([update.counts for update in few]), torch.ones(len(few))
-            sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(few)).tolist()]
+            sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(each)).tolist()]
 
     def _bounded(self, updates: Iterable[Update]) -> Iterator[Update]:
         """The updates with bounded samples, changes and extras."""
@@ -237,25 +247,28 @@ def _add_trimmed(sums: Sums, rows: Tensor, shares: Tensor, trim: float) -> None:
         sums.flat()[0][at : at + values.shape[1]] = trimmed_mean(values, shares, trim) * held
 
 
-def _bound_statistics(sums: Sums, updates: Sequence[Update]) -> None:
+def _bound_statistics(sums: Sums, told: Sequence[Told]) -> None:
     """Replace the sums of statistics by those of trimmed means: of all models, and of those of each density."""
-    told = [(u.n, u.mask.active, u.values) for u in updates if u.mask is not None and u.values is not None]
-    every = torch.stack([statistics for *_, statistics in told])
-    shares = torch.tensor([n for n, *_ in told], dtype=torch.float64, device=every.device)
+    every = torch.stack([one.statistics for one in told])
+    shares = _shares([one.n for one in told], every)
     ranked, kept = _ranked(every, shares, _cut(shares))
     low = torch.where(kept > 0, ranked, torch.inf).amin(0)
     high = torch.where(kept > 0, ranked, -torch.inf).amax(0)
     sums.flat()[0][sums.layout.trained_size :] = trimmed_mean(every, shares, _cut(shares)) * shares.sum()
     for active in sums.statistics:
-        mine = torch.tensor([size == active for _, size, _ in told], device=every.device)
+        mine = torch.tensor([one.active == active for one in told], device=every.device)
         some, n = every[mine], shares[mine]
-        mean = trimmed_mean(some, n, _cut(n)) if len(some) >= _FEW else n @ some.double().clamp(low, high) / n.sum()
+        mean = trimmed_mean(some.double().clamp(low, high) if len(some) < _FEW else some, n, _cut(n))
         sums.statistics[active] = torch.cat([mean * n.sum(), n.sum()[None]])
 
 
+def _shares(counts: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(counts, dtype=torch.float64, device=like.device)
+
+
 def _cut(shares: Tensor) -> float:
-    """How much to trim at either end: enough to drop the client with the most samples."""
-    return max(_TRIM, float(shares.max() / shares.sum()))
+    """How much to trim at either end: enough to drop the client with the most samples; nothing of one or two."""
+    return max(_TRIM, float(shares.max() / shares.sum())) if len(shares) >= _FEW else 0.0
 
 
 def trimmed_mean(values: Tensor, shares: Tensor, trim: float) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..core.errors import CheckpointError, ConfigError, DataError
 from ..core.method import Method
+from ..core.parts import build
 from ..data.task import Task
 from ..run import checkpoint
 from ..run.budget import within_budget
@@ -104,7 +105,7 @@ class FlashStrategy(Strategy):
         secure: bool | None = None,
     ) -> None:
         self.method, self.task = method, task
-        train = train or TrainConfig(checkpoint_every=1)
+        train = train or build(TrainConfig, {"checkpoint_every": 1, **method.recipe}, "train")
         self.train = replace(train, robust="on") if train.robust == "auto" else train
         self.options = options or FlowerOptions()
         if secure is not None:

@@ -73,7 +73,7 @@ class SPDST(Method):
 
     def work(self, s: State, client: Client) -> Local:
         if s.phase == SENSITIVITY:
-            return self.local(s, epochs=self.warmup_epochs, adapt=self.adapt, report="counts")
+            return self.local(s, epochs=self.warmup_epochs, adapt=self.adapt, report="counts", parts=())
         return self.local(s)
 
     def aggregate(self, s: State, sums: Sums) -> State:

@@ -37,7 +37,7 @@ from .run import Run
 from .sealed import Unsigned, Unusable, read_record, write_record
 
 SECONDS = 20.0  # between two checkpoints at most, if a round is not longer
-_COUNTERS = ("round", "counted")  # a finished round has no further attempts
+_COUNTERS = ("round", "attempt", "counted")
 _NAME = re.compile(r"checkpoint-(\d{8})\.json")
 
 
@@ -253,8 +253,12 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
         rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
         counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
-        if min(*counters.values(), *astuple(traffic)) < 0 or max(counters.values()) > rounds:
-            raise ValueError("a counter is below 0, or above the number of rounds")
+        if f"checkpoint-{rounds:08d}" != path.stem:
+            raise ValueError(f"it says {rounds!s:.20} rounds")
+        if min(*counters.values(), *astuple(traffic)) < 0 or counters["attempt"] >= 1 << 16:
+            raise ValueError("a counter is out of bounds")
+        if max(counters["round"], counters["counted"]) > rounds:
+            raise ValueError(f"more rounds than {rounds}")
         state = State(
             plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
             average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},

@@ -32,6 +32,7 @@ from ..methods import METHODS
 from ..privacy.policy import Policy
 from ..privacy.settings import check_settings
 from ..privacy.vector import Ranges
+from ..wire import Feedback
 from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
@@ -70,6 +71,7 @@ class TrainConfig:
     values_down: Literal["", Form] = ""  # how those of orders are encoded; empty: as `values` says
     rest: Rest = "fp32"  # the form of BatchNorm statistics, and under int8 and int4 of biases and other vectors
     rounding: Rounding = "unbiased"  # to fewer bits: up or down at random, without bias, or to the nearest
+    feedback: bool = False  # clients add what rounding to the nearest took from their last update; needs memory there
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
     robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
     clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 1 with robust, else never
@@ -114,12 +116,17 @@ class TrainConfig:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
-        for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim") if self.private else ():
-            if getattr(self, name) != (default := getattr(TrainConfig, name)):
+        for name in ("values", "values_up", "values_down", "rest", "upload", "robust", "clip", "trim"):
+            if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "
                     f"look into. Use {name} = {default!r}; dp_clip clips on the client."
                 )
+        if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
+            raise ConfigError(
+                f"feedback with values {self.up.values} up and rounding = {self.rounding!r}: only what rounding to the "
+                "nearest takes can be added again. Set rounding = 'nearest' and fewer bits, such as values_up = 'int4'."
+            )
         check_names(self.track)
         self.local()
 
@@ -133,7 +140,9 @@ class TrainConfig:
         names = ("epochs", "batch", "lr", "momentum", "weight_decay", "prox", "lr_last", "max_steps")
         plain = self.up == self.down == Precision(self.values)  # then updates travel as orders do
         upload = None if plain else self.up
-        return Local(statistics=not self.static_bn, upload=upload, **{name: getattr(self, name) for name in names})
+        parts = (Feedback(self.up),) if self.feedback else ()
+        named = {name: getattr(self, name) for name in names}
+        return Local(statistics=not self.static_bn, upload=upload, parts=parts, **named)
 
     @property
     def down(self) -> Precision:

@@ -1,10 +1,12 @@
-"""The final model as a safetensors file that a module of its kind can load, and its masks as another beside it."""
+"""The final model as a file: safetensors that a module of its kind can load, active weights alone, or ONNX."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +18,12 @@ from ..core.files import put
 from ..core.loop import checked
 from ..core.mask import Weights
 from ..core.rng import fold
+from ..data.sources import Inputs
+from ..native.file import sparse_bytes
+
+Format = Literal["safetensors", "sparse", "onnx"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+_ENDINGS = {"safetensors": ".safetensors", "sparse": ".sparse.safetensors", "onnx": ".onnx"}
 
 
 def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mapping[str, str]) -> Path:
@@ -51,7 +59,7 @@ def masks_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}.masks{path.suffix}")
 
 
-def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path:
+def export_run(folder: Path, target: Path | None = None, view: str = "", format: Format = "safetensors") -> Path:
     """A model of a run's last checkpoint, as a file: the reported one unless a view is named."""
     from ..data.tasks import build_task
     from . import checkpoint
@@ -60,7 +68,9 @@ def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path
 
     header = Results.read(folder).header
     if not header.get("config"):
-        raise ConfigError(f"{folder} does not say how its task was made; use run.save() where it was run")
+        made = folder / "model.safetensors"
+        where = f"its model is in {made} already" if made.exists() and not view else "use run.save() where it was run"
+        raise ConfigError(f"{folder} was made in Python and does not say how its task was made; {where}")
     for name in ("config", "identity"):
         if not isinstance(header.get(name), dict):
             raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table {name!r}")
@@ -69,5 +79,34 @@ def export_run(folder: Path, target: Path | None = None, view: str = "") -> Path
     point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, len(task.clients)), header["identity"])
     weights = config.method.view(checked(config.method, point.state), view)
     about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
-    name = f"model-{view.replace(' ', '-')}.safetensors" if view else "model.safetensors"
-    return export_weights(weights, task.build(), target or folder / name, about)
+    name = f"model-{view.replace(' ', '-')}" if view else "model"
+    path = target or folder / f"{name}{_ENDINGS[format]}"
+    if format == "safetensors":
+        return export_weights(weights, task.build(), path, about)
+    module = task.build().eval()
+    weights.layout.write(weights.vector.cpu(), module)
+    if format == "sparse":
+        content = sparse_bytes(weights, module, about)
+    else:
+        content = _onnx_bytes(module, task.train[0].fetch(torch.arange(min(2, len(task.train[0]))))[0])
+    try:
+        put(path, content)
+    except OSError as error:
+        raise FlashError(f"{path} cannot be written: {error}") from None
+    return path
+
+
+def _onnx_bytes(module: nn.Module, inputs: Inputs) -> bytes:
+    """The module as ONNX, for any number of samples."""
+    try:
+        import onnxscript  # noqa: F401 (torch needs it)
+    except ImportError:
+        raise ConfigError('--format onnx needs the packages onnx and onnxscript: pip install "flashfl[onnx]"') from None
+    samples = {0: torch.export.Dim("samples")}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        torch.onnx.export(
+            module, tuple(inputs), str(file), dynamo=True, external_data=False, verbose=False,
+            dynamic_shapes=tuple(samples for _ in inputs),
+        )  # fmt: skip
+        return file.read_bytes()

@@ -47,7 +47,7 @@ class Run:
         found = {"method": self.method.name or type(self.method).__name__, "task": self.task.name}
         if state is not None:
             found |= {"rounds": f"{state.counted}/{state.plan.rounds}", "density": f"{self.weights.mask.density:.4f}"}
-            found |= {self.shown.name: self.shown.label(self.metric), "best": self.shown.label(self.best)}
+            found |= {self.shown.name: self._label(self.metric), "best": self._label(self.best)}
         found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
         if (spent := self.privacy) is not None and spent.delta:
             found["epsilon"] = epsilons(spent)
@@ -79,7 +79,10 @@ class Run:
     @property
     def scored(self) -> str:
         """The last and the best metric as text, such as "accuracy 97.22 % (best 97.50 %)"."""
-        return f"{self.shown.name} {self.shown.label(self.metric)} (best {self.shown.label(self.best)})"
+        return f"{self.shown.name} {self._label(self.metric)} (best {self._label(self.best)})"
+
+    def _label(self, value: float) -> str:
+        return self.shown.label(value) if self._scores() else "not evaluated"
 
     def _scores(self) -> list[float]:
         return [record.score.metric for record in self.history if record.score is not None]

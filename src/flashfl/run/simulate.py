@@ -150,7 +150,7 @@ def check_method(method: object) -> None:
     own += sorted(vars(method).keys() - {f.name for f in fields(method)})
     if own:
         raise ConfigError(
-            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
+            f"{kind.__name__} is not a dataclass, so its settings {', '.join(dict.fromkeys(own))} would be lost: put "
             "@dataclass(frozen=True) above the class and list its settings as fields"
         )
     for name in ("init", "aggregate"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .codec import decode, encode, size_with
 from .errors import Distrusted, UnknownMask, WireError
+from .feedback import Feedback
 from .frame import seal
 from .masks import mask_from_bytes, mask_to_bytes
 from .message import Coding, Encoded, Message, Parts, value_key
@@ -15,6 +16,7 @@ __all__ = [
     "Coding",
     "Distrusted",
     "Encoded",
+    "Feedback",
     "Limits",
     "MaskSizes",
     "Message",
