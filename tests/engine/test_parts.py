@@ -12,21 +12,26 @@ from torch import Tensor
 
 import flashfl as fl
 from flashfl.core.client import Clients, Field, Part, Place, Rows, draw, draw_one
+from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import FlashError
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.core.parts import part
 from flashfl.core.server import ServerStep
+from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.inputs import largest
 from flashfl.engine.pipeline import close_clients, open_clients
 from flashfl.engine.step import MaskedStep
 from flashfl.methods.topk import LargestChanges
 from flashfl.run.config import TrainConfig
+from flashfl.run.simulate import drive
 from flashfl.sparsity.steps import Multiply
 from flashfl.wire import Message, decode, encode, size_with
 from tests.conftest import make_task
 from tests.engine.test_lanes import run_lanes
+from tests.run.run_support import After, Killed, killed
+from tests.test_every_method import small
 
 
 def opened(layout: Layout, parts: tuple[Part, ...], start: list[float], **more: Any) -> tuple[Local, Clients]:
@@ -238,6 +243,28 @@ def test_checkpoints_write_only_notes_that_changed(tmp_path: Any) -> None:
     fl.simulate(fl.METHODS["topk"](0.3), task, train=config, folder=tmp_path, watch=watch)
     notes = [path for path in (tmp_path / "masks").iterdir() if path.stat().st_size > 4 * task.layout.prunable_size]
     assert len(notes) <= sum(counts), "one file for each client and round, and none written twice"
+
+
+@pytest.mark.parametrize("name", ["topk", "scaffold", "fedspa", "lotteryfl"])
+def test_lanes_resume_with_what_clients_remember(name: str, tmp_path: Any) -> None:
+    """On a GPU notes stay on the device until a checkpoint needs them; a resumed run reads them back."""
+    task, method = make_task("norm"), small(name, moving=True)
+    config = TrainConfig(device="cpu", rounds=4, per_round=4, batch=4, workers=1, checkpoint_every=1)
+    settings = replace(config, precision="fp32", lanes=2)
+
+    def run(folder: Any, masks: str, **more: Any) -> fl.Run:
+        engine = GPUEngine(task, settings, "cpu", tmp_path / masks)
+        try:
+            return drive(method, task, config, engine, FixedPopulation(task.clients), folder, **more)
+        finally:
+            engine.close()
+
+    whole = run(None, "a")
+    with killed():
+        run(tmp_path / "run", "b", watch=After(3, Killed))
+    again = run(tmp_path / "run", "b", resume=True)
+    assert again.checksum == whole.checksum
+    assert again.traffic == whole.traffic
 
 
 def tables(s: ServerStep, changes: list[float]) -> list[float]:

@@ -100,6 +100,7 @@ def samples(layout: Layout) -> list[tuple[Message, tuple[Mask, ...]]]:
         "grads": Extra("masked", torch.ones(near.active)),
         "scores": Extra("dense", torch.arange(6, dtype=torch.int64).view(2, 3)),
         "votes": Extra("bits", near.bits),
+        "wanted": Extra("indices", near.bits),
         "weight": Extra("scalar", torch.tensor(2.5, dtype=torch.float64)),
     }
     return [

@@ -94,7 +94,8 @@ def close_clients(local: Local, c: Clients) -> Finished:
 def tallied(parts: Sequence[Part], layout: Layout, vector: Tensor, bits: Tensor) -> dict[str, Extra]:
     """What the server derives from an update, to be added up with what the client sent."""
     found = [part.tally(layout, vector[None], bits[None]) for part in parts]
-    return {name: Extra("dense", value[0]) for one in found for name, value in one.items()}
+    rows = {name: value[0] for one in found for name, value in one.items()}
+    return {name: Extra("bits" if row.dtype == torch.bool else "dense", row) for name, row in rows.items()}
 
 
 def _check_active(parts: Sequence[Part], layout: Layout, before: int, found: int) -> None:
