@@ -354,9 +354,12 @@ def measure(cells: list[Cell], workers: int, found: dict[Cell, float], file: Pat
 def table(found: dict[Cell, float], settings: list[str], seeds: list[int]) -> tuple[list[str], list[str]]:
     """Lines of a Markdown table, and what is not as promised."""
 
-    def mean(setup: str, attack: str, setting: str) -> float | None:
-        some = [found[cell] for seed in seeds if (cell := (setup, attack, setting, seed)) in found]
-        return fmean(some) if some else None
+    def cell(setup: str, attack: str, setting: str) -> tuple[float | None, float | None]:
+        """The accuracy, and its distance from the honest run over the seeds that have both."""
+        beside = (setup, HONEST, "off" if attack == HONEST else setting)
+        here = {seed: found[c] for seed in seeds if (c := (setup, attack, setting, seed)) in found}
+        lost = [here[seed] - found[c] for seed in here if (c := (*beside, seed)) in found]
+        return fmean(here.values()) if here else None, fmean(lost) if lost else None
 
     order = {row: at for at, row in enumerate(rows([]))}
     lines = [f"| task | attack | {' | '.join(settings)} |", "|---" * (2 + len(settings)) + "|"]
@@ -364,16 +367,15 @@ def table(found: dict[Cell, float], settings: list[str], seeds: list[int]) -> tu
     for setup, attack in sorted({cell[:2] for cell in found}, key=order.__getitem__):
         texts = []
         for setting in settings:
-            here = mean(setup, attack, setting)
-            beside = mean(setup, HONEST, "off" if attack == HONEST else setting)
+            here, lost = cell(setup, attack, setting)
             if here is None:
                 texts.append("")
                 continue
-            lost = f" ({here - beside:+.1f})" if beside is not None and (attack, setting) != (HONEST, "off") else ""
-            texts.append(f"{here:.1f}{lost}")
+            plain = lost is None or (attack, setting) == (HONEST, "off")
+            texts.append(f"{here:.1f}" if plain else f"{here:.1f} ({lost:+.1f})")
             alone = attack != HONEST and ATTACKS[attack].liars == 1
-            if alone and setting == "defaults" and beside is not None and beside - here > POINTS:
-                broken.append(f"{setup}, {attack}: {here:.1f} %, honest {beside:.1f} %")
+            if alone and setting == "defaults" and lost is not None and lost < -POINTS:
+                broken.append(f"{setup}, {attack}: {here:.1f} %, {lost:+.1f} from the honest run")
         lines.append(f"| {setup} | {attack} | {' | '.join(texts)} |")
     return lines, broken
 

@@ -33,7 +33,6 @@ from flashfl.engine.client import update_message
 from flashfl.engine.encoding import Server
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
-from flashfl.engine.trust import Trust
 from flashfl.models import build_model
 from flashfl.privacy.client import Party, Self
 from flashfl.privacy.keys import Directory, Identity
@@ -94,7 +93,7 @@ def server_of(layout: Layout, start: Weights, clients: int) -> Server:
     memory = ClientMemory(MaskStore.in_folder(layout, None))
     for client in range(clients):
         memory.accept(client, (2, 0, 0), memory.keep(start.mask), None)
-    return Server(memory, trust=Trust(factor=0))
+    return Server(memory)
 
 
 def plain(case: str, layout: Layout, start: Weights, clients: int) -> Row:

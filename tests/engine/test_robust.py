@@ -251,7 +251,8 @@ def test_counting_account_agrees_with_the_encoding_one(robust: Robust, chunk: in
 
     vectors[3] = vectors[3] + torch.nan
     account = Counting(ClientMemory(MaskStore(LAYOUT, {})), robust=robust)
-    seats = [Work(order.local, 1, 5 + i, 1, Client(i, 5 + i), order, mask, mask.counts) for i, mask in enumerate(masks)]
+    clients = [Client(i, 5 + i) for i in range(5)]
+    seats = [Work(order.local, 1, c.n, 1, c, order, masks[c.id], masks[c.id].counts, start) for c in clients]
     for seat in seats:
         account.sent(seat.client, order)
     for at in range(0, 5, chunk):
