@@ -121,9 +121,7 @@ class Cohort:
         """An update that answers an order with the weights `start`; None if the client trained no weights."""
         norms = {}
         if self.robust.clip:
-            tensors = {
-                name: extra.value for name, extra in update.extra.items() if extra.form not in ("bits", "indices")
-            }
+            tensors = {name: e.value for name, e in update.extra.items() if e.value.is_floating_point()}
             if start is not None:
                 before, after = _change(update, start)
                 tensors[""] = after - before
