@@ -203,7 +203,9 @@ class Replay:
         self.first: Update | None = None
 
     def __call__(self, update: Update, order: Order) -> Update:
-        self.first = self.first or update
+        assert update.values is not None
+        # A copy: a dense update shares the memory that the client trains in.
+        self.first = self.first or replace(update, values=update.values.clone())
         return replace(update, mask=self.first.mask, values=self.first.values, counts=self.first.counts)
 
 
@@ -403,6 +405,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write every cell to this file, as it goes")
     parser.add_argument("--resume", action="store_true", help="keep the cells that the file already has")
     parser.add_argument("--list", action="store_true", help="list the rows and stop")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print the table of the cells in --json")
     args = parser.parse_args()
     chosen = rows(args.only)
     if args.list:
@@ -414,8 +417,9 @@ def main() -> None:
     if "off" not in args.settings:  # what the honest runs are compared with
         cells += [(*row, "off", seed) for row in honest for seed in args.seeds]
     os.environ["OMP_NUM_THREADS"] = "1"
-    found = known(args.json) if args.resume else {}
-    measure(cells, args.workers, found, args.json)
+    found = known(args.json) if args.resume or args.table else {}
+    if not args.table:
+        measure(cells, args.workers, found, args.json)
     lines, broken = table(found, args.settings, args.seeds)
     print("\n".join(lines))
     for line in broken:

@@ -104,7 +104,8 @@ def config_of(settings: dict[str, str], args: argparse.Namespace, seed: int) -> 
     if args.alpha_file:
         paper["task"]["partition_file"] = args.alpha_file
     paper["train"] |= {"seed": seed, "checkpoint_every": 100, "device": args.device}
-    chosen = {"method": "flashplus", **settings, **dict(word.split("=", 1) for word in args.set)}
+    plain = {} if "method" in settings else {"method": "flashplus", "look_ahead": "0"}
+    chosen = {**plain, **settings, **dict(word.split("=", 1) for word in args.set)}
     return make_config(paper, chosen)
 
 

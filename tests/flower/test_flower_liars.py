@@ -85,9 +85,9 @@ def replay() -> Lie:
     kept: list[Update] = []
 
     def lie(update: Update, order: Order) -> Update:
-        if update.mask is None:
+        if update.values is None:
             return update
-        kept.append(update)
+        kept.append(replace(update, values=update.values.clone()))  # a dense one shares the trainer's memory
         return replace(update, mask=kept[0].mask, values=kept[0].values, counts=kept[0].counts)
 
     return lie

@@ -125,3 +125,10 @@ def test_a_model_that_refuses_planes_trains_dense() -> None:
     strict = fl.Task(model=Strict, clients=digits.train, test=digits.test)
     run = fl.simulate(fl.PDST(density=0.2), strict, workers=1, **{**QUICK, "rounds": 1})
     assert "compute" not in run.results.header
+
+
+@pytest.mark.usefixtures("always")
+def test_without_native_kernels_a_run_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "kernels", lambda: None)
+    run = fl.simulate(fl.PDST(density=0.2), task(), workers=1, **{**QUICK, "rounds": 1})
+    assert "compute" not in run.results.header

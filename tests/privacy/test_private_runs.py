@@ -27,17 +27,24 @@ from flashfl.privacy.accounting import epsilon_known
 from flashfl.privacy.messages import STEPS
 from flashfl.privacy.plain import Gatherer
 from flashfl.run.config import TrainConfig
+from tests.conftest import make_task
 
-SETTINGS = {"per_round": 10, "rounds": 2, "epochs": 1, "eval_every": 1, "device": "cpu", "workers": 1, "max_steps": 2}
+SETTINGS = {"per_round": 10, "rounds": 2, "epochs": 1, "eval_every": 1, "device": "cpu", "workers": 1, "batch": 8}
 
 
 @pytest.fixture(scope="module")
 def task() -> fl.Task:
+    """Ten small clients with BatchNorm."""
+    return make_task("norm", clients=10)
+
+
+@pytest.fixture(scope="module")
+def digits() -> fl.Task:
     return fl.tasks.digits(clients=10)
 
 
 def simulated(task: fl.Task, method: Method | None = None, **settings: object) -> fl.Run:
-    method = method or fl.SPDST(density=0.05, warmup_clients=4, warmup_epochs=1)
+    method = method or fl.SPDST(density=0.3, warmup_clients=4, warmup_epochs=1)
     return fl.simulate(method, task, progress=False, watch=lambda state, record: None, **{**SETTINGS, **settings})
 
 
@@ -100,7 +107,7 @@ def test_round_with_too_few_survivors_is_repeated_and_opens_nothing(
     monkeypatch.setattr(PrivateRound, "_opened", watched)
     monkeypatch.setattr(cpu, "drops", lambda s, client, share: s.phase.counts and s.attempt == 0 and client < 4)
     monkeypatch.setattr(cpu, "dropout_step", lambda s, client: step)
-    run = simulated(task, fl.PDST(density=0.05), secure=True, dropout=0.1, rounds=1)
+    run = simulated(task, fl.PDST(density=0.3), secure=True, dropout=0.1, rounds=1)
     [record] = run.history
     assert opened == [[], list(range(10))]
     assert record.attempt == 1
@@ -159,7 +166,7 @@ def test_settings_that_need_single_updates_are_refused(setting: dict[str, object
 
 
 def test_run_without_test_samples_on_the_server_is_refused() -> None:
-    task = fl.tasks.digits(clients=10, holdout=0.2)
+    task = make_task("norm", clients=10)
     task.test = None
     with pytest.raises(ConfigError, match="test samples on the server"):
         simulated(task, secure=True)
@@ -173,7 +180,7 @@ def test_first_phase_is_refused_under_differential_privacy(task: fl.Task) -> Non
 # What the server sees.
 
 
-def test_server_never_sees_sample_counts_or_plain_values(task: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_never_sees_sample_counts_or_plain_values(digits: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
     original = PrivateRound.received
 
@@ -182,7 +189,7 @@ def test_server_never_sees_sample_counts_or_plain_values(task: fl.Task, monkeypa
         original(self, client, data, notes)
 
     monkeypatch.setattr(PrivateRound, "received", received)
-    run = simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)
+    run = simulated(digits, fl.PDST(density=0.3), secure=True, rounds=1)
     masked = [np.frombuffer(data[21:], np.uint8) for data in seen if len(data) > 10_000]
     assert len(masked) == 10
     counts = np.bincount(np.concatenate(masked), minlength=256)
@@ -191,16 +198,16 @@ def test_server_never_sees_sample_counts_or_plain_values(task: fl.Task, monkeypa
     assert run.history[0].privacy is not None
 
 
-def test_clamped_values_are_reported(task: fl.Task) -> None:
-    run = simulated(task, secure=True, rounds=1, **{"ranges": {"samples": 16}})
+def test_clamped_values_are_reported(digits: fl.Task) -> None:
+    run = simulated(digits, secure=True, rounds=1, **{"ranges": {"samples": 16}})
     spent = run.history[-1].privacy
     assert spent is not None
     assert spent.clamped == 10  # every client has more than 16 samples
 
 
-def test_static_batchnorm_gathers_its_statistics_securely() -> None:
-    task = fl.tasks.digits(clients=10)
-    assert simulated(task, secure=True, static_bn=True).history[-1].privacy is not None
+def test_static_batchnorm_gathers_its_statistics_securely(task: fl.Task) -> None:
+    secure, usual = simulated(task, secure=True, static_bn=True), simulated(task, static_bn=True)
+    assert torch.allclose(secure.weights.statistics, usual.weights.statistics, atol=1e-3)
 
 
 # Differential privacy.
@@ -208,7 +215,7 @@ def test_static_batchnorm_gathers_its_statistics_securely() -> None:
 
 def test_epsilon_is_recorded_each_round_and_the_run_ends_when_the_budget_is_spent(task: fl.Task) -> None:
     budget = epsilon_known(4.0, 3, 1e-5) + 0.01
-    method = fl.SPDST(density=0.05, warmup_clients=0)
+    method = fl.SPDST(density=0.3, warmup_clients=0)
     run = simulated(task, method, rounds=9, dp_noise=4.0, dp_epsilon=budget, secure=True)
     assert [r.privacy.known for r in run.history if r.privacy] == [epsilon_known(4.0, i, 1e-5) for i in (1, 2, 3)]
     assert run.stopped == f"spent its privacy budget of epsilon {budget:g}"
@@ -217,7 +224,7 @@ def test_epsilon_is_recorded_each_round_and_the_run_ends_when_the_budget_is_spen
 
 
 def test_noise_for_an_epsilon_lasts_for_the_rounds_that_were_planned(task: fl.Task) -> None:
-    run = simulated(task, fl.PDST(density=0.05), rounds=3, dp_epsilon=20.0, secure=True)
+    run = simulated(task, fl.PDST(density=0.3), rounds=3, dp_epsilon=20.0, secure=True)
     assert run.stopped is None
     spent = run.privacy
     assert spent is not None
@@ -228,7 +235,7 @@ def test_noise_for_an_epsilon_lasts_for_the_rounds_that_were_planned(task: fl.Ta
 def test_epsilon_survives_kill_and_resume_and_repeated_rounds_spend_too(
     task: fl.Task, tmp_path: Path, secure: bool
 ) -> None:
-    method, more = fl.PDST(density=0.05), {"dp_noise": 4.0, "secure": secure, "rounds": 3, "folder": tmp_path / "run"}
+    method, more = fl.PDST(density=0.3), {"dp_noise": 4.0, "secure": secure, "rounds": 3, "folder": tmp_path / "run"}
     original, spoilt = PrivateRound.close, [0]
 
     def close(self: PrivateRound) -> object:
@@ -250,7 +257,7 @@ def test_epsilon_survives_kill_and_resume_and_repeated_rounds_spend_too(
 
 
 def test_sum_opened_before_a_crash_is_used_and_not_opened_again(task: fl.Task, tmp_path: Path) -> None:
-    method, more = fl.PDST(density=0.05), {"secure": True, "rounds": 2, "folder": tmp_path / "run"}
+    method, more = fl.PDST(density=0.3), {"secure": True, "rounds": 2, "folder": tmp_path / "run"}
     original = PrivateRound.close
 
     def close(self: PrivateRound) -> object:
@@ -271,8 +278,8 @@ def test_sum_opened_before_a_crash_is_used_and_not_opened_again(task: fl.Task, t
 def test_budget_of_a_finished_run_is_not_spent_again_by_resume(task: fl.Task, tmp_path: Path) -> None:
     budget = epsilon_known(4.0, 2, 1e-5) + 0.01
     more = {"secure": True, "rounds": 5, "folder": tmp_path / "run", "dp_noise": 4.0, "dp_epsilon": budget}
-    first = simulated(task, fl.PDST(density=0.05), **more)
-    again = simulated(task, fl.PDST(density=0.05), resume=True, **more)
+    first = simulated(task, fl.PDST(density=0.3), **more)
+    again = simulated(task, fl.PDST(density=0.3), resume=True, **more)
     assert (len(first.history), len(again.history)) == (2, 2)
     assert again.stopped == first.stopped
 
@@ -298,7 +305,7 @@ def test_gpu_engine_counts_the_same_bytes_and_the_same_model(
     for module in (cpu, private_counting):
         monkeypatch.setattr(module, "drops", lambda s, client, share: client in (1, 4, 7))
         monkeypatch.setattr(module, "dropout_step", lambda s, client: {1: 1, 4: 2, 7: 3}[client])
-    method = fl.SPDST(density=0.05, warmup_clients=10, warmup_epochs=1)
+    method = fl.SPDST(density=0.3, warmup_clients=10, warmup_epochs=1)
     real = simulated(task, method, **settings)
     as_gpu()
     counted = simulated(task, method, **settings)
@@ -309,14 +316,14 @@ def test_gpu_engine_counts_the_same_bytes_and_the_same_model(
 
 @pytest.mark.filterwarnings("ignore:this engine does not encrypt")
 @pytest.mark.parametrize("secure", [True, False])
-def test_gpu_engine_adds_noise_of_the_same_size(task: fl.Task, secure: bool, as_gpu: Callable[[], None]) -> None:
+def test_gpu_engine_adds_noise_of_the_same_size(digits: fl.Task, secure: bool, as_gpu: Callable[[], None]) -> None:
     found = []
-    method, more = fl.PDST(density=0.05), {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6}
+    method, more = fl.PDST(density=0.3), {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6}
     for engine in ("cpu", "gpu"):
         if engine == "gpu":
             as_gpu()
-        run = simulated(task, method, **more)
-        start = fl.simulate(method, task, progress=False, **{**SETTINGS, "rounds": 1, "lr": 0.0}).weights.packed()
+        run = simulated(digits, method, **more)
+        start = fl.simulate(method, digits, progress=False, **{**SETTINGS, "rounds": 1, "lr": 0.0}).weights.packed()
         found.append((run.weights.packed() - start)[: run.weights.mask.active].std().item())
         assert run.history[0].bytes.up > 0
     shares = 10 / 6 if secure else 1  # ten shares, each for six honest survivors
@@ -327,7 +334,7 @@ def test_gpu_engine_adds_noise_of_the_same_size(task: fl.Task, secure: bool, as_
 def test_gpu_engine_says_that_it_does_not_encrypt(task: fl.Task, as_gpu: Callable[[], None]) -> None:
     as_gpu()
     with pytest.warns(RuntimeWarning, match="does not encrypt"):
-        simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)
+        simulated(task, fl.PDST(density=0.3), secure=True, rounds=1)
 
 
 # A client on its own.
@@ -350,7 +357,7 @@ def test_client_that_refuses_says_why_by_name(task: fl.Task, monkeypatch: pytest
         failed(self, client, why)
 
     monkeypatch.setattr(PrivateRound, "failed", noted)
-    run = simulated(task, fl.PDST(density=0.05), secure=True, rounds=1)
+    run = simulated(task, fl.PDST(density=0.3), secure=True, rounds=1)
     assert whys[2].startswith("AsksForBoth: the server asks for the key and for the self-mask")
     assert run.history[0].failures == {}
 

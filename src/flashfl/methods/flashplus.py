@@ -26,8 +26,8 @@ class FlashPlus(JMWST):
     """SPDST with fewer bits for each weight, so more weights for the same bytes, and a recipe found by experiment.
 
     The run's settings that belong to it are its `recipe`: a running average of the server's model, weight decay and
-    int8 values. They apply unless you set them yourself. The other ingredients are settings of the method. By
-    default they are off; docs/flashplus.md says what each one brought.
+    int8 values. They apply unless you set them yourself. Clients look ahead. The other ingredients are off by default;
+    docs/flashplus.md says what each one brought.
 
     Bytes: as SPDST at the same density, with fewer for each weight.
     When: you have so many megabytes a client and round (`--budget 2.3MB`), and want the best model for them.
@@ -42,7 +42,7 @@ class FlashPlus(JMWST):
     name: ClassVar[str] = "flashplus"
     recipe: ClassVar[Mapping[str, object]] = {"average": 0.95, "weight_decay": 5e-4, "values": "int8"}
     r_int: int = 0
-    look_ahead: float = 0.0
+    look_ahead: float = 0.85
     multiply: float = 0.0
     shrink: float = 0.0
     init_scale: float = 1.0

@@ -23,6 +23,7 @@ from .load import Found, RunData
 MOST_CLIENTS, MOST_CLASSES = 100, 64
 _ABOUT = "Means over seeds after training. Select a heading to sort."
 _NOTES = (
+    "s at 1 / 10 / 100 Mbit/s: how many seconds a client's bytes of one round, up and down, take on such a line.",
     "Saving: dense fp32 bytes over the bytes really sent, first phase included.",
     "Paper's formula: the saving as the paper counts it.",
     "Mask mismatch: between the server's masks of consecutive rounds, mean over the last sixth of the rounds.",

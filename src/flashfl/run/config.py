@@ -116,7 +116,7 @@ class TrainConfig:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
-        for name in ("values", "values_up", "values_down", "rest", "upload", "robust", "clip", "trim"):
+        for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim"):
             if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "

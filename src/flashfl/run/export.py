@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
@@ -103,7 +104,8 @@ def _onnx_bytes(module: nn.Module, inputs: Inputs) -> bytes:
     except ImportError:
         raise ConfigError('--format onnx needs the packages onnx and onnxscript: pip install "flashfl[onnx]"') from None
     samples = {0: torch.export.Dim("samples")}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's exporter warns about its own insides
         file = Path(folder) / "model.onnx"
         torch.onnx.export(
             module, tuple(inputs), str(file), dynamo=True, external_data=False, verbose=False,

@@ -144,7 +144,7 @@ function costs() {
 function ends() {
   const groups = shown().filter((g) => g.points.some((p) => p.accuracy !== null)), metric = measured();
   if (!groups.length) return;
-  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. Upper left is better.", { half: true });
+  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. " + (metric.direction.includes("lower") ? "Lower" : "Upper") + " left is better.", { half: true });
   chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: metric.name, xType: "log", xTick: text.bytes, nearest: true, ...metric.axis, xDomain: padded(groups, "bytes"), title: (v, s) => s.label,
     series: groups.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
       more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "seed", String(g.points[i].seed)]] })) }));
