@@ -274,6 +274,17 @@ def test_dropped_channels_of_a_narrow_model_are_zero() -> None:
     assert set(run.history[-1].metrics) == {"after", "width 0.5"}
 
 
+def test_static_batch_norm_gathers_statistics_of_each_width() -> None:
+    task = make_task("norm")
+    method = METHODS["heterofl"](widths=(0.5, 1.0), shares=(0.5, 0.5))
+    run = fl.simulate(method, task, 2, per_round=4, workers=1, batch=4, static_bn=True)
+    assert run.state is not None
+    narrow, wide = (run.state.extra[f"statistics {width}"] for width in (0.5, 1.0))
+    assert isinstance(narrow, Tensor)
+    assert isinstance(wide, Tensor)
+    assert not torch.equal(narrow, wide)
+
+
 def test_personal_accuracy_is_reported_where_models_are_personal() -> None:
     task = make_task("norm")
     for name, changes in (("fedspa", {}), ("fedspa", {"moving": True}), ("lotteryfl", {"threshold": 0.0})):

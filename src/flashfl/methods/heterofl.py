@@ -103,8 +103,12 @@ class HeteroFL(Method):
         found = (sums.weights[:trained] / kept.clamp(min=1)).float()
         mean[:trained] = torch.where(kept > 0, found, s.weights.vector[:trained])
         after = s.next(Weights(s.mask, mean))
-        if not s.plan.local.statistics:
-            return after
+        return self._stated(s, after, sums) if s.plan.local.statistics else after
+
+    def with_statistics(self, s: State, sums: Sums) -> State:
+        return self._stated(s, super().with_statistics(s, sums), sums)
+
+    def _stated(self, s: State, after: State, sums: Sums) -> State:
         masks = {f"statistics {width}": s.kept(Mask, f"mask {width}") for width in self.widths}
         return keep_statistics(s, after, sums, masks, f"statistics {self.widths[-1]}")
 
