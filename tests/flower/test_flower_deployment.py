@@ -225,7 +225,6 @@ def test_ray_simulation_is_bit_identical(tmp_path: Path) -> None:
 
 
 def test_ten_supernodes_with_tls_open_the_simulations_secure_sum(tmp_path: Path) -> None:
-    """The second run loses a SuperNode: the sum of the others is opened."""
     pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
     from flashfl.flower.private import make_identity
 
@@ -238,12 +237,6 @@ def test_ten_supernodes_with_tls_open_the_simulations_secure_sum(tmp_path: Path)
         for number in range(10):
             named = f'identity="{tmp_path}/keys/client-{number}.key" identities="{tmp_path}/keys/identities.json"'
             made.supernode(number, 10, config=named)
-        more = {"settings": settings, "train__rounds": 1, "flower__clients": 10}
-        run = made.run(**more, folder=str(tmp_path / "run"))
+        run = made.run(settings=settings, train__rounds=1, flower__clients=10, folder=str(tmp_path / "run"))
         assert made.wait(run, 1500) == "finished:completed"
         assert end(tmp_path / "run")["checksum"] == expected.checksum
-        made.kill("node7")
-        run = made.run(**more, folder=str(tmp_path / "less"), flower__timeout=60.0)
-        assert made.wait(run, 1500) == "finished:completed"
-    assert [set(line.failures) for line in rounds(tmp_path / "less")][-1] <= {7}
-    assert end(tmp_path / "less")["checksum"] != expected.checksum
