@@ -86,10 +86,10 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
         return export_weights(weights, task.build(), path, about)
     module = task.build().eval()
     weights.layout.write(weights.vector.cpu(), module)
-    if format == "sparse":
-        content = sparse_bytes(weights, module, about)
-    else:
+    if format == "onnx":
         content = _onnx_bytes(module, task.train[0].fetch(torch.arange(min(2, len(task.train[0]))))[0])
+    else:
+        content = sparse_bytes(weights, module, about)
     try:
         put(path, content)
     except OSError as error:
