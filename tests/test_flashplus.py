@@ -18,8 +18,8 @@ from flashfl.core.layout import Layout
 from flashfl.core.state import State
 from flashfl.data.sources import Arrays, Subset
 from flashfl.engine.step import MaskedStep
-from flashfl.methods.ham import Multiply
 from flashfl.run.config import TrainConfig, make_config
+from flashfl.sparsity.steps import Multiply
 from tests.conftest import blobs, make_task
 from tests.engine.test_lanes import Plain, agree, devices
 from tests.test_every_method import SETTINGS, small
@@ -68,15 +68,16 @@ def test_look_ahead_starts_from_the_last_step() -> None:
 
 
 def test_multiplicative_step_by_hand() -> None:
-    """w = w * exp(-lr * (c * sign(w) * g + d)) after the SGD step, on sparse weights only; weight decay is not in g."""
+    """w = w * exp(-lr * (c * sign(w) * g + d)) after the SGD step, on sparse weights only; weight decay is in g."""
     start, g, lr, c, d = [0.5, -0.5, 0.25], [0.1, 0.2, -0.3], 0.2, 3.0, 0.01
     layout = Layout.build({"prunable": [("w", (2,))], "dense": [("b", (1,))]})
     weights, part = torch.tensor([start]), Multiply(c, d)
     step = MaskedStep(weights, 2, torch.tensor([[True, True]]), place=Place.logical(layout))
-    step.begin(Local(lr=lr, weight_decay=0.5, parts=(part,)), [1], [1], {"multiply gradient": torch.zeros(1, 3)})
+    step.begin(Local(lr=lr, weight_decay=0.5, parts=(part,)), [1], [1])
     step(torch.tensor([g[:2]]), torch.tensor([g[2:]]))
-    after = [w - lr * (x + 0.5 * w) for w, x in zip(start, g, strict=True)]
-    expected = [w * math.exp(-lr * (c * math.copysign(1, w) * x + d)) for w, x in zip(after, g, strict=True)]
+    followed = [x + 0.5 * w for w, x in zip(start, g, strict=True)]
+    after = [w - lr * x for w, x in zip(start, followed, strict=True)]
+    expected = [w * math.exp(-lr * (c * math.copysign(1, w) * x + d)) for w, x in zip(after, followed, strict=True)]
     expected[2] = after[2]
     torch.testing.assert_close(weights, torch.tensor([expected]))
 

@@ -13,7 +13,7 @@ from ..core.exchange import Client, Local, Order, Sums
 from ..core.mask import Weights
 from ..core.state import TRAINING, State
 from ..sparsity import calibrate, random_mask
-from .ham import Multiply
+from ..sparsity.steps import Multiply
 from .jmwst import JMWST
 from .spdst import SPDST
 
