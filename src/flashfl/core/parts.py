@@ -21,7 +21,7 @@ _PARTS: dict[str, type] = {}
 def part(cls: type[T]) -> type[T]:
     """Register a dataclass so that it can stand inside a message. Its name must be its own."""
     known = _PARTS.get(cls.__name__, cls)
-    if known.__module__ != cls.__module__:
+    if known.__module__.rpartition(".")[2] != cls.__module__.rpartition(".")[2]:  # a file may be imported twice
         raise ConfigError(f"{known.__module__} has a part called {cls.__name__} too: choose another name")
     _PARTS[cls.__name__] = cls
     return cls
