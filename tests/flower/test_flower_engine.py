@@ -190,6 +190,9 @@ def test_clients_state_their_own_densities() -> None:
     assert_equal(here, train(small("hetero-jmwst"), task, federation(task, nodes=nodes)))
 
 
+_REMEMBER = ("topk", "scaffold")  # their clients remember tensors, which the server does not have
+
+
 @methods
 def test_client_that_lost_its_memory_gets_its_mask_back(name: str) -> None:
     task, method = make_task("norm"), small(name)
@@ -200,7 +203,12 @@ def test_client_that_lost_its_memory_gets_its_mask_back(name: str) -> None:
         for context in grid.contexts.values():
             context.state.clear()
 
-    assert_equal(whole, train(method, task, grid, watch=forget))
+    again = train(method, task, grid, watch=forget)
+    if name in _REMEMBER:  # they start anew
+        assert len(again.history) == len(whole.history)
+        assert not again.history[-1].failures
+    else:
+        assert_equal(whole, again)
 
 
 class _Stop(Exception):
@@ -223,7 +231,8 @@ def test_resume_after_kill_is_bit_identical(name: str, again: str, tmp_path: Pat
         with pytest.raises(_Stop):
             train(method, task, grid, folder, watch=kill)
         resumed = train(method, task, grid if again == "same nodes" else federation(task), folder, resume=True)
-        assert_equal(whole, resumed)
+        if again == "same nodes" or name not in _REMEMBER:
+            assert_equal(whole, resumed)
         assert len(resumed.history) == len(whole.history)
 
 

@@ -279,8 +279,12 @@ def test_wrong_evaluation_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert f"client {BAD} is dropped from this evaluation" in caplog.text
 
 
-@pytest.mark.parametrize("name", list(fl.METHODS))
-def test_trimming_and_clipping_work_for_every_method(name: str) -> None:
+# Clients of these hold different weights, or report bits or control variates: docs/security.md promises nothing.
+_NOT_BOUNDED = ("feddst", "fedspa", "fedrts", "zerofl", "fedpm", "scaffold", "fjord")
+
+
+@pytest.mark.parametrize("name", [name for name in fl.METHODS if name not in _NOT_BOUNDED])
+def test_trimming_and_clipping_work_for_methods_with_one_mask(name: str) -> None:
     """Two of eight clients lie: the defaults, trimming or clipping limit the damage."""
     task = make_task("norm")
     one = train(small(name), task, federation(task), rounds=1, robust="off", **EVERY)
