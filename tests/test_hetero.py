@@ -142,5 +142,5 @@ def test_static_statistics_belong_to_each_sub_model(name: str) -> None:
 def test_pattern_too_dense_for_a_density_warns() -> None:
     task = make_task("norm")
     method = fl.HeteroSPDST(densities=(0.1, 0.25), shares=(0.5, 0.5), warmup_clients=0, nm=4)
-    with pytest.warns(RuntimeWarning, match="instead of 0.1: an N:M pattern keeps at least 1 of 4"):
+    with pytest.warns(RuntimeWarning, match="instead of 0.1: nm = 4 keeps at least 1 of every 4 weights"):
         method.init(plan_of(TrainConfig(device="cpu", rounds=5, per_round=4), task, len(task.clients), "cpu"))

@@ -66,7 +66,9 @@ def _divided(total: Tensor, by: Tensor | int) -> Tensor:
 
 def _weights(sums: Sums) -> Tensor:
     if sums.weights is None or sums.n == 0:
-        raise ValueError("no weights were reported in this round")
+        raise ValueError(
+            "clients reported no weights in this round, so there is nothing to average: ask for report='weights'"
+        )
     return sums.weights
 
 

@@ -173,7 +173,7 @@ def test_model_factory_can_be_pickled() -> None:
         *(({"length": n}, f"length = {n}: must be at least 3") for n in (2, 1, 0, -3)),
         ({"vocab_size": 2}, "vocab_size = 2: must be at least 5"),
         ({"tokens": "letters"}, "expected auto, wordpiece or words"),
-        ({"dataset": "hub:x", "synthetic": True}, "known shapes"),
+        ({"dataset": "hub:x", "synthetic": True}, "shapes of 'hub:x' are not known"),
         ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
         ({"model": "tiny-transformer"}, "does not take 'channels'"),
         ({"clients": 2000}, "must lie between 1 and the number of samples, 1437"),
@@ -261,7 +261,7 @@ def test_hub_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.test is not None
     assert data.test.target.min() == 0
     fake_hub(monkeypatch, {"other": held})
-    with pytest.raises(DataError, match="no samples in a split 'train'; its splits are other"):
+    with pytest.raises(DataError, match="no samples in a split 'train', which is needed: its splits are other"):
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
@@ -300,14 +300,14 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("train", "test", "what"),
     [
-        ({"premise": THREE, "hypothesis": THREE}, {}, "several columns of texts, .*: premise, hypothesis$"),
-        ({"question": THREE, "sentence": THREE}, {}, "several columns of texts, .*: question, sentence$"),
+        ({"premise": THREE, "hypothesis": THREE}, {}, "several columns of texts, .*: premise, hypothesis\\."),
+        ({"question": THREE, "sentence": THREE}, {}, "several columns of texts, .*: question, sentence\\."),
         ({"id": THREE}, {}, "neither images nor texts"),
         ({"text": [None, "a", "b"]}, {}, "split 'train' has no text in row 0"),
         ({"text": THREE, "label": [-1, 0, 1]}, {}, "split 'train' has 1 of 3 rows without a known label: row 0 has -1"),
         ({"text": THREE, "label": [0, None, 1]}, {}, "split 'train' has 1 of 3 .*: row 1 has None"),
-        ({"text": THREE, "label": [0.5, 1, 2]}, {}, "neither all whole numbers nor all strings"),
-        ({"text": THREE, "label": [[0], [1], [2]]}, {}, "neither all whole numbers nor all strings"),
+        ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be all whole numbers of at least 0, or all strings"),
+        ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be all whole numbers of at least 0, or all strings"),
         ({"text": THREE, "label": ["a", "b", "a"]}, {"label": ["a", "c", "a"]}, "split 'test' .* row 1 has 'c'"),
         ({"text": THREE}, {"label": [0, None, 1]}, "split 'test' has 1 of 3 rows without a known label"),
         ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),

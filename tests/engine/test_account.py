@@ -354,7 +354,7 @@ def test_client_may_report_a_missing_mask_once() -> None:
     lack = encode(Message("lack", LAYOUT, TAG, 1, lacks="00" * 8)).data
     account.lacking(1, lack)
     for client in (0, 1):
-        with pytest.raises(WireError, match="has no reason to"):
+        with pytest.raises(WireError, match="says that it lacks a mask"):
             account.lacking(client, lack)
 
 
@@ -381,7 +381,7 @@ def side(tmp_path: Path) -> ClientSide:
 
 def test_unreadable_order_fails_the_client(side: ClientSide) -> None:
     task = side.trainer.task
-    with pytest.raises(ClientFailed, match="cannot read its order \\(BadMagic"):
+    with pytest.raises(ClientFailed, match="cannot read the server's message \\(BadMagic"):
         side.work(0, task.train[0], b"nonsense", [])
 
 

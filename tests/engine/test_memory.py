@@ -174,7 +174,7 @@ def test_own_mask_beyond_the_history_is_kept_for_a_simulated_client() -> None:
     assert [again.rounds(client) for client in range(3)] == [held.rounds(client) for client in range(3)]
     assert [again.own(client) is not None for client in range(3)] == [False, False, True]
     held.store.keep_only([])
-    with pytest.raises(CheckpointError, match="that client 0 keeps is gone; resume from a checkpoint"):
+    with pytest.raises(CheckpointError, match="of client 0 is gone: resume the run"):
         held.rounds(0)
 
 

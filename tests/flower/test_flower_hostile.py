@@ -124,7 +124,7 @@ def fields(**said: Any) -> dict[str, Any]:
     [
         ({"n": 2**32 + 1}, "4294967297 samples"),
         ({"n": 2**63 - 1}, "samples"),
-        ({"n": 101}, "flower.max_samples is 100"),
+        ({"n": 101}, "flower.max_samples = 100"),
         ({"held": 2**32 + 1}, "held back"),
         ({"fixed": '{"back.weight": [[2, 2], 1.0, 0.5]}'}, "other fixed weights: 'back.weight'"),
         ({"fixed": "[" * 100_000}, "cannot be read"),

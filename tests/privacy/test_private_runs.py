@@ -297,7 +297,7 @@ def as_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return switch
 
 
-@pytest.mark.filterwarnings("ignore:this engine does not encrypt")
+@pytest.mark.filterwarnings("ignore:secure = true is only simulated")
 @pytest.mark.parametrize("settings", [{"secure": True}, {"secure": True, "dropout": 0.1}])
 def test_gpu_engine_counts_the_same_bytes_and_the_same_model(
     task: fl.Task, settings: dict[str, object], as_gpu: Callable[[], None], monkeypatch: pytest.MonkeyPatch
@@ -314,7 +314,7 @@ def test_gpu_engine_counts_the_same_bytes_and_the_same_model(
     assert [set(r.failures) for r in counted.history] == [set(r.failures) for r in real.history]
 
 
-@pytest.mark.filterwarnings("ignore:this engine does not encrypt")
+@pytest.mark.filterwarnings("ignore:secure = true is only simulated")
 @pytest.mark.parametrize("secure", [True, False])
 def test_gpu_engine_adds_noise_of_the_same_size(digits: fl.Task, secure: bool, as_gpu: Callable[[], None]) -> None:
     found = []
@@ -333,7 +333,7 @@ def test_gpu_engine_adds_noise_of_the_same_size(digits: fl.Task, secure: bool, a
 
 def test_gpu_engine_says_that_it_does_not_encrypt(task: fl.Task, as_gpu: Callable[[], None]) -> None:
     as_gpu()
-    with pytest.warns(RuntimeWarning, match="does not encrypt"):
+    with pytest.warns(RuntimeWarning, match="nothing is encrypted"):
         simulated(task, fl.PDST(density=0.3), secure=True, rounds=1)
 
 

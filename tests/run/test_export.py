@@ -67,6 +67,6 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(path)
     task = make_task()
     weights = Weights(Mask.full(task.layout), task.draw(0))
-    with pytest.raises(FlashError, match="it is not a file"):
+    with pytest.raises(FlashError, match="it exists and is not a file"):
         export_weights(weights, task.build(), path, {})
     assert path.is_fifo()

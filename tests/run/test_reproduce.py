@@ -100,7 +100,7 @@ def test_missing_results_folder_or_unknown_format_is_an_error(tmp_path: Path, ca
     assert main(["reproduce", "main", "--results", str(tmp_path / "none")]) == 1
     assert main(["reproduce", "main", "--out", str(tmp_path / "table.csv")]) == 1
     said = capsys.readouterr().err
-    assert "there is no folder" in said
+    assert "there is no such folder" in said
     assert "must end in one of .md, .html, .png" in said
 
 
@@ -225,7 +225,7 @@ def test_processes_share_the_cells_of_a_table(tmp_path: Path, capsys: Any) -> No
         assert other.stdout.readline() == "True\n"
         assert reproduce([taken, free], 1, results, runs, 5, {}) == (1, 0)
         other.kill()
-    assert f"{taken.place(0)}: another process has it" in capsys.readouterr().err
+    assert f"{taken.place(0)}: skipped, as another process runs it" in capsys.readouterr().err
     assert Stored(results).get(free, 0) is not None
     assert reproduce([taken, free], 1, results, runs, 5, {}) == (1, 0)
 

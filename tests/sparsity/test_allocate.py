@@ -48,7 +48,7 @@ def test_share_out_is_exact_within_caps_and_monotone_in_wishes(rows: list[tuple[
 
 
 def test_calibration_refuses_what_cannot_be_placed() -> None:
-    with pytest.raises(ValueError, match="cannot place"):
+    with pytest.raises(ValueError, match="must lie between 0 and the sum of caps"):
         share_out([1], [3], 4)
 
 

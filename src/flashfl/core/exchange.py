@@ -87,14 +87,22 @@ class Local:
             object.__setattr__(self, name, value)
         if self.adapt is not None and not isinstance(self.adapt, Adapt):
             lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
-            raise ConfigError(f"adapt = {self.adapt!r}: must be a rule or None; a rule also needs {', '.join(lacks)}")
+            raise ConfigError(
+                f"adapt = {self.adapt!r}: must be None or a rule that moves the mask, such as PruneRegrow(). This has "
+                f"no {', '.join(lacks)}"
+            )
         if tuple(self.keep) not in ((), ("mask",)):
-            raise ConfigError(f"keep = {self.keep!r}: must be () or ('mask',). What parts keep, they say themselves.")
+            raise ConfigError(
+                f"keep = {self.keep!r}: must be () or ('mask',). What a part keeps, it names in its own `remembers`."
+            )
         for one in self.parts:
             if not isinstance(one, Part):
                 raise ConfigError(f"parts has {one!r}: must be parts, such as Multiply(); derive yours from Part")
         if self.report == "mask" and not self.statistics:
-            raise ConfigError("static_bn cannot be used here: clients send all values but those of active weights")
+            raise ConfigError(
+                "static_bn = true: not possible with this method, as clients report masks instead of weights. "
+                "Set static_bn = false."
+            )
 
     def sends(self, order: Precision) -> Precision:
         """How the update's values travel, in answer to an order whose values travelled like `order`.

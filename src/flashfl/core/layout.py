@@ -62,7 +62,9 @@ class Layout:
         for name, p in params.items():
             kind: Kind = "fixed" if name in frozen else "prunable" if name in chosen else "dense"
             if kind != "fixed" and not p.is_floating_point():
-                raise ConfigError(f"parameter {name!r} is {p.dtype}: only floating-point parameters can be trained")
+                raise ConfigError(
+                    f"parameter {name!r} is {p.dtype}: only floating-point parameters can be trained. Make it a buffer."
+                )
             found[kind].append((name, tuple(p.shape)))
         for name, b in module.named_buffers():
             if b.is_floating_point() and name.rsplit(".", 1)[-1] in ("running_mean", "running_var"):

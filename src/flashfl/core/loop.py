@@ -106,7 +106,7 @@ class _Trips:
         if s.attempt >= self.retries:
             raise RunStopped(
                 f"round {s.round} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
-                f"({_reasons(outcome)}). The state before this round is kept."
+                f"({_reasons(outcome)}). The state before this round is kept. Remove the cause and resume the run."
             )
         self.missed |= outcome.failures
         self.lost += outcome.traffic
@@ -124,8 +124,8 @@ class _Trips:
                 break
             if asked.attempt >= self.retries:
                 raise RunStopped(
-                    f"static BatchNorm needs statistics at the end, and no client could report any "
-                    f"({_reasons(outcome)}). The state before this round is kept."
+                    f"static_bn = true: BatchNorm statistics are gathered at the end, and no client could report any "
+                    f"({_reasons(outcome)}). The state before this is kept. Remove the cause and resume the run."
                 )
             asked = asked.again()
         outcome = replace(outcome, traffic=traffic)

@@ -55,7 +55,7 @@ def _at_default(value: Any, f: dataclasses.Field[Any]) -> bool:
 def from_json(data: Any) -> Any:
     """The part that `to_json` described. Unknown names, unknown fields and wrong types are errors."""
     if not isinstance(data, dict) or not isinstance(data.get("is"), str):
-        raise ConfigError(f"not the description of a part: {str(data)[:80]}")
+        raise ConfigError(f"{str(data)[:80]}: expected a table that names a part or a rule under 'is'")
     cls = _PARTS.get(data["is"])
     if cls is None:
         raise ConfigError(

@@ -33,8 +33,8 @@ class ServerStep:
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.tau > 0 and 0 <= self.momentum < 1 and 0 <= self.adam < 1):
             raise ConfigError(
-                f"server: lr = {self.lr}, tau = {self.tau}, momentum = {self.momentum}, adam = {self.adam}: the first "
-                "two must be above 0, the others at least 0 and below 1"
+                f"server: lr = {self.lr}, tau = {self.tau}, momentum = {self.momentum}, adam = {self.adam}: lr and "
+                "tau must be above 0, momentum and adam at least 0 and below 1"
             )
 
     def apply(self, before: State, after: State) -> State:

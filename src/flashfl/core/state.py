@@ -133,7 +133,8 @@ class State:
         found = self.extra.get(name)
         if not isinstance(found, kind):
             raise FlashError(
-                f"the state has no {kind.__name__} {name!r}: its checkpoint was not written by this method"
+                f"the state's `extra` has no {kind.__name__} {name!r}: the method did not store it, or the checkpoint "
+                "was written by another method"
             )
         return found
 

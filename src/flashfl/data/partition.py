@@ -146,11 +146,17 @@ def _by_owner(owner: NDArray[Any], clients: int) -> Partition:
 def natural(ids: NDArray[Any] | None, clients: int, key: int) -> Partition:
     """One client for each id (a writer, a user), in order. 0 clients: all ids; fewer: a random choice."""
     if ids is None:
-        raise ConfigError("partition = 'natural': this data set does not say who made each sample")
+        raise ConfigError(
+            "partition = 'natural': this data set does not say who made each sample. Choose lda, dirichlet, shards or "
+            "iid, or a data set with writers: mnist-writers or femnist"
+        )
     names, owner = np.unique(ids, return_inverse=True)
     clients = clients or len(names)
     if not 1 <= clients <= len(names):
-        raise ConfigError(f"clients = {clients}: there are only {len(names)} ids to split by; 0 takes them all")
+        raise ConfigError(
+            f"clients = {clients}: with partition = 'natural', must lie between 1 and the number of writers or users, "
+            f"{len(names)}; 0 takes them all"
+        )
     parts = _by_owner(owner.reshape(-1), len(names))
     if clients == len(names):
         return parts
@@ -221,11 +227,11 @@ def load(path: str | Path, labels: NDArray[Any]) -> Partition:
         if ends[-1] != len(index) or not all(map(len, parts)):
             raise ValueError("a client is empty, or samples belong to no client")
         if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
-            raise ValueError("an index is out of range, or there twice")
+            raise ValueError("an index is out of range, or occurs twice")
     except FileNotFoundError:
         raise DataError(f"no partition at {path}: `flashfl data partition --save {path}` writes one") from None
     except Exception as error:  # numpy raises many kinds for files that are not its own
-        raise DataError(f"{fits}: {error}") from None
+        raise DataError(f"{fits}: {error}. `flashfl data partition --save {path}` writes a new one") from None
     return parts
 
 

@@ -83,7 +83,10 @@ def load_data(config: TaskConfig) -> DataSet:
     if not config.synthetic:
         return info.load(data_root(config.data_root), options)
     if not info.shape:
-        raise ConfigError(f"synthetic data needs a data set of known shapes, not {config.dataset!r}")
+        raise ConfigError(
+            f"synthetic = true: the shapes of {config.dataset!r} are not known, so it cannot be imitated. Choose a "
+            "data set that `flashfl data list` names, such as mnist"
+        )
     samples = config.limit or max(16 * config.clients, 256)
     return make(info, max(samples, config.clients), config.clients, options)
 

@@ -26,7 +26,8 @@ def make_engine(task: Task, config: EngineSettings, folder: Path | None = None) 
         raise ConfigError(f"device = {device!r}: expected auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"device = {device!r}: this machine has no CUDA device that torch {torch.__version__} can use"
+            f"device = {device!r}: this machine has no CUDA device that torch {torch.__version__} can use. Choose auto "
+            "or cpu"
         )
     from .gpu import GPUEngine
 

@@ -99,7 +99,7 @@ class ClientSide:
         except UnknownMask as error:
             return self._lack(client, order_bytes, error)
         except WireError as error:
-            raise ClientFailed(f"it cannot read its order ({type(error).__name__}: {error})") from None
+            raise ClientFailed(f"it cannot read the server's message ({type(error).__name__}: {error})") from None
         local, coding = message.local, message.coding
         assert local is not None
         assert coding is not None

@@ -192,7 +192,8 @@ def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) 
     assert isinstance(result, Reply)
     if result.lacks:
         raise CheckpointError(
-            f"a mask that client {client} keeps is gone from {account.memory.store.folder}; resume from a checkpoint"
+            f"the stored mask of client {client} is gone from {account.memory.store.folder}: resume the run, which "
+            "goes back to a checkpoint"
         )
     account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 

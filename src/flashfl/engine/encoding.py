@@ -121,7 +121,9 @@ class Encoding(Account):
         """
         lack, order = decode(data, self.layout), self._orders[client]
         if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
-            raise WireError("the client reports a missing mask and has no reason to")
+            raise WireError(
+                "the client says that it lacks a mask, but it was sent the full mask, or its message is not valid"
+            )
         self._reminded.add(client)
         self.traffic += lack.parts.traffic("lack")
         own = self.memory.own(client)

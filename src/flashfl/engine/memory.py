@@ -130,10 +130,15 @@ class ClientMemory:
             return []
         own = held.own.digest if held.own is not None else None
         if own is not None and own not in self.store:
-            raise CheckpointError(f"the mask {own} that client {client} keeps is gone; resume from a checkpoint")
+            raise CheckpointError(
+                f"the stored mask {own} of client {client} is gone: resume the run, which goes back to a checkpoint"
+            )
         notes = held.notes.digest if held.notes is not None else None
         if notes is not None and notes not in self.store:
-            raise CheckpointError(f"the notes {notes} of client {client} are gone; resume from a checkpoint")
+            raise CheckpointError(
+                f"what client {client} remembers between rounds ({notes}) is gone: resume the run, which goes back to "
+                "a checkpoint"
+            )
         return [(held.tag, held.order.digest if held.order in self._now.history else None, own, notes)]
 
     def notes(self, client: int) -> Notes:
@@ -255,7 +260,7 @@ class ClientMemory:
         except (KeyError, FlashError) as error:
             if self.simulated:
                 raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
-            warn(f"what clients hold is lost ({error}); they are sent full masks again")
+            warn(f"the record of which masks clients have is lost ({error}): they are sent full masks again")
             table = _Table()
         self._now, self._saved = table, table.copy()
         self.sparse = bool(saved.get("sparse", False))

@@ -122,7 +122,10 @@ class PrivateSide:
         """The report in Z/2^b, with this client's share of the noise."""
         local, mask = sent.local, sent.mask
         if local is None or mask is None or (update.mask is not None and not update.mask.equal(mask)):
-            raise FlashError("a private round needs a common mask, and this client's moved")
+            raise FlashError(
+                "a private round needs one frozen mask for all clients, and training changed this client's: use a "
+                "method such as dense, pdst or spdst"
+            )
         honest = 1 if party is None else terms.policy.honest(terms.cohort)
         how = Packing(sent.layout, local, mask.active, terms.cohort, terms.ranges, terms.noise, honest)
         if (how.length, how.bits) != (terms.length, terms.bits):

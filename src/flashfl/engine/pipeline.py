@@ -76,7 +76,9 @@ def close_clients(local: Local, c: Clients) -> Finished:
     remembered = fields_of(local.parts, "remembers", layout)
     for what, names, found in (("reports", reported, c.report), ("remembers", remembered, c.memory)):
         if names.keys() != found.keys():
-            raise FlashError(f"the parts declare that a client {what} {sorted(names)}, and filled {sorted(found)}")
+            raise FlashError(
+                f"`{what}` of the parts names {sorted(names)}, but they set {sorted(found)}: both must be equal"
+            )
     extras: list[dict[str, Extra]] = []
     for row in range(len(c.keys)):
         mine = {}
@@ -101,7 +103,10 @@ def tallied(parts: Sequence[Part], layout: Layout, vector: Tensor, bits: Tensor)
 def _check_active(parts: Sequence[Part], layout: Layout, before: int, found: int) -> None:
     least, most = active_range(parts, layout, before)
     if not least <= found <= most:
-        raise FlashError(f"a part reports a mask of {found} weights and declares {least} to {most} in `active`")
+        raise FlashError(
+            f"a part made a mask of {found} active weights, but its `active` declares {least} to {most}: correct one "
+            "of them"
+        )
 
 
 def _empty(declared: Field, device: torch.device) -> Tensor:

@@ -77,7 +77,10 @@ class Vault:
             return list(clients)
         if not self.privacy.secure:
             if ledger.epsilon(more=1).sampled > budget:
-                raise RunStopped(f"the privacy budget of epsilon {budget:g} is spent. The state before is kept.")
+                raise RunStopped(
+                    f"the privacy budget dp_epsilon = {budget:g} is spent, so training ends. The model before this "
+                    "round is kept."
+                )
             return list(clients)
         taken: Counter[int] = ledger.taken
         return [c for c in clients if epsilon_known(ledger.multiplier, taken[c] + 1, ledger.delta) <= budget]
@@ -125,12 +128,15 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
         moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
         if any(part.changes or part.reports(layout) for part in local.parts):
             raise ConfigError(
-                f"client {client.id} is asked for more than its weights, and secure sums hold nothing else"
+                f"client {client.id} is asked for more than its weights, which `secure` and `dp_*` cannot protect: "
+                f"{USE}"
             )
         if moves or local.keep or local.start is not None:
             raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")
         if not order.weights.mask.equal(first.weights.mask) or order.local != first.local or order.extra:
-            raise ConfigError(f"client {client.id} gets another model or other work than client 0: {USE}")
+            raise ConfigError(
+                f"client {client.id} gets another model or other work than client {orders[0][0].id}: {USE}"
+            )
 
 
 USE = "use a method with one frozen mask for all, such as dense, pdst or spdst, or switch `secure` and `dp_*` off"
@@ -146,7 +152,8 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     if privacy.noise is not None and not LEAST <= how.deviation <= LARGEST:
         raise ConfigError(
             f"noise of {privacy.noise.multiplier:.3g} times the clip cannot be drawn exactly for {cohort} clients: "
-            f"its deviation would be {how.deviation} of the numbers' units, allowed are {LEAST} to {LARGEST}"
+            f"in the whole numbers that clients send, its standard deviation would be {how.deviation}, allowed are "
+            f"{LEAST} to {LARGEST}. Change dp_noise or dp_epsilon"
         )
     return how
 
@@ -246,7 +253,9 @@ class PrivateRound(Account):
         """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
         lack = decode(data, self.layout)
         if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
-            raise WireError("the client reports a missing mask and has no reason to")
+            raise WireError(
+                "the client says that it lacks a mask, but it was sent the full mask, or its message is not valid"
+            )
         self._reminded.add(client)
         self.traffic += lack.parts.traffic("lack")
         self.memory.forget(client)

@@ -64,7 +64,9 @@ class Replica:
         now = dict(self.module.named_buffers())
         for name, buffer, _ in self._others:
             if now.get(name) is not buffer:
-                raise FlashError(f"the model replaces its buffer {name} by another tensor")
+                raise FlashError(
+                    f"the model replaces its buffer {name} by another tensor: change it in place, such as with copy_()"
+                )
 
     def evaluation_mode(self, statistics: bool) -> None:
         """Prepare the module to be evaluated. Without statistics, BatchNorm uses each batch's own."""

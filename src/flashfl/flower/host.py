@@ -75,7 +75,7 @@ class Host:
         """Carry out an order."""
         if "identity" in context.node_config:
             raise ConfigError(
-                "this node has an identity key, so it takes part in secure rounds only: set secure = true"
+                "this node has an identity key, so it takes part in secure rounds only: set secure = true on the server"
             )
         memory, masks = recall(context.state)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))

@@ -104,7 +104,8 @@ def answer(context: Context, client: int, side: ClientSide, data: Source, reques
 def _directory(context: Context) -> Directory:
     if "identities" not in context.node_config:
         raise ConfigError(
-            "identity without identities: name the file with all clients' public keys in the node's settings"
+            "the node's settings have `identity`, but not `identities`: add the file with all clients' public keys to "
+            '--node-config, such as identities="keys/identities.json"'
         )
     return Directory.read(Path(str(context.node_config["identities"])))
 

@@ -51,7 +51,10 @@ class Entry:
     def __post_init__(self) -> None:
         client, n, density = self.client.id, self.client.n, self.client.density
         if not (0 <= client < 2**63 and 1 <= n <= _SAMPLES and 0 <= self.held <= _SAMPLES):
-            raise ConfigError(f"it registers as client {client} with {n} samples and {self.held} held back")
+            raise ConfigError(
+                f"it registers as client {client} with {n} samples and {self.held} held back: the client must be from "
+                "0 to 2^63 - 1, samples from 1 to 2^32, and those held back from 0 to 2^32"
+            )
         if density is not None and not 0 < density <= 1:
             raise ConfigError(f"client {client} states density {density}: must be above 0 and at most 1")
 
@@ -67,9 +70,14 @@ class Entry:
             raise ConfigError(f"its registration cannot be read ({error!r})") from None
         entry = Entry(node, Client(client, n, density), held)
         if terms.samples and n > terms.samples:
-            raise ConfigError(f"client {client} registers {n} samples, flower.max_samples is {terms.samples}")
+            raise ConfigError(
+                f"client {client} registers {n} samples, and the server allows flower.max_samples = {terms.samples}"
+            )
         if wire != VERSION:
-            raise ConfigError(f"client {client} speaks version {wire} of the wire format, the server {VERSION}")
+            raise ConfigError(
+                f"client {client} speaks version {wire} of the wire format, the server {VERSION}: install the same "
+                "version of flashfl on both sides"
+            )
         if theirs != terms.layout:
             raise ConfigError(
                 f"client {client} has another model: its layout is {theirs[:40]}, the server's {terms.layout}. "

@@ -179,7 +179,10 @@ class Registry:
         own = next((e for e in self.bound.values() if e.node == entry.node), entry)
         holder = self.bound.get(entry.client.id, entry)
         if holder.node != entry.node and holder.node in self.nodes:
-            raise ConfigError(f"client {entry.client.id} is already node {holder.node}")
+            raise ConfigError(
+                f"client {entry.client.id} is already node {holder.node}, which is connected: give each SuperNode its "
+                "own partition-id"
+            )
         if not self.options.rebind and holder.node != entry.node:
             raise ConfigError(
                 f"client {entry.client.id} belongs to node {holder.node}, which registered it first. If the client has "
@@ -188,8 +191,8 @@ class Registry:
         if own != entry:
             if not self.options.rebind:
                 raise ConfigError(
-                    f"it registers as {entry}, and it was {own}. A node keeps both for the whole run. If the change is "
-                    "meant, resume the run with flower.rebind=true"
+                    f"it registers as {entry}, and it was {own}. A node must stay the same client, with as many "
+                    "samples, for the whole run. If the change is meant, resume the run with flower.rebind=true"
                 )
             log.warning("node %d was restarted: it is %s now, and was %s", entry.node, entry, own)
             del self.bound[own.client.id]

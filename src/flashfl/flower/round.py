@@ -193,7 +193,10 @@ class ClientEvaluation(Exchange):
             raise records.BadRecord(f"its evaluation cannot be read ({error!r})") from None
         possible = 0 <= metric <= n * (1 + 1e-5) if self.share else abs(metric) <= LARGEST_METRIC
         if n != held or not (abs(loss) <= LARGEST_METRIC and possible):
-            raise records.BadRecord(f"loss {loss} and metric {metric} of {n} samples; it registered {held} samples")
+            raise records.BadRecord(
+                f"it reports loss {loss} and metric {metric}, summed over {n} samples: they are out of range, or these "
+                f"are not the {held} samples that it registered"
+            )
         self._found[post.client.id] = (n, loss, metric)
         return None
 
@@ -208,5 +211,8 @@ class ClientEvaluation(Exchange):
             ]
         total = sum(n for n, _, _ in found)
         if not total:
-            raise RunStopped("no client could evaluate the model. The state before this round is kept.")
+            raise RunStopped(
+                "no client could evaluate the model. The state before this round is kept: resume the run when clients "
+                "with held-back samples are present."
+            )
         return Evaluation(sum(f[1] for f in found) / total, sum(f[2] for f in found) / total, self.traffic.down)

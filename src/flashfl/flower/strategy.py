@@ -130,7 +130,8 @@ class FlashStrategy(Strategy):
         """Train to the end. Returns the model and its metrics; the attribute `run` then holds the whole run."""
         if initial_arrays is not None:
             raise ConfigError(
-                "initial_arrays: the method draws the weights. To start from your own, give Task a module"
+                "initial_arrays cannot be used: the method makes the first weights. To start from your own, give Task "
+                "a module that has them"
             )
         self.train = replace(self.train, rounds=num_rounds) if num_rounds else self.train
         self.options = replace(self.options, timeout=timeout) if timeout else self.options

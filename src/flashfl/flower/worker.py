@@ -77,7 +77,10 @@ def _connect(socket: Path, parent: int, reference: str) -> Connection:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
                 _started.append(process)
             elif process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the worker did not start (exit code {process.poll()})") from None
+                raise RuntimeError(
+                    f"the process that keeps this node's task loaded did not start (exit code {process.poll()}; None: "
+                    "it took too long). Its own error, if any, was printed before this one"
+                ) from None
             time.sleep(0.02)
 
 
@@ -92,7 +95,7 @@ def serve(socket: Path, parent: int, reference: str) -> None:
                     last[0] = float("inf")
                     _answer(connection, reference)
             except (EOFError, OSError, ValueError) as error:
-                print(f"flashfl worker: lost a caller ({error!r})", file=sys.stderr)
+                print(f"flashfl worker: lost the connection to a client app ({error!r})", file=sys.stderr)
             last[0] = time.monotonic()
 
 

@@ -46,7 +46,10 @@ def check_rule(adapt: PruneRegrow) -> None:
 def warn_of_pattern(layout: Layout, budgets: Sequence[int], density: float, nm: int) -> None:
     """Warn if a pattern, which keeps at least one weight of each group, gives far more than was asked for."""
     if (found := sum(budgets) / max(1, layout.prunable_size)) > 1.5 * density:
-        warn(f"the density is {found:.3f} instead of {density}: an N:M pattern keeps at least 1 of {nm} weights")
+        warn(
+            f"the density is {found:.3f} instead of {density}: nm = {nm} keeps at least 1 of every {nm} weights. Raise "
+            "nm, or set nm = 0 for no pattern"
+        )
 
 
 def share_densities(

@@ -41,7 +41,8 @@ class Disagree(SPDST):
             raise ConfigError(f"sm = {self.sm}: must lie between 0 and 1")
         if self.first < 1 or self.last < 0 or self.nm:
             raise ConfigError(
-                f"first = {self.first}, last = {self.last}, nm = {self.nm}: must be at least 1, at least 0, and 0"
+                f"first = {self.first}, last = {self.last}, nm = {self.nm}: first must be at least 1, last at least 0, "
+                "and nm 0"
             )
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:

@@ -43,7 +43,9 @@ class FedDST(PDST):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.interval < 1 or not 0 <= self.until <= 1:
-            raise ConfigError(f"interval = {self.interval}, until = {self.until}: must be at least 1, and from 0 to 1")
+            raise ConfigError(
+                f"interval = {self.interval}, until = {self.until}: interval must be at least 1, and until from 0 to 1"
+            )
 
     def adjusts(self, s: State) -> bool:
         """Whether masks move in this round."""

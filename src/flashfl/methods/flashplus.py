@@ -57,9 +57,15 @@ class FlashPlus(JMWST):
         if not 0 <= self.look_ahead < 1:
             raise ConfigError(f"look_ahead = {self.look_ahead}: must be at least 0 and below 1")
         if not 0 <= self.grow < 1 or (1 + self.grow) * self.density > 1:
-            raise ConfigError(f"grow = {self.grow}: must be at least 0 and below 1, and not lead to a density above 1")
+            raise ConfigError(
+                f"grow = {self.grow} with density = {self.density}: grow must be at least 0 and below 1, and "
+                "(1 + grow) * density at most 1"
+            )
         if self.grow and (self.nm or self.r_int or self.mask_init != "random"):
-            raise ConfigError(f"grow = {self.grow}: only random masks that never move can grow; set nm and r_int to 0")
+            raise ConfigError(
+                f"grow = {self.grow}: only random masks that never move can grow. Set grow = 0, or nm = 0, r_int = 0 "
+                "and mask_init = 'random'"
+            )
 
     @property
     def common(self) -> bool:

@@ -38,7 +38,8 @@ class JMWST(SPDST):
         super().__post_init__()
         if self.r_int < 1 or self.freeze_after < 0:
             raise ConfigError(
-                f"r_int = {self.r_int}, freeze_after = {self.freeze_after}: must be at least 1 and at least 0"
+                f"r_int = {self.r_int}, freeze_after = {self.freeze_after}: r_int must be at least 1, freeze_after at "
+                "least 0"
             )
 
     @property

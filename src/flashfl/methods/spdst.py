@@ -52,7 +52,8 @@ class SPDST(Method):
         check_density(self.density)
         if self.warmup_clients < 0 or self.warmup_epochs < 1:
             raise ConfigError(
-                f"warmup_clients = {self.warmup_clients}, warmup_epochs = {self.warmup_epochs}: at least 0 and 1"
+                f"warmup_clients = {self.warmup_clients}, warmup_epochs = {self.warmup_epochs}: warmup_clients must be "
+                "at least 0, warmup_epochs at least 1"
             )
         check_pattern(self.nm)
         check_rule(self.adapt)

@@ -69,7 +69,10 @@ def pretrained(
         )
     for what, wanted, has in (("vocab", vocab, "vocab_size"), ("length", length, "max_position_embeddings")):
         if wanted > getattr(net.config, has, wanted):
-            raise ConfigError(f"{path}: its {has} is {getattr(net.config, has)}, but the texts need {what} = {wanted}")
+            raise ConfigError(
+                f"{path}: its {has} is {getattr(net.config, has)}, but the texts need {what} = {wanted}: choose "
+                "another model with model_path, or lower the task's length or vocab_size"
+            )
     return Bert(net.float(), freeze)
 
 

@@ -42,7 +42,7 @@ def reproduce(
         folder = runs / f"recipe{recipe_of(cell.method['name'])}" / cell.place(seed)
         with claim(folder.with_name(folder.name + ".lock")) as ours:
             if not ours or not stored.missing(cell, seed):
-                print(f"{cell.place(seed)}: another process has it", file=sys.stderr)
+                print(f"{cell.place(seed)}: skipped, as another process runs it or has finished it", file=sys.stderr)
                 continue
             try:
                 config = cell.config(seed, **overrides)
@@ -75,7 +75,10 @@ def _report(place: str, error: Exception) -> None:
 
 
 def _say_spent(minutes: float, left: int, more: str = "") -> None:
-    print(f"the budget of {minutes:g} minutes is spent; {left} cells are left{more}", file=sys.stderr)
+    print(
+        f"the budget of {minutes:g} minutes is spent; {left} cells are left{more}: run the command again to go on",
+        file=sys.stderr,
+    )
 
 
 def _check_writable(results: Path) -> None:

@@ -92,7 +92,8 @@ def multiplier_for(epsilon: float, delta: float, rounds: int, clients: int, coho
         low, high = high, 2 * high
         if high > 2**20:
             raise ConfigError(
-                f"dp_epsilon = {epsilon}, dp_delta = {delta}: no noise is large enough for {rounds} rounds"
+                f"dp_epsilon = {epsilon}, dp_delta = {delta}: no noise is large enough for {rounds} rounds. Raise "
+                "dp_epsilon or dp_delta, or train fewer rounds"
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2

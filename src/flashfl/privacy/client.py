@@ -183,7 +183,10 @@ class Party:
     def _check_roster(self) -> None:
         mine = (self.me.id, Exchange(self.box_key).public, Exchange(self.mask_key).public)
         if len(self.cohort) < self.terms.policy.least:
-            raise CohortTooSmall(f"the cohort has {len(self.cohort)} clients: at least {self.terms.policy.least}")
+            raise CohortTooSmall(
+                f"the cohort has {len(self.cohort)} clients, and this client asks for at least "
+                f"{self.terms.policy.least}"
+            )
         for client, box, mask, signature in self._cards.tolist():
             self.me.directory.check(client, _card(self.terms, client, box, mask), signature)
             if client == self.me.id and (client, box, mask) != mine:
@@ -195,7 +198,8 @@ class Party:
         least = self.terms.policy.threshold(len(self.cohort))
         if len(clients) < least:
             raise CohortTooSmall(
-                f"{len(clients)} of {len(self.cohort)} clients are left after the step '{step}': at least {least}"
+                f"{len(clients)} of {len(self.cohort)} clients are left after the step '{step}', at least {least} are "
+                "needed"
             )
 
     @cached_property
@@ -223,7 +227,9 @@ class Party:
 
     def _open_boxes(self, boxes: List) -> None:
         if len(boxes) > _MOST_CHOSEN * len(self.chosen):
-            raise Malformed(f"{len(boxes)} clients claim this client as a neighbour, and it drew {len(self.chosen)}")
+            raise Malformed(
+                f"{len(boxes)} clients claim this client as a neighbour: at most {_MOST_CHOSEN * len(self.chosen)} may"
+            )
         for sender, box in boxes.tolist():
             if sender not in self.sharing or sender == self.me.id:
                 raise BadShare(f"a share comes from client {sender}, which is not in the cohort")

@@ -95,7 +95,7 @@ def unframe(data: bytes, step: int, terms: Terms) -> memoryview:
 def entries(content: memoryview, kind: np.dtype[Any]) -> List:
     """The entries of a list. Their ids must ascend."""
     if len(content) % kind.itemsize:
-        raise Malformed(f"a list of {len(content)} bytes has entries of {kind.itemsize} bytes")
+        raise Malformed(f"a list of {len(content)} bytes does not consist of whole entries of {kind.itemsize} bytes")
     found = np.frombuffer(content, kind)
     if len(found) > 1 and not bool((np.diff(found["id"].astype(np.int64)) > 0).all()):
         raise Malformed("the clients of a list must be in ascending order, each once")
@@ -115,6 +115,6 @@ def flags(members: Collection[int], of: Collection[int]) -> bytes:
 def flagged(data: bytes | memoryview, of: Collection[int]) -> frozenset[int]:
     """The members that `flags` described."""
     if len(data) != (len(of) + 7) // 8:
-        raise Malformed(f"{len(data)} bytes of flags for {len(of)} clients")
+        raise Malformed(f"{len(data)} bytes of flags for {len(of)} clients: expected {(len(of) + 7) // 8}")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=len(of), bitorder="little")
     return frozenset(client for client, bit in zip(of, bits, strict=True) if bit)

@@ -23,11 +23,15 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.least < 3:
-            raise ConfigError(f"least = {self.least}: must be at least 3, as each of two clients can subtract itself")
+            raise ConfigError(
+                f"least = {self.least}: must be at least 3, as each of two clients could subtract its own part from "
+                "the sum and see the other's"
+            )
         if not 0 <= self.corrupt < 1 / 3 or not (1 + self.corrupt) / 2 < self.survive < 1:
             raise ConfigError(
-                f"survive = {self.survive}, corrupt = {self.corrupt}: corrupt must be below 1/3, and survive above "
-                "(1 + corrupt) / 2, or a server could collect signatures for two different cohorts"
+                f"survive = {self.survive}, corrupt = {self.corrupt}: corrupt must be at least 0 and below 1/3, and "
+                "survive above (1 + corrupt) / 2 and below 1, or a server could collect signatures for two different "
+                "cohorts"
             )
 
     def threshold(self, cohort: int) -> int:

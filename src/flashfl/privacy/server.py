@@ -64,7 +64,9 @@ class Collector:
     def received(self, client: int, data: bytes) -> None:
         """A client's answer in the current step. Raises why it cannot be used; the client then counts as dropped."""
         if client in self._heard or (self.step != ADVERTISE and client not in self.alive):
-            raise WrongStep(f"client {client} has no answer to give in the step '{STEPS[self.step]}'")
+            raise WrongStep(
+                f"client {client} has already answered in the step '{STEPS[self.step]}', or was dropped before"
+            )
         content = unframe(data, self.step, self.terms)
         (self._card, self._share, self._masked, self._vote, self._revealed)[self.step](client, content)
         self._heard.add(client)
@@ -99,7 +101,7 @@ class Collector:
             return frame(CONFIRM, self.terms, *(flags(some, self.cohort) for some in lists))
         if self.step == UNMASK:
             return frame(UNMASK, self.terms, listing(VOTE, self._votes))
-        raise WrongStep("the first step needs no more than the terms, and after the last there is none")
+        raise WrongStep("there is no message for this step: the first needs the terms only, or the last is over")
 
     def _card(self, client: int, content: memoryview) -> None:
         found = entries(content, CARD)

@@ -141,7 +141,9 @@ class Packing:
         # Rounding adds less than 1 to each client's number.
         room = min(math.log2((2.0 ** (self.bits - 1) - 2 * self.cohort) / total), _EXACT - math.log2(limit))
         if self.noise is None and room + math.log2(limit) < 8:
-            raise ConfigError(f"{self.cohort} clients are too many for numbers of {self.bits} bits")
+            raise ConfigError(
+                f"{self.cohort} clients a round are too many for sums in numbers of {self.bits} bits: lower per_round"
+            )
         return 2.0 ** math.floor(room)
 
     @property

@@ -139,7 +139,9 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     tables = every_cell(**filters) if args.all else {args.table: chosen(load_table(args.table).cells, **filters)}
     cells = [cell for some in tables.values() for cell in some]
     if not args.budget_minutes and not args.results.is_dir():
-        raise ConfigError(f"there is no folder {args.results}: give the folder of results (a checkout has one)")
+        raise ConfigError(
+            f"--results {args.results}: there is no such folder. Give the folder results of a clone of the repository"
+        )
     failed = 0
     if args.budget_minutes > 0:
         settings = {"device": args.device, "data_root": args.root}

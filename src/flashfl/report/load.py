@@ -227,8 +227,8 @@ def _try(run: RunData) -> None:
     # What averaging over seeds and comparing masks need.
     width = len(run.layers)
     if not all(type(n) is int and 0 <= n < 1 << 31 for _, shape in run.header["task"]["layers"] for n in shape):
-        raise ValueError("the shapes of layers")
+        raise ValueError("a layer's shape is not made of whole numbers")
     for record in run.rounds:
         rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
         if any(len(row) != width or not sum(row) >= 0 for row in rows):
-            raise ValueError(f"the layers of round {record.round + 1}")
+            raise ValueError(f"round {record.round + 1} does not have a density for each of the {width} layers")

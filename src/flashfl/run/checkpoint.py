@@ -254,11 +254,11 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
         counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
         if f"checkpoint-{rounds:08d}" != path.stem:
-            raise ValueError(f"it says {rounds!s:.20} rounds")
+            raise ValueError(f"it says {rounds!s:.20} rounds, unlike its name")
         if min(*counters.values(), *astuple(traffic)) < 0 or counters["attempt"] >= 1 << 16:
             raise ValueError("a counter is out of bounds")
         if max(counters["round"], counters["counted"]) > rounds:
-            raise ValueError(f"more rounds than {rounds}")
+            raise ValueError(f"it says {rounds} rounds, but its counters say more")
         state = State(
             plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
             average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},

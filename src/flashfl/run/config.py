@@ -119,13 +119,15 @@ class TrainConfig:
         for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim"):
             if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
                 raise ConfigError(
-                    f"{name} = {getattr(self, name)!r}: `secure` and `dp_*` send whole numbers that the server cannot "
-                    f"look into. Use {name} = {default!r}; dp_clip clips on the client."
+                    f"{name} = {getattr(self, name)!r}: not possible with `secure` or `dp_*`: clients then send whole "
+                    f"numbers, which the server only adds up. Use {name} = {default!r}. To clip, set "
+                    "dp_clip, which clients apply."
                 )
         if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
             raise ConfigError(
-                f"feedback with values {self.up.values} up and rounding = {self.rounding!r}: only what rounding to the "
-                "nearest takes can be added again. Set rounding = 'nearest' and fewer bits, such as values_up = 'int4'."
+                f"feedback = true with values_up = {self.up.values!r} and rounding = {self.rounding!r}: it adds to "
+                "the next update what rounding to the nearest lost. Set rounding = 'nearest' and fewer bits, such as "
+                "values_up = 'int4'."
             )
         check_names(self.track)
         self.local()

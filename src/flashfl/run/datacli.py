@@ -49,7 +49,7 @@ def _list(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     from ..data.registry import DATASETS
 
     for name in overrides:
-        raise ConfigError(f"unknown option --{name}")
+        raise ConfigError(f"unknown option --{name}: `flashfl data list` takes --data-root only")
     root = data_root(args.root)
     given_by = "--data-root" if args.root else "FLASHFL_DATA" if os.environ.get("FLASHFL_DATA") else "the default"
     print(f"data root: {root.absolute()} ({given_by}{'' if root.is_dir() else '; there is no such folder'})\n")
@@ -104,7 +104,7 @@ def _partition(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
     print(show.render(counts, rows=args.rows))
     if args.save:
         _write(args.save, lambda path: partition.save(parts, path, data.labels))
-        print(f"saved as {args.save}; a run takes it with --partition_file {args.save}")
+        print(f"saved as {args.save}; a run takes it with --partition-file {args.save}")
     if args.plot:
         _write(args.plot, lambda path: show.plot(counts, path, title))
         print(f"drawn in {args.plot}")

@@ -34,7 +34,7 @@ def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mappi
     can load the file: those that are fixed, every buffer, and each name of a tensor that has several.
     """
     if path.exists() and not path.is_file():
-        raise FlashError(f"{path} cannot be written: it is not a file")
+        raise FlashError(f"{path} cannot be written: it exists and is not a file. Choose another name, or move it away")
     weights.layout.write(weights.vector.cpu(), module)
     tensors: dict[str, Tensor] = {
         name: value.detach().clone(memory_format=torch.contiguous_format)  # safetensors takes no shared memory

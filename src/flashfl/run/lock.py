@@ -40,5 +40,7 @@ def alone(folder: Path | None) -> Iterator[None]:
         return
     with claim(folder / "lock") as ours:
         if not ours:
-            raise ConfigError(f"{folder} is being used by another process")
+            raise ConfigError(
+                f"{folder} is being used by another process: wait for it to end, or choose another folder"
+            )
         yield

@@ -104,7 +104,10 @@ class Results:
         self.rounds = found[:rounds]
         if len(found) < rounds:
             missing = rounds - len(found)
-            warn(f"{self.path} lacks {missing} of the {rounds} rounds before this one")
+            warn(
+                f"{self.path} lacks {missing} of the {rounds} rounds before this one: tables and plots will lack them "
+                "too"
+            )
         self.rewrite()
 
     def append(self, record: RoundRecord) -> None:
@@ -166,7 +169,10 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
         elif kind == "end":
             end = {**line, **{name: math.nan for name in ("metric", "best") if line.get(name) is None}}
         else:
-            raise FlashError(f"{path}, line {number}: its type is {kind!s:.20}. Repair or remove the line.")
+            raise FlashError(
+                f"{path}, line {number}: its type is {kind!s:.20}, expected run, round or end. Repair or remove the "
+                "line."
+            )
     if header is None:
         raise FlashError(f"{path.parent} is not a run: {path.name} does not begin with a run's settings")
     return header, rounds, end

@@ -52,14 +52,17 @@ def read_record(path: Path) -> dict[str, Any]:
         record = {"flashfl checkpoint": found, **record}
         if (key := _given()) is not None and not hmac.compare_digest(_signature(record, key), str(signature)):
             what = "is not signed" if signature is None else "is signed with another key, or was changed since"
-            raise Unsigned(f"{path} {what}. Give the key of the run that wrote it, or start the run again.")
+            raise Unsigned(
+                f"{path} {what}. Give the key of the run that wrote it, with --checkpoint-key FILE or {KEY}, or start "
+                "the run again."
+            )
         if wanted != digest(record):
             raise Unusable(f"{path.name} is damaged: its content does not match its digest")
         for name in _TABLES:
             if not isinstance(record.get(name), dict):
                 raise Unusable(f"{path.name} is damaged: it has no table {name!r}")
         if type(record.get("rounds")) is not int:
-            raise Unusable(f"{path.name} is damaged: it says {record.get('rounds')!s:.20} rounds")
+            raise Unusable(f"{path.name} is damaged: its `rounds` is {record.get('rounds')!s:.20}, not a whole number")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Unusable(f"{path.name} cannot be read ({error})") from None
     return record

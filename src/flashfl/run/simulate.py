@@ -286,7 +286,9 @@ def _note_extension(run: Run, state: State) -> None:
     """Say what more rounds do to the learning rate; fewer than are done is an error."""
     before, now = run.results.header.get("identity", {}).get("settings", {}).get("rounds"), run.train.rounds
     if state.counted > now:
-        raise ConfigError(f"rounds = {now}: the run in {run.folder} has {state.counted} rounds already")
+        raise ConfigError(
+            f"rounds = {now}: the run in {run.folder} has {state.counted} rounds already, so give at least as many"
+        )
     if isinstance(before, int) and before != now:
         warn(
             f"rounds was {before} and is {now} now: from round {state.counted} on, the learning rate follows the "

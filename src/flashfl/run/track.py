@@ -117,7 +117,7 @@ class Tracking:
         self._metric = metric
         wanted = check_names(names)
         if wanted and folder is None:
-            raise ConfigError(f"track = {names!r}: tracking needs a folder for the run")
+            raise ConfigError(f"track = {names!r}: tracking needs a folder for the run. Give `folder`")
         self._trackers: dict[str, Tracker] = {}
         if folder is not None:
             about = About(folder, name, settings, step)

@@ -17,9 +17,9 @@ def share_out(wishes: Sequence[float], caps: Sequence[int], total: int) -> tuple
     what is left goes in proportion to the room that is left. All in whole numbers: no rounding surprises.
     """
     if len(wishes) != len(caps):
-        raise ValueError(f"{len(wishes)} wishes for {len(caps)} caps")
+        raise ValueError(f"{len(wishes)} wishes and {len(caps)} caps: give one of each for every layer")
     if not 0 <= total <= sum(caps):
-        raise ValueError(f"cannot place {total} units where {sum(caps)} fit")
+        raise ValueError(f"total = {total}: must lie between 0 and the sum of caps, {sum(caps)}")
     if any(w < 0 or w != w or w == float("inf") for w in wishes):
         raise ValueError("wishes must be finite and not negative")
     want = _whole(wishes)
@@ -54,7 +54,10 @@ def weight_budget(layout: Layout, density: float) -> int:
         raise ConfigError(f"density = {density}: must be above 0 and at most 1")
     total = round(density * layout.prunable_size)
     if total < 1 and layout.prunable_size:
-        raise ConfigError(f"density = {density} keeps none of the model's {layout.prunable_size} prunable weights")
+        raise ConfigError(
+            f"density = {density} keeps none of the model's {layout.prunable_size} prunable weights: raise it to "
+            f"{1 / layout.prunable_size:.2g} or more"
+        )
     return total
 
 

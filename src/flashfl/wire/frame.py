@@ -119,7 +119,7 @@ def read_frame(data: memoryview, layout: Layout, most: int) -> tuple[Message, di
     sections = _split(Reader(data[HEADER.size :], "message"))
     check_sections(KINDS[kind], tuple(sections))
     if KINDS[kind] == "lack" and (n or key):
-        raise BadField(f"a lack has n {n} and key {key}; both must be 0")
+        raise BadField(f"a message of kind 'lack' has n = {n} and key = {key}; both must be 0")
     return Message(KINDS[kind], layout, (phase, round, attempt), client, n, key), sections
 
 

@@ -60,7 +60,9 @@ class Geometry:
         counts = tuple(reader.number(width) for width in self.widths)
         for layer, (count, size) in enumerate(zip(counts, self.sizes, strict=True)):
             if count > size:
-                raise BadCount(f"{reader.what}: {count} weights in prunable layer {layer} of {size}")
+                raise BadCount(
+                    f"{reader.what}: {count} active weights in prunable layer {layer}, which has {size} weights"
+                )
         return counts
 
 

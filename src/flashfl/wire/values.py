@@ -181,7 +181,7 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
     carries, form = CARRIES[kind], FORMS[number]
     how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))
     if how.changes and carries not in ("all", "weights"):
-        raise BadField("values: only weights can be changes")
+        raise BadField("values: these hold no weights, and only weights can be sent as changes")
     if counts is None and carries != "statistics":
         raise BadSection("the message has values but no mask; values need the mask they belong to")
     counts = counts or ()

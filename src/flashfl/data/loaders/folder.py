@@ -22,9 +22,11 @@ def load(path: Path, options: Options) -> DataSet:
     tests = [path / name for name in ("test", "val") if train != path and (path / name).is_dir()][:1]
     names = _classes(train)
     if len(names) < 2:
-        raise DataError(f"{train} holds {len(names)} folders: it needs one folder of images for each of the classes")
+        raise DataError(f"{train} holds {len(names)} folders: it needs at least 2, a folder of images for each class")
     if unknown := [name for test in tests for name in _classes(test) if name not in names]:
-        raise DataError(f"{tests[0]} holds classes that {train} does not: {', '.join(unknown)}")
+        raise DataError(
+            f"{tests[0]} holds classes that {train} does not: {', '.join(unknown)}. Remove them, or add them to {train}"
+        )
     pairs: list[Pair] = []
     for part in (train, *tests):
         files = [(file, label) for label, name in enumerate(names) for file in _files(part / name)]

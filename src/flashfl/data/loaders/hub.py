@@ -17,6 +17,7 @@ _TESTS = ("test", "validation", "val", "valid", "dev")
 _TEXTS = ("text", "sentence", "content", "review", "document", "comment", "tweet", "message")  # what is read, if there
 _SECOND = ("question", "query", "premise", "hypothesis")  # half of a pair, even beside one of those
 _NO_LABEL = (None, -1)
+_YOURSELF = "To use it, select rows and columns with the datasets package and give them to fl.Task"
 
 
 class Rows(Protocol):
@@ -36,7 +37,10 @@ def load(name: str, options: Options) -> DataSet:
     """
     splits = _fetch(name)
     if "train" not in splits or len(splits["train"]) == 0:
-        raise DataError(f"hub:{name} has no samples in a split 'train'; its splits are {', '.join(splits)}")
+        raise DataError(
+            f"hub:{name} has no samples in a split 'train', which is needed: its splits are {', '.join(splits)}. "
+            f"{_YOURSELF}"
+        )
     train = splits["train"]
     label = _label(train, name)
     classes = _classes(train, label, name)
@@ -82,7 +86,10 @@ def _label(train: Rows, name: str) -> str:
     labels = [column for column, feature in train.features.items() if _kind(feature) == "ClassLabel"]
     labels += [column for column in LABELS if column in train.features]
     if not labels:
-        raise DataError(f"hub:{name} has no column of labels: its columns are {', '.join(train.features)}")
+        raise DataError(
+            f"hub:{name} has no column of labels: its columns are {', '.join(train.features)}, and one must be of the "
+            f"type ClassLabel or called {', '.join(LABELS)}. {_YOURSELF}"
+        )
     return labels[0]
 
 
@@ -95,7 +102,10 @@ def _classes(train: Rows, label: str, name: str) -> dict[object, int]:
         return {value: i for i, value in enumerate(sorted(set(given)))}
     if all(isinstance(value, int | float) and value >= 0 and float(value).is_integer() for value in given):
         return {i: i for i in range(int(max(given)) + 1)}
-    raise DataError(f"hub:{name}: the labels in {label!r} are neither all whole numbers nor all strings: {given[:3]}")
+    raise DataError(
+        f"hub:{name}: the labels in {label!r} must be all whole numbers of at least 0, or all strings; the first are "
+        f"{given[:3]}. {_YOURSELF}"
+    )
 
 
 def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) -> list[int]:
@@ -104,7 +114,7 @@ def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) 
     lost = [i for i, value in enumerate(given) if value not in classes]
     if lost:
         example = f"row {lost[0]} has {given[lost[0]]!r}"
-        raise DataError(f"{where} has {len(lost)} of {len(given)} rows without a known {label}: {example}")
+        raise DataError(f"{where} has {len(lost)} of {len(given)} rows without a known {label}: {example}. {_YOURSELF}")
     return [classes[value] for value in given]
 
 
@@ -112,7 +122,7 @@ def _column(rows: Rows, column: str, where: str) -> Iterator[Any]:
     """The values of a column, none of which may be missing."""
     for i, value in enumerate(rows[column]):
         if value is None:
-            raise DataError(f"{where} has no {column} in row {i}")
+            raise DataError(f"{where} has no {column} in row {i}. {_YOURSELF}")
         yield value
 
 
@@ -124,8 +134,10 @@ def _text(train: Rows, label: str, name: str) -> str:
     strings = [c for c, kind in kinds.items() if kind in ("Value string", "Value large_string")]
     columns = [c for c in strings if c != label and not is_id(c)]
     if not columns:
-        raise DataError(f"hub:{name} has neither images nor texts: its columns are {kinds}")
+        raise DataError(f"hub:{name} has neither images nor texts: its columns are {kinds}. {_YOURSELF}")
     liked = [column for column in _TEXTS if column in columns]
     if len(columns) == 1 or (liked and not set(columns) & set(_SECOND)):
         return (liked or columns)[0]
-    raise DataError(f"hub:{name} has several columns of texts, and one is expected: {', '.join(columns)}")
+    raise DataError(
+        f"hub:{name} has several columns of texts, and only one can be read: {', '.join(columns)}. {_YOURSELF}"
+    )

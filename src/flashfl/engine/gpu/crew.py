@@ -73,7 +73,10 @@ def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None 
         except Exception as error:  # a model that cannot be batched (an `if` on a tensor, say) can still run in lanes
             if crew is crews[-1] and not times:
                 raise
-            warn(f"{type(crew).__name__} cannot run this model ({str(error).splitlines()[0]})")
+            warn(
+                f"crew = {type(crew).__name__.lower()!r} cannot train this model ({str(error).splitlines()[0]}): the "
+                "other crew does, which may be slower"
+            )
             continue
         times[time.perf_counter() - began] = crew
     return times[min(times)]

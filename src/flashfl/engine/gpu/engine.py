@@ -70,7 +70,7 @@ class GPUEngine:
         self._before = ExitStack()  # puts torch's global settings back
         if self.cuda:
             if kernel("step", "masked_step") is None:
-                warn("Triton is not installed: training steps are not fused, which is slower")
+                warn("Triton is not installed, so training steps are slower: pip install triton")
             self._set_up_torch(config.deterministic)
 
     def _set_up_torch(self, deterministic: bool) -> None:
@@ -288,7 +288,7 @@ def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | N
 
     if config.secure:
         warn(
-            "this engine does not encrypt: rounding, clipping, noise and bytes are those of secure aggregation, and "
-            "device = 'cpu' runs the real protocol"
+            "secure = true is only simulated on a GPU: rounding, clipping, noise and byte counts are those of secure "
+            "aggregation, but nothing is encrypted. device = 'cpu' runs the real protocol"
         )
     return open_vault(config, len(task.train), folder)
