@@ -149,7 +149,7 @@ def test_every_method_has_options_with_defaults(name: str) -> None:
         ({"lr": "-0.1"}, "lr = -0.1: must be at least 0"),
         ({"lr": "Infinity"}, "lr = inf: must be at least 0"),
         ({"dropout": "1"}, "dropout = 1.0: must be at least 0 and below 1"),
-        ({"max_bytes": "-1"}, "max_bytes = -1: must be at least 0"),
+        ({"max_bytes": "-1"}, "max_bytes = '-1': expected a number of bytes, such as 2.3MB"),
         ({"lanes": "-3"}, "lanes = -3: must be at least 0"),
         ({"threads": "1e20"}, "train.threads = 1e+20: expected int, got float"),
         ({"threads": "100000000000000000000"}, "threads = 100000000000000000000: must be at most 1024"),
