@@ -12,6 +12,7 @@ import pytest
 
 import flashfl as fl
 from flashfl.cli import main
+from flashfl.report.load import load
 from flashfl.run.results import Results
 from tests.conftest import make_task
 
@@ -29,6 +30,25 @@ def test_resume_needs_no_settings_and_extends(tmp_path: Path, capsys: pytest.Cap
     found = Results.read(Path(out))
     assert len(found.rounds) == 5
     assert found.header["config"]["train"]["rounds"] == 5
+    assert found.header["extended"] == [3]
+
+
+def test_refused_resume_leaves_a_finished_run_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main(["run", "--method", "pdst", "--rounds", "3", *TINY, "--out", str(out)]) == 0
+    before = (out / "results.jsonl").read_bytes()
+    assert main(["run", "--out", str(out), "--resume", "--rounds", "2", "--quiet"]) == 1
+    assert "rounds = 2: the run in" in capsys.readouterr().err
+    assert (out / "results.jsonl").read_bytes() == before
+
+
+def test_report_keeps_an_extended_run_apart_from_one_that_had_all_rounds(tmp_path: Path) -> None:
+    for name, rounds in (("whole", "3"), ("longer", "2")):
+        assert main(["run", "--method", "pdst", "--rounds", rounds, *TINY, "--out", str(tmp_path / name)]) == 0
+    with pytest.warns(RuntimeWarning, match="rounds was 2 and is 3 now"):
+        assert main(["run", "--out", str(tmp_path / "longer"), "--resume", "--rounds", "3", "--quiet"]) == 0
+    whole, longer = load([tmp_path / "whole", tmp_path / "longer"]).runs
+    assert whole.key != longer.key
 
 
 def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_natural_with_fewer_clients_chooses_whole_ids() -> None:
     assert all(len(part) == 3 for part in parts)
     other = partition.natural(ids, 20, 5)
     assert {int(ids[p[0]]) for p in parts} != {int(ids[p[0]]) for p in other}
-    with pytest.raises(ConfigError, match="only 50 ids"):
+    with pytest.raises(ConfigError, match="the number of writers or users, 50"):
         partition.natural(ids, 51, 0)
 
 

@@ -69,6 +69,7 @@ def test_a_sparse_run_with_frozen_masks_agrees_with_a_dense_one() -> None:
     torch.testing.assert_close(ours.weights.vector, dense.weights.vector, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("method", [fl.SPDST(density=0.2), fl.JMWST(density=0.2)], ids=["spdst", "jmwst"])
 def test_a_sparse_run_with_moving_masks_has_the_curve_of_a_dense_one(method: fl.Method) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..core import files
 from ..core.errors import ConfigError, warn
+from ..run.summary import Metric
 
 if TYPE_CHECKING:
     from .load import Found
@@ -67,6 +68,12 @@ def _report(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     found = _load(args.runs)
     if not found.runs:
         raise ConfigError("there is no run to report on: give folders that contain runs")
+    metrics = {Metric.of(run.header).name for run in found.runs}
+    if form in ("html", "png") and len(metrics) > 1:
+        warn(
+            f"these runs have different metrics ({', '.join(sorted(metrics))}), and plots show them on one axis: "
+            "make one report for each task"
+        )
     if form in ("csv", "md") and args.out is None:
         sys.stdout.write(_text(form, found))
     else:

@@ -47,8 +47,9 @@ class RunData:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
+        longer = {"train.extended": before} if (before := self.header.get("extended")) else {}
         if config := self.header.get("config"):
-            return flat(config)
+            return flat(config) | longer
         identity = self.header["identity"]
         # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
         # name says which data it has, and may be split again for each seed.
@@ -57,7 +58,7 @@ class RunData:
             digests |= {"samples": identity.get("samples"), "data": self.header["task"].get("data")}
         task = {"dataset": self.header["task"]["name"], **self.info, "digests": digests}
         task.pop("histogram", None)
-        return flat({"method": identity["method"], "task": task, "train": identity["settings"]})
+        return flat({"method": identity["method"], "task": task, "train": identity["settings"]}) | longer
 
     @property
     def info(self) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..core.engine import JSON, Engine, Population
-from ..core.errors import CheckpointError, warn
+from ..core.errors import CheckpointError, ConfigError, warn
 from ..core.exchange import Traffic
 from ..core.files import put
 from ..core.loop import checked
@@ -120,6 +120,11 @@ class Keeper:
         """Restore the newest usable checkpoint everywhere; its state."""
         assert self.folder is not None
         point = load(self.folder, plan, self.identity, self._accept)
+        if point.state.counted > plan.rounds:  # before anything in the folder changes
+            raise ConfigError(
+                f"rounds = {plan.rounds}: the run in {self.run.folder} has {point.state.counted} rounds already, so "
+                "give at least as many"
+            )
         self.engine.memory.keep_only(referenced(self.folder))  # from now on too, masks in checkpoints are kept
         self.run.rounds, self.run.traffic = point.rounds, point.traffic
         self.run.results.resume(point.rounds)

@@ -283,18 +283,15 @@ def _resume(run: Run, keeper: Keeper, plan: Plan) -> State | None:
 
 
 def _note_extension(run: Run, state: State) -> None:
-    """Say what more rounds do to the learning rate; fewer than are done is an error."""
+    """Say what more rounds do to the learning rate, and record that the run is not one that had them from the start."""
     before, now = run.results.header.get("identity", {}).get("settings", {}).get("rounds"), run.train.rounds
-    if state.counted > now:
-        raise ConfigError(
-            f"rounds = {now}: the run in {run.folder} has {state.counted} rounds already, so give at least as many"
-        )
     if isinstance(before, int) and before != now:
         warn(
             f"rounds was {before} and is {now} now: from round {state.counted} on, the learning rate follows the "
             f"schedule of {now} rounds and continues at {state.plan.lr(state.counted):.4g}"
         )
         run.results.header["identity"]["settings"]["rounds"] = now
+        run.results.header["extended"] = [*run.results.header.get("extended", []), before]
         if isinstance(train := run.results.header.get("config", {}).get("train"), dict):
             train["rounds"] = now
 
