@@ -149,6 +149,17 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_commands(add)
     methods = add("methods", _methods, "list every method with its settings and defaults")
     add("settings", _settings, "list every setting of training and tasks with its default")
+    _add_shared(run, comparison, export, methods)
+    return parser, made
+
+
+def _add_shared(
+    run: argparse.ArgumentParser,
+    comparison: argparse.ArgumentParser,
+    export: argparse.ArgumentParser,
+    methods: argparse.ArgumentParser,
+) -> None:
+    """The options that several commands have."""
     for command in (run, comparison):
         said = "TOML file with tables task, train and method (default: the embedded digits, at density 0.02)"
         command.add_argument("config", nargs="?", type=Path, help=said)
@@ -162,7 +173,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     for command in (run, comparison, export, methods):
         said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
         command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
-    return parser, made
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
@@ -310,7 +320,7 @@ def _settings(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _print_options(cls: type) -> None:
-    from .run.config import options_of
+    from .run.options import options_of
 
     for option, (kind, default, said) in options_of(cls).items():
         print(f"    --{option.replace('_', '-'):<20} {default!s:<20} {kind}" + (f"  ({said})" if said else ""))

@@ -12,7 +12,8 @@ import flashfl as fl
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError
 from flashfl.run.budget import Cost, within_budget
-from flashfl.run.config import TrainConfig, make_config, parse_bytes, plan_of
+from flashfl.run.config import TrainConfig, make_config, plan_of
+from flashfl.run.options import parse_bytes
 from flashfl.run.results import Results
 from tests.conftest import blobs, make_task
 

@@ -12,7 +12,8 @@ import pytest
 import flashfl as fl
 from flashfl.core.errors import ConfigError
 from flashfl.data.tasks import TaskConfig
-from flashfl.run.config import RunConfig, TrainConfig, load_toml, make_config, make_method, options_of, plan_of
+from flashfl.run.config import RunConfig, TrainConfig, load_toml, make_config, make_method, plan_of
+from flashfl.run.options import options_of
 from tests.conftest import make_task
 
 TEXT = """

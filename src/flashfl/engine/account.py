@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..core.exchange import Client, Order, Outcome, Sums, Tag, Traffic
 from ..core.mask import Mask
 from ..sparsity import recipe_mask
+from ..wire import WireError, decode
 from .memory import ClientMemory, Kept
 from .robust import Cohort, Robust
 
@@ -24,6 +25,7 @@ class Account:
         self.cohort = Cohort(robust, memory.store.folder) if robust.needs_cohort else None
         self.traffic = Traffic()
         self.failures: dict[int, str] = {}
+        self._reminded: set[int] = set()  # clients that were sent a mask which they had lost
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
         self._accepted: dict[int, tuple[Tag, Kept, Kept | None, Kept | None]] = {}
 
@@ -44,6 +46,16 @@ class Account:
         """A client's update is good, unless it fails later. own, notes: what the client keeps, if anything."""
         kept = None if own is None else self.memory.keep(own, own=True)
         self._accepted[client] = (tag, self.memory.keep(order), kept, notes)
+
+    def reminded(self, client: int, data: bytes) -> None:
+        """A client says that it lacks a mask. Raises a WireError if it says something else, or says so twice."""
+        lack = decode(data, self.layout)
+        if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
+            raise WireError(
+                "the client says that it lacks a mask, but it was sent the full mask, or its message is not valid"
+            )
+        self._reminded.add(client)
+        self.traffic += lack.parts.traffic("lack")
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped from this round."""

@@ -92,7 +92,6 @@ class Encoding(Account):
         self.server = server
         self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
         self._held = Held(self.layout, server.memory.store.folder)
-        self._reminded: set[int] = set()
 
     def sent(self, client: Client, order: Order) -> bytes:
         """The bytes of an order that is sent now."""
@@ -119,13 +118,8 @@ class Encoding(Account):
 
         Raises a WireError if this is not what the client says, or if it says so a second time.
         """
-        lack, order = decode(data, self.layout), self._orders[client]
-        if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
-            raise WireError(
-                "the client says that it lacks a mask, but it was sent the full mask, or its message is not valid"
-            )
-        self._reminded.add(client)
-        self.traffic += lack.parts.traffic("lack")
+        self.reminded(client, data)
+        order = self._orders[client]
         own = self.memory.own(client)
         if own is None:
             self.memory.forget(client)

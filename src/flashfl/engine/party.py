@@ -31,9 +31,10 @@ from ..wire import Message
 from .client import ClientSide, Reply
 from .encoding import Server
 from .memory import Rounds
-from .private import LENGTH, PrivateRound, open_vault
+from .private import LENGTH, PrivateRound
 from .settings import EngineSettings
 from .train import ClientFailed
+from .vault import open_vault
 
 
 class Drawer(Protocol):

@@ -2,119 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, RunStopped
-from ..core.exchange import Client, Order, Outcome, Spent, Traffic
-from ..core.files import put
+from ..core.errors import ConfigError
+from ..core.exchange import Client, Order, Outcome, Traffic
 from ..core.state import State
-from ..privacy.accounting import Ledger, epsilon_known
 from ..privacy.errors import Refused
 from ..privacy.keys import Words
 from ..privacy.messages import ADVERTISE, MASKED, UNMASK, Terms
 from ..privacy.noise import LARGEST, LEAST
 from ..privacy.plain import Gatherer
 from ..privacy.server import Collector
-from ..privacy.settings import Privacy, privacy_of
+from ..privacy.settings import Privacy
 from ..privacy.vector import Packing
-from ..wire import WireError, decode, encode
+from ..wire import encode
 from .account import Account
 from .encoding import Server
 from .robust import PLAIN
-from .settings import EngineSettings
+from .vault import Vault
 
 LENGTH = struct.Struct("<BI")  # step, and the length of the part that follows
-PRIVATE = "private"  # the folder of a run's private state
 _SPENT = "its privacy budget is spent"
-
-
-class Vault:
-    """What a private run keeps from round to round, in its folder: its name, what it spent, the sum opened last.
-
-    A sum may be opened once. If the server is interrupted before the next checkpoint, the resumed run takes the sum
-    from here instead of asking clients again.
-    """
-
-    def __init__(self, privacy: Privacy, clients: int, cohort: int, folder: Path | None) -> None:
-        self.privacy, self.folder = privacy, folder
-        self._clients, self._cohort = clients, cohort
-        self._run = ""
-        self._ledger: Ledger | None = None
-
-    @property
-    def run(self) -> str:
-        """A random name that keeps the rounds of different runs apart."""
-        if not self._run:
-            path = None if self.folder is None else self.folder / "run"
-            self._run = path.read_text() if path is not None and path.exists() else secrets.token_hex(8)
-            if path is not None:
-                put(path, self._run.encode(), sync=True)
-        return self._run
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """What was spent; None without differential privacy."""
-        noise = self.privacy.noise
-        if noise is not None and self._ledger is None:
-            path = None if self.folder is None else self.folder / "spent.json"
-            self._ledger = Ledger(noise.multiplier, self.privacy.delta, self._clients, self._cohort, path)
-        return self._ledger
-
-    def may_take_part(self, clients: Sequence[int]) -> list[int]:
-        """The clients whose budget allows another round. Raises RunStopped if the run's budget is spent."""
-        ledger, budget = self.ledger, self.privacy.budget
-        if ledger is None or not budget:
-            return list(clients)
-        if not self.privacy.secure:
-            if ledger.epsilon(more=1).sampled > budget:
-                raise RunStopped(
-                    f"the privacy budget dp_epsilon = {budget:g} is spent, so training ends. The model before this "
-                    "round is kept."
-                )
-            return list(clients)
-        taken: Counter[int] = ledger.taken
-        return [c for c in clients if epsilon_known(ledger.multiplier, taken[c] + 1, ledger.delta) <= budget]
-
-    def spent(self, clamped: int) -> Spent:
-        """What is recorded about a round, and whether the budget allows no other."""
-        ledger, budget = self.ledger, self.privacy.budget
-        if ledger is None:
-            return Spent(clamped=clamped)
-        now = ledger.epsilon()
-        over = False
-        if budget and self.privacy.secure:
-            able = self.may_take_part(list(ledger.taken))
-            over = self._clients - len(ledger.taken) + len(able) < self._cohort
-        elif budget:
-            over = ledger.epsilon(more=1).sampled > budget
-        return Spent(now.known, now.sampled, ledger.delta, clamped, over)
-
-    def store(self, tag: Sequence[int], total: Words, clients: Sequence[int]) -> None:
-        """Keep a sum that was opened."""
-        if self.folder is not None:
-            about = json.dumps([*tag[:2], list(clients)]).encode()
-            data = struct.pack("<I", len(about)) + about + total.tobytes()
-            put(self.folder / "opened", data, sync=True)
-
-    def stored(self, tag: Sequence[int], kind: str) -> tuple[Words, list[int]] | None:
-        """The sum that was opened in this round before the server was interrupted, and whose it is."""
-        path = None if self.folder is None else self.folder / "opened"
-        if path is None or not path.exists():
-            return None
-        data = path.read_bytes()
-        (size,) = struct.unpack("<I", data[:4])
-        phase, round, clients = json.loads(data[4 : 4 + size])
-        return (np.frombuffer(data[4 + size :], kind).copy(), clients) if [phase, round] == list(tag[:2]) else None
 
 
 def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
@@ -163,13 +77,6 @@ def signed(total: Words) -> Tensor:
     return torch.from_numpy(total.view(f"<i{total.itemsize}").astype(np.int64))
 
 
-def open_vault(config: EngineSettings, clients: int, masks: Path | None) -> Vault | None:
-    """The vault of a run with these settings, beside the folder of its masks; None if nothing is private."""
-    privacy = privacy_of(config, clients)
-    folder = None if masks is None else masks.with_name(PRIVATE)
-    return None if privacy is None else Vault(privacy, clients, min(config.per_round, clients), folder)
-
-
 class PrivateRound(Account):
     """The account of a private round.
 
@@ -191,7 +98,6 @@ class PrivateRound(Account):
         self._round: Collector | Gatherer
         self._round = Collector(self.terms) if privacy.secure else Gatherer(self.terms, how.deviation)
         self._waiting: set[int] = set()
-        self._reminded: set[int] = set()
         self._revealed = False
         self._why = ""  # why nothing can be opened
         self._before = vault.stored(s.tag, f"<u{how.bits // 8}")
@@ -251,13 +157,7 @@ class PrivateRound(Account):
 
     def lacking(self, client: int, data: bytes) -> bytes:
         """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
-        lack = decode(data, self.layout)
-        if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
-            raise WireError(
-                "the client says that it lacks a mask, but it was sent the full mask, or its message is not valid"
-            )
-        self._reminded.add(client)
-        self.traffic += lack.parts.traffic("lack")
+        self.reminded(client, data)
         self.memory.forget(client)
         encoded = encode(self.server.message(*self.orders[client]), (), self.server.values)
         self.traffic += encoded.parts.traffic("order")

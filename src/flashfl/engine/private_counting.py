@@ -21,8 +21,9 @@ from ..privacy.messages import ADVERTISE, BOX, CARD, CONFIRM, HEADER, MASKED, SE
 from .counting import Counting
 from .cpu import dropout_step, drops
 from .memory import ClientMemory
-from .private import LENGTH, Vault, check_common, packing
+from .private import LENGTH, check_common, packing
 from .train import NOT_FINITE
+from .vault import Vault
 from .work import Work
 
 _NEVER = UNMASK + 1

@@ -31,7 +31,7 @@ from .registry import Registry
 from .round import ClientEvaluation, Exchange, Post, Round
 
 if TYPE_CHECKING:
-    from ..engine.private import Vault
+    from ..engine.vault import Vault
 
 log = logging.getLogger("flwr.flashfl")
 _TOGETHER = 8  # messages pushed at a time
@@ -50,7 +50,7 @@ class FlowerEngine:
         self.server = Server(self.memory, train.down, Robust.of(train))
         self.vault = None
         if train.private:
-            from ..engine.private import open_vault  # only here, as it needs an extra
+            from ..engine.vault import open_vault  # only here, as it needs an extra
 
             self.vault = open_vault(train, registry.size, folder)
         self._tag: Tag = (0, 0, 0)

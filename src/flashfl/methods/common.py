@@ -9,7 +9,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ..aggregate import fedavg
+from ..aggregate import fedavg, union
 from ..core.errors import ConfigError, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
@@ -85,6 +85,13 @@ def follow(s: State, sums: Sums) -> Tensor:
     """The server's vector after a round in which clients reported changes: w + mean change. Statistics are averaged."""
     mean, trained = fedavg(sums), s.layout.trained_size
     return torch.cat([s.weights.vector[:trained] + mean[:trained], mean[trained:]])
+
+
+def where_held(s: State, sums: Sums, mean: Tensor) -> Tensor:
+    """An average in which a weight that no client of the round held keeps the server's value."""
+    k = s.layout.prunable_size
+    mean[:k] = torch.where(union(sums).bits, mean[:k], s.weights.vector[:k])
+    return mean
 
 
 def inner_mask(s: State, full: Weights, budgets: tuple[int, ...], nm: int) -> Mask:

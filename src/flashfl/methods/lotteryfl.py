@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
-from ..aggregate import Aggregator, average, union
+from ..aggregate import Aggregator, average
 from ..core.client import Clients, Part
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
@@ -19,7 +17,7 @@ from ..core.rng import fold
 from ..core.state import Plan, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import check_density
+from .common import check_density, where_held
 
 
 @part
@@ -87,6 +85,4 @@ class LotteryFL(Method):
         return self.local(s, personal=True, keep=("mask",), parts=(ticket,))
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        mean, k = average(self.aggregator, sums), s.layout.prunable_size
-        mean[:k] = torch.where(union(sums).bits, mean[:k], s.weights.vector[:k])
-        return s.next(Weights(s.mask, mean))
+        return s.next(Weights(s.mask, where_held(s, sums, average(self.aggregator, sums))))

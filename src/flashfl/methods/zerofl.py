@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..aggregate import union, wfa
+from ..aggregate import wfa
 from ..core.client import Clients, Part, Rows
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
@@ -20,7 +20,7 @@ from ..core.parts import part
 from ..core.state import Plan, State
 from ..sparsity import allocate, top_mask
 from ..sparsity.select import kth, lowest_by_layer, magnitude
-from .common import check_density, follow
+from .common import check_density, follow, where_held
 
 Upload = Literal["weights", "changes of the largest weights", "largest changes"]
 
@@ -108,9 +108,7 @@ class ZeroFL(Method):
     def aggregate(self, s: State, sums: Sums) -> State:
         if self.upload != "weights":
             return s.next(Weights(s.mask, follow(s, sums)))
-        mean, k = wfa(sums), s.layout.prunable_size
-        mean[:k] = torch.where(union(sums).bits, mean[:k], s.weights.vector[:k])
-        return s.next(Weights(s.mask, mean))
+        return s.next(Weights(s.mask, where_held(s, sums, wfa(sums))))
 
     def views(self, s: State) -> Mapping[str, Weights]:
         budgets = allocate(s.layout, "uniform", self.density)

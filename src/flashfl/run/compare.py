@@ -20,7 +20,8 @@ from ..methods import METHODS
 from . import checkpoint as checkpoints
 from .budget import within_budget
 from .code import code_of
-from .config import RunConfig, options_of
+from .config import RunConfig
+from .options import options_of
 from .progress import Display
 from .results import Results
 from .run import Run

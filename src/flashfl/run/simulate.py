@@ -7,8 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, fields
-from inspect import get_annotations
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..core.errors import ConfigError, FlashError, warn
 from ..core.exchange import Traffic
 from ..core.loop import Tick, checked, run_rounds
 from ..core.method import Method
-from ..core.parts import build, check_fields
+from ..core.parts import build
 from ..core.state import Plan, State
 from ..data.task import Task
 from ..engine import make_engine
@@ -25,6 +24,7 @@ from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
 from .budget import within_budget
 from .checkpoint import Keeper
+from .checks import check_method, check_private
 from .code import code_of, joined
 from .config import TrainConfig, plan_of
 from .identity import identity_of, samples_of
@@ -139,53 +139,6 @@ def drive(
                 run.stopped, run.kept = "interrupted", keeper.keep()
                 warn(f"interrupted after {run.state.counted} of {config.rounds} rounds")
     return run
-
-
-def check_method(method: object) -> None:
-    if not isinstance(method, Method):
-        raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")
-    kind = type(method)
-    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)]
-    own = [] if "__dataclass_fields__" in vars(kind) else own
-    own += sorted(vars(method).keys() - {f.name for f in fields(method)})
-    if own:
-        raise ConfigError(
-            f"{kind.__name__} is not a dataclass, so its settings {', '.join(dict.fromkeys(own))} would be lost: put "
-            "@dataclass(frozen=True) above the class and list its settings as fields"
-        )
-    for name in ("init", "aggregate"):
-        if getattr(kind, name) is getattr(Method, name):
-            raise ConfigError(f"{kind.__name__} has no {name}: every method needs init(plan) and aggregate(s, sums)")
-    check_fields(method)
-
-
-def check_private(method: Method, task: Task, config: TrainConfig) -> None:
-    """Refuse a private run whose clients' masks would differ, or whose clients would have to evaluate the model."""
-    if not config.private:
-        return
-    if not method.common:
-        raise ConfigError(
-            f"{method.name or type(method).__name__}: clients' masks differ, and a weight that one client alone holds "
-            "would show in a secure sum. Use a method with one frozen mask for all (dense, pdst, spdst, or jmwst with "
-            "adapt.rate = 0), or switch `secure` and `dp_*` off. A custom method says `common = True`."
-        )
-    if task.test is None:
-        raise ConfigError(
-            "private runs need test samples on the server, as clients' own scores would say something about their "
-            "data: give the task `test`, or switch `secure` and `dp_*` off"
-        )
-    if (config.dp_epsilon or config.dp_noise) and any(not phase.counts for phase in method.phases):
-        _check_first_phase(method, task, config)
-
-
-def _check_first_phase(method: Method, task: Task, config: TrainConfig) -> None:
-    """Under differential privacy a first phase that asks clients for layer counts is refused."""
-    start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
-    if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
-        raise ConfigError(
-            f"{method.name}: its first phase asks clients for layer counts, which are too coarse to hide in noise. Set "
-            "warmup_clients = 0, or use pdst with allocation = 'erk'."
-        )
 
 
 def _train_config(train: TrainConfig | None, task: Task, method: Method, settings: Mapping[str, Any]) -> TrainConfig:

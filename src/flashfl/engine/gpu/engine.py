@@ -42,7 +42,7 @@ from .lanes import Lanes
 from .stack import Stack
 
 if TYPE_CHECKING:
-    from ..private import Vault
+    from ..vault import Vault
 
 _SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
 
@@ -284,7 +284,7 @@ class GPUEngine:
 def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | None:
     if not (config.secure or config.dp_epsilon or config.dp_noise):
         return None
-    from ..private import open_vault  # only here, as it needs an extra
+    from ..vault import open_vault  # only here, as it needs an extra
 
     if config.secure:
         warn(

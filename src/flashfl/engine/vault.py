@@ -1,0 +1,112 @@
+"""What a private run keeps from round to round."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..core.errors import CheckpointError, RunStopped
+from ..core.exchange import Spent
+from ..core.files import put
+from ..privacy.accounting import Ledger, epsilon_known
+from ..privacy.keys import Words
+from ..privacy.settings import Privacy, privacy_of
+from .settings import EngineSettings
+
+PRIVATE = "private"  # the folder of a run's private state
+
+
+class Vault:
+    """What a private run keeps from round to round, in its folder: its name, what it spent, the sum opened last.
+
+    A sum may be opened once. If the server is interrupted before the next checkpoint, the resumed run takes the sum
+    from here instead of asking clients again.
+    """
+
+    def __init__(self, privacy: Privacy, clients: int, cohort: int, folder: Path | None) -> None:
+        self.privacy, self.folder = privacy, folder
+        self._clients, self._cohort = clients, cohort
+        self._run = ""
+        self._ledger: Ledger | None = None
+
+    @property
+    def run(self) -> str:
+        """A random name that keeps the rounds of different runs apart."""
+        if not self._run:
+            path = None if self.folder is None else self.folder / "run"
+            self._run = path.read_text() if path is not None and path.exists() else secrets.token_hex(8)
+            if path is not None:
+                put(path, self._run.encode(), sync=True)
+        return self._run
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """What was spent; None without differential privacy."""
+        noise = self.privacy.noise
+        if noise is not None and self._ledger is None:
+            path = None if self.folder is None else self.folder / "spent.json"
+            self._ledger = Ledger(noise.multiplier, self.privacy.delta, self._clients, self._cohort, path)
+        return self._ledger
+
+    def may_take_part(self, clients: Sequence[int]) -> list[int]:
+        """The clients whose budget allows another round. Raises RunStopped if the run's budget is spent."""
+        ledger, budget = self.ledger, self.privacy.budget
+        if ledger is None or not budget:
+            return list(clients)
+        if not self.privacy.secure:
+            if ledger.epsilon(more=1).sampled > budget:
+                raise RunStopped(
+                    f"the privacy budget dp_epsilon = {budget:g} is spent, so training ends. The model before this "
+                    "round is kept."
+                )
+            return list(clients)
+        taken: Counter[int] = ledger.taken
+        return [c for c in clients if epsilon_known(ledger.multiplier, taken[c] + 1, ledger.delta) <= budget]
+
+    def spent(self, clamped: int) -> Spent:
+        """What is recorded about a round, and whether the budget allows no other."""
+        ledger, budget = self.ledger, self.privacy.budget
+        if ledger is None:
+            return Spent(clamped=clamped)
+        now = ledger.epsilon()
+        over = False
+        if budget and self.privacy.secure:
+            able = self.may_take_part(list(ledger.taken))
+            over = self._clients - len(ledger.taken) + len(able) < self._cohort
+        elif budget:
+            over = ledger.epsilon(more=1).sampled > budget
+        return Spent(now.known, now.sampled, ledger.delta, clamped, over)
+
+    def store(self, tag: Sequence[int], total: Words, clients: Sequence[int]) -> None:
+        """Keep a sum that was opened."""
+        if self.folder is not None:
+            about = json.dumps([*tag[:2], list(clients)]).encode()
+            data = struct.pack("<I", len(about)) + about + total.tobytes()
+            put(self.folder / "opened", data, sync=True)
+
+    def stored(self, tag: Sequence[int], kind: str) -> tuple[Words, list[int]] | None:
+        """The sum that was opened in this round before the server was interrupted, and whose it is."""
+        path = None if self.folder is None else self.folder / "opened"
+        if path is None or not path.exists():
+            return None
+        try:
+            data = path.read_bytes()
+            (size,) = struct.unpack("<I", data[:4])
+            phase, round, clients = json.loads(data[4 : 4 + size])
+            total = np.frombuffer(data[4 + size :], kind).copy()
+        except (OSError, ValueError, TypeError, struct.error) as error:
+            raise CheckpointError(f"{path} is damaged ({error}): delete it and resume") from None
+        return (total, clients) if [phase, round] == list(tag[:2]) else None
+
+
+def open_vault(config: EngineSettings, clients: int, masks: Path | None) -> Vault | None:
+    """The vault of a run with these settings, beside the folder of its masks; None if nothing is private."""
+    privacy = privacy_of(config, clients)
+    folder = None if masks is None else masks.with_name(PRIVATE)
+    return None if privacy is None else Vault(privacy, clients, min(config.per_round, clients), folder)

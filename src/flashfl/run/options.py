@@ -1,0 +1,83 @@
+"""Settings as the command line sees them: their names, types, defaults and explanations, and their texts as values."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ..core.errors import ConfigError
+
+_AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """The path, the type and the default of every setting; those of `made`, if it is given. MISSING: required."""
+    hints = get_type_hints(cls)
+    for f in fields(cls):
+        if f.metadata.get("derived"):
+            continue  # worked out from other settings, not for a user to choose
+        hint, path = hints[f.name], (*prefix, f.name)
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        if is_dataclass(made):
+            default = getattr(made, f.name)
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from walk(hint, path, default)
+        else:
+            yield path, hint, default
+
+
+def parse(text: str, hint: Any, name: str) -> Any:
+    """A command-line text as the type of the field it is for."""
+    if name.rpartition(".")[2] in _AMOUNTS:
+        return parse_bytes(text, name)
+    options = get_args(hint) if get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if str in options or get_origin(hint) is Literal:
+        return text
+    if get_origin(hint) is tuple and not text.lstrip().startswith("["):
+        text = f"[{text}]"
+    if text.lower() in ("true", "false"):
+        text = text.lower()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """An amount such as 2.3MB, 500 kB or 2300000, in bytes. MB = 10^6 bytes."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    unit = found[2].upper() if found else ""
+    try:
+        amount = float(found[1]) * _UNITS[unit] if found else math.nan
+    except (ValueError, KeyError):
+        amount = math.nan
+    if not amount >= 0:
+        raise ConfigError(f"{name} = {text!r}: expected a number of bytes, such as 2.3MB, 500kB or 2300000")
+    return int(amount)
+
+
+def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
+    """Option -> (type, default, explanation) of a method or a table of settings, for help texts."""
+    said, hints = _explained(cls), get_type_hints(cls)
+    out = {}
+    for path, hint, default in walk(cls):
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        kind = "|".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
+        inner = _explained(hints[path[0]]).get(path[1]) if len(path) > 1 else None
+        what = inner or said.get(path[0], "")
+        out[".".join(path)] = (kind, "required" if default is MISSING else default, what)
+    return out
+
+
+def _explained(cls: type) -> dict[str, str]:
+    """What the comment behind each field says of it."""
+    lines = inspect.getsource(cls).splitlines()
+    found = (re.match(r"    (\w+): .*?  # (.+)", line) for line in lines)
+    return {m[1]: m[2] for m in found if m}
