@@ -492,7 +492,7 @@ def test_tables_show_what_is_missing_and_what_differs(tmp_path: Path) -> None:
     html = table_page(table, ABOUT)
     assert html.startswith("<!doctype html>")
     data = json.loads(html.split('type="application/json">')[1].split("</script>")[0])
-    assert [[cell["text"] for cell in row] for row in data["table"]["rows"]] == [
+    assert [[cell["text"] for cell in row] for row in data["parts"][0]["table"]["rows"]] == [
         [e.text for e in r] for r in table.rows
     ]
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ..core import files
 from ..core.errors import ConfigError, warn
-from ..run.summary import Metric
 
 if TYPE_CHECKING:
     from .load import Found
@@ -68,12 +67,6 @@ def _report(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     found = _load(args.runs)
     if not found.runs:
         raise ConfigError("there is no run to report on: give folders that contain runs")
-    metrics = {Metric.of(run.header).name for run in found.runs}
-    if form in ("html", "png") and len(metrics) > 1:
-        warn(
-            f"these runs have different metrics ({', '.join(sorted(metrics))}), and plots show them on one axis: "
-            "make one report for each task"
-        )
     if form in ("csv", "md") and args.out is None:
         sys.stdout.write(_text(form, found))
     else:
@@ -97,9 +90,9 @@ def _text(form: str, found: Found) -> str:
         from .page import page, page_data
 
         return page(page_data(found))
-    from .groups import groups_table, rounds_table
+    from .groups import rounds_table, task_tables
 
-    return groups_table(found).markdown() if form == "md" else rounds_table(found).csv()
+    return task_tables(found) if form == "md" else rounds_table(found).csv()
 
 
 def _load(paths: Sequence[Path]) -> Found:
