@@ -68,7 +68,7 @@ def server_task(
     """
     if test is None and "loss" in settings and "metric" not in settings:
         raise ConfigError(
-            "server_task has a loss, but neither test samples nor a metric, so it cannot name what clients report. Give "
+            "server_task has a loss, but neither test samples nor a metric: it cannot name what clients report. Give "
             "the metric of the clients' tasks: metric=flashfl.accuracy; or, for the loss itself, metric=loss and "
             "metric_name='loss'"
         )
