@@ -69,18 +69,21 @@ class Cell:
         name = self.method["name"]
         options = {**{k: v for k, v in self.method.items() if k not in ("name", "density")}, **self.train}
         tail = "".join(f"-{k}={short(v)}" for k, v in sorted(options.items()))
-        at = f"alpha{self.alpha:g}" if self.alpha is not None else "natural"
+        at = "central" if self.task.get("clients") == 1 else "natural"
+        at = f"alpha{self.alpha:g}" if self.alpha is not None else at
+        at += f"-{self.task['model']}" if "model" in self.task else ""
         density = f"-d{self.density:g}" if "density" in self.method else ""
         return f"{self.dataset}/{at}/{name}{density}{tail}-seed{seed}"
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One of the paper's tables: its title, the columns that name a row, and its cells."""
+    """One of the paper's tables: its title, the columns that name a row, its cells, and whether it shows mismatch."""
 
     title: str
     keys: tuple[str, ...]
     cells: tuple[Cell, ...]
+    mismatch: bool = False
 
 
 def short(value: Any) -> str:
@@ -101,7 +104,7 @@ def load_table(name: str) -> PaperTable:
         raise unknown("table", name, table_names())
     data = json.loads(_DATA.joinpath(f"{name}.json").read_text())
     cells = [Cell(c["task"], c["method"], c["column"], c.get("paper"), c.get("train", {})) for c in data["cells"]]
-    return PaperTable(data["title"], tuple(data["rows"]), tuple(cells))
+    return PaperTable(data["title"], tuple(data["rows"]), tuple(cells), data.get("mismatch", False))
 
 
 def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:

@@ -18,7 +18,7 @@ Place = tuple[str, float | None]  # a data set, and an alpha where a section has
 # In the order of the page, and of the runs of `flashfl reproduce --all --budget-minutes N`.
 TABLES = (
     "main", "hetero", "r_int", "stage1", "nm", "savings", "feddst", "fedspa", "zerofl", "rivals_lr", "rivals", "wfa",
-    "initialisation", "static_bn", "sst2",
+    "initialisation", "static_bn", "disagreement", "vgg16", "sst2",
 )  # fmt: skip
 # What the experiments in LOG.md found: a table, a data set, an alpha (None: any), a note.
 _NOTES: Sequence[tuple[str, str, float | None, str]] = (
@@ -35,11 +35,6 @@ _NOTES: Sequence[tuple[str, str, float | None, str]] = (
 )  # fmt: skip
 _NEEDS = {"sst2": "needs the weights of BERT-base"}
 _WHERE = "Data sets lie in the folder that FLASHFL_DATA names. `flashfl data` says what it lacks."
-_BEYOND = (
-    "The paper's Table 2 (masks that disagree in centralised training) has no table here yet. One cell of it: "
-    "`flashfl run --central --method disagree --dataset cifar10 --sm 0.8`",
-    "VGG16 on CIFAR-10 has no table here yet: `flashfl run configs/paper/vgg16-cifar10.toml`",
-)
 
 
 @dataclass(frozen=True)
@@ -144,5 +139,5 @@ def _missing(cells: Mapping[tuple[str, str], int], known: Collection[str]) -> Ta
         command = f"`flashfl reproduce --all --dataset {dataset} --budget-minutes 600`"
         rows.append([Entry(text, text) for text in (dataset, ", ".join(counts), why, command)])
     get = [f"{dataset}: {registry.info(dataset).files.get}." for dataset in by if dataset not in known]
-    notes = [*([_WHERE] if get else []), *get, *_BEYOND]
+    notes = [*([_WHERE] if get else []), *get]
     return Table(("data set", "cells", "why", "command"), rows, notes=notes)
