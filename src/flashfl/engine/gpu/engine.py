@@ -21,7 +21,7 @@ from ...core.mask import Mask, Weights, count_rows
 from ...core.precision import Precision
 from ...core.record import Score
 from ...core.state import State
-from ...data.sources import on_device
+from ...data.sources import classes_of, on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
 from ...wire.values import Carries
@@ -226,7 +226,7 @@ class GPUEngine:
             data = self.train_data[works[row].client.id]
             return self.trainer.validate(Weights(works[row].mask, vectors[row]), data, works[row].local.statistics)
 
-        asked = (validate, self.task.draw)
+        asked = (validate, self.task.draw, lambda row: classes_of(self.train_data[works[row].client.id]))
         opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes, *asked)
         if opened.vectors is not vectors:
             for row, (work, counts) in enumerate(zip(works, count_rows(self.layout, opened.masks), strict=True)):
