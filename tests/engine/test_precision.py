@@ -46,6 +46,29 @@ def test_engines_round_and_count_alike(name: str, settings: dict[str, Any], devi
     agree(small(name), make_task("norm"), device, **settings)
 
 
+@devices
+@pytest.mark.parametrize(
+    "settings", [{"values": "int8"}, {"values_up": "fp16", "rest": "fp16", "upload": "changes"}], ids=str
+)
+@pytest.mark.parametrize("name", ["fedpm", "topk", "sparsyfed", "zerofl", "heterofl"])
+def test_engines_round_and_count_reports_of_parts_alike(name: str, settings: dict[str, Any], device: str) -> None:
+    """FedPM sends bits and the dense tensors: these are rounded too."""
+    agree(small(name), make_task("norm"), device, **settings)
+
+
+def test_rounding_feedback_works_beside_the_parts_of_a_method() -> None:
+    settings = {**SETTINGS, "values_up": "int4", "rounding": "nearest"}
+    plain, fed = (
+        fl.simulate(small("ssfl"), make_task("norm"), 3, **settings, feedback=feedback) for feedback in (False, True)
+    )
+    other = fl.simulate(small("flashplus", multiply=1.0), make_task("norm"), 2, **settings, feedback=True)
+    assert not torch.equal(plain.weights.vector, fed.weights.vector)
+    assert other.state is not None
+    assert len(other.method.work(other.state, other.task.clients[0]).parts) == 2
+    with pytest.raises(ConfigError, match="feedback = true: not possible with topk"):
+        fl.simulate(small("topk"), make_task("norm"), 2, **settings, feedback=True)
+
+
 @pytest.mark.parametrize("name", ["spdst", "jmwst"])
 def test_changes_without_rounding_lead_where_weights_lead(name: str) -> None:
     task, method = make_task("norm"), small(name)

@@ -79,6 +79,7 @@ class Clients:
     memory: dict[str, Tensor]  # what they remember, [clients, size of the field]; zeros at first
     validate: Callable[[int], float]  # row -> the metric of its model on the last fifth of the client's samples
     initial: Callable[[int], Tensor]  # key -> weights drawn as the model's initial ones, [size]
+    classes: Callable[[int], Tensor | None]  # row -> the targets of its samples; None if they are not classes
     state: dict[str, Tensor] = field(default_factory=dict)  # for steps: [clients, trained] or [clients, prunable]
     report: dict[str, Tensor] = field(default_factory=dict)  # [clients, size of the field]
 

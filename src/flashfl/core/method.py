@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from .errors import unknown
+from .client import reports_changes
+from .errors import ConfigError, unknown
 from .exchange import Client, Extra, Local, Order, Sums
 from .mask import Weights
 from .rng import choose
@@ -96,8 +97,14 @@ class Method:
         return replace(s, weights=s.weights.with_statistics(sums.weights[s.layout.trained_size :] / sums.n))
 
     def local(self, s: State, **changes: Any) -> Local:
-        """The plan's training settings at this round's learning rate, with changes."""
-        return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), **changes})
+        """The plan's training settings at this round's learning rate, with changes. The run's own parts come last."""
+        run = s.plan.local.parts
+        parts = (*changes.pop("parts", ()), *run)
+        if run and reports_changes(parts):
+            raise ConfigError(
+                f"feedback = true: not possible with {self.name}, whose clients send changes. Set feedback = false."
+            )
+        return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), "parts": parts, **changes})
 
 
 def sample(s: State, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:

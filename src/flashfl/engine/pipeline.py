@@ -38,6 +38,7 @@ def open_clients(
     notes: Sequence[Notes],
     validate: Callable[[int], float],
     initial: Callable[[int], Tensor],
+    classes: Callable[[int], Tensor | None],
 ) -> Clients:
     """Some clients before training, after `begin` of all their parts; it may have changed their models and masks."""
     device, count = start.device, len(keys)
@@ -51,7 +52,8 @@ def open_clients(
     brought = {name: torch.stack([one[name].value.to(device) for one in given]) for name in names}
     keys = [fold(key, "parts") for key in keys]
     rows = (start, start, masks.expand(count, -1))
-    c = Clients(layout, keys, steps, local.lr, *rows, brought, memory, validate, lambda key: initial(key).to(device))
+    asked = (validate, lambda key: initial(key).to(device), classes)
+    c = Clients(layout, keys, steps, local.lr, *rows, brought, memory, *asked)
     for part in local.parts:
         part.begin(c)
     if c.masks is not rows[2]:

@@ -21,9 +21,10 @@ from ...core.mask import Mask, Weights, count_rows
 from ...core.precision import Precision
 from ...core.record import Score
 from ...core.state import State
-from ...data.sources import on_device
+from ...data.sources import classes_of, on_device
 from ...data.task import Task
 from ...wire import round_values, segments, value_key
+from ...wire.values import Carries
 from ..counting import Counting, chunks, stacked
 from ..cpu import drops
 from ..memory import ClientMemory
@@ -192,7 +193,9 @@ class GPUEngine:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
         how = local.sends(self.config.down)
-        if not how.exact and local.report == "weights":
+        if local.report == "mask":  # as the server decodes it: the values of active weights did not travel
+            values[:, : self.layout.prunable_size] = 0.0
+        if not how.exact and local.report in ("weights", "mask"):
             for row, work in enumerate(works):
                 values[row] = self._decoded(work, values[row], how)
         account.received(works, values, crew.losses(rows))
@@ -200,12 +203,14 @@ class GPUEngine:
     def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
         """A trained model as the server will decode it."""
         key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
+        carries: Carries = "all" if work.local.statistics else "weights"
         if not how.changes:
-            return self._rounded(Weights(work.mask, vector), key, work.local.statistics, how).vector
+            carries = "rest" if work.local.report == "mask" else carries
+            return self._rounded(Weights(work.mask, vector), key, carries, how).vector
         change, head = vector.clone(), slice(0, self.layout.prunable_size)
         change[:trained] -= work.order.weights.vector[:trained]
         change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
-        found = self._rounded(Weights(work.mask, change), key, work.local.statistics, how).vector
+        found = self._rounded(Weights(work.mask, change), key, carries, how).vector
         found[:trained] += work.sent.vector[:trained]
         found[head].masked_fill_(~work.mask.bits, 0.0)
         return found
@@ -221,7 +226,7 @@ class GPUEngine:
             data = self.train_data[works[row].client.id]
             return self.trainer.validate(Weights(works[row].mask, vectors[row]), data, works[row].local.statistics)
 
-        asked = (validate, self.task.draw)
+        asked = (validate, self.task.draw, lambda row: classes_of(self.train_data[works[row].client.id]))
         opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes, *asked)
         if opened.vectors is not vectors:
             for row, (work, counts) in enumerate(zip(works, count_rows(self.layout, opened.masks), strict=True)):
@@ -245,15 +250,16 @@ class GPUEngine:
         if self.config.down.exact:
             return order
         key = value_key(order.key, "order", order.tag, client.id)
-        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics, self.config.down))
+        carries: Carries = "all" if order.local.statistics else "weights"
+        return replace(order, weights=self._rounded(order.weights, key, carries, self.config.down))
 
-    def _rounded(self, weights: Weights, key: int, statistics: bool, how: Precision) -> Weights:
-        """A model as the other side will decode it."""
-        packed, counts = weights.packed(), weights.mask.counts
-        tail = 0 if statistics else self.layout.size - self.layout.trained_size
-        travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
-        parts = segments(self.layout, counts, "all" if statistics else "weights", how.values)
-        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, how, key), stays]))
+    def _rounded(self, weights: Weights, key: int, carries: Carries, how: Precision) -> Weights:
+        """A model as the other side will decode it. What does not travel stays."""
+        packed, layout, counts = weights.packed(), self.layout, weights.mask.counts
+        first = sum(counts) if carries == "rest" else 0
+        last = len(packed) - (layout.size - layout.trained_size if carries == "weights" else 0)
+        rounded = round_values(packed[first:last], segments(layout, counts, carries, how.values), how, key)
+        return Weights.unpack(weights.mask, torch.cat([packed[:first], rounded, packed[last:]]))
 
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
