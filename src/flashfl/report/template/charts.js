@@ -4,7 +4,8 @@ function frame(host, o, xs, ys) {
   const width = Math.max(240, host.clientWidth);
   const names = o.names || [], tallest = Math.max(0, ...names.map((name) => name.length)) * 6.3;
   const upright = names.length * (tallest + 12) < width - 70, below = names.length && !upright ? Math.min(118, tallest * 0.77 + 12) : 15;
-  const height = Math.round(Math.min(340, Math.max(210, width * 0.52))) + below - 15;
+  const named = o.series.reduce((sum, s) => sum + (s.name ? wrapped(s.name, 24).length * LINE + 8 : 0), 60);  // room for names, if they must stand in one column
+  const height = Math.round(Math.max(Math.min(340, Math.max(210, width * 0.52)), Math.min(named, 640))) + below - 15;
   const inner = { top: 12, bottom: height - 23 - below, right: width - 12 };
   const yCount = Math.max(3, Math.floor(height / 55));
   const ySpan = [inner.bottom, inner.top];
@@ -93,7 +94,8 @@ function nameClouds(svg, series, x, y, inner) {
     const lines = wrapped(s.name, 24), w = Math.max(...lines.map((line) => line.length)) * LETTER, h = lines.length * LINE;
     const free = ([l, t, r, u]) => l > inner.left && r < inner.right + 8 && t > inner.top - 8 && u < inner.bottom && taken.every(([k, m, n, p]) => r < k || l > n || u < m || t > p);
     const right = a + 9, left = a - 9 - w, high = b - h / 2, places = [[right, high], [left, high]];
-    for (let step = 8 + h / 2; step < inner.bottom - inner.top; step += 6) for (const l of [a - w / 2, right, left]) places.push([l, high - step], [l, high + step]);
+    const over = Math.max(inner.left + 1, Math.min(inner.right + 7 - w, a - w / 2));
+    for (let step = 8 + h / 2; step < inner.bottom - inner.top; step += 4) for (const l of [over, right, left]) places.push([l, high - step], [l, high + step]);
     const boxes = places.map(([l, t]) => [l, t, l + w, t + h]);
     const box = boxes.find(free) || boxes[a + w < inner.right ? 0 : 1];
     taken.push(box);
