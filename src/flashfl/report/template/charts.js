@@ -100,7 +100,7 @@ function nameClouds(svg, series, x, y, inner) {
     const box = boxes.find(free) || boxes[a + w < inner.right ? 0 : 1];
     taken.push(box);
     const far = box[1] > b ? box[1] : box[3] < b ? box[3] : b;
-    if (Math.abs(far - b) > 16) svg.append(shape("line", { x1: a, y1: b, x2: Math.max(box[0], Math.min(box[2], a)), y2: far, style: { stroke: s.colour, opacity: 0.5 } }));
+    if (Math.abs(far - b) > 16) svg.prepend(shape("line", { x1: a, y1: b, x2: Math.max(box[0], Math.min(box[2], a)), y2: far, style: { stroke: s.colour, opacity: 0.5 } }));
     svg.append(shape("text", { class: "point", y: box[1], style: { fill: s.colour } }, ...lines.map((line) => shape("tspan", { x: box[0], dy: LINE - 2 }, line))));
   }
 }
@@ -224,7 +224,7 @@ function bars(host, o) {
   const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": o.label });
   for (const t of scale.ticks) {
     svg.append(shape("line", { class: "grid", x1: scale(t), x2: scale(t), y1: top, y2: height - 22 }));
-    svg.append(shape("text", { x: scale(t), y: height - 8, "text-anchor": "middle" }, o.text(t)));
+    svg.append(shape("text", { x: scale(t), y: height - 8, "text-anchor": scale(t) < 12 ? "start" : "middle" }, o.text(t)));
   }
   o.rows.forEach((row, i) => {
     const y = tops[i] + 7 + labels[i].length * LINE, total = row.parts.reduce((a, [, v]) => a + v, 0);
