@@ -187,18 +187,18 @@ def test_long_labels_are_whole_and_apart(compared: Path, tmp_path: Path, open_pa
     """Labels with the same beginning were cut to the same text beside bars, and lay over one another beside points."""
 
     def named(header: dict[str, Any], i: int) -> dict[str, Any]:
-        method = {"name": f"a method with a long name and setting {i}"}
+        method = {"name": f"a method with a long name and so many words that nothing fits {i}"}
         return header | {"config": header["config"] | {"method": method}}
 
-    for i in range(4):
+    for i in range(6):
         edited(compared / "nst-seed0", tmp_path / str(i), lambda h, i=i: named(h, i))
     browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri(), width)
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
     bars = "".join(texts(browser, "#wall-time-by-phase text.strong")).replace(" ", "")
     points = "".join(texts(browser, "#flops-and-bytes text.point")).replace(" ", "")
-    for i in range(4):
-        assert f"amethodwithalongnameandsetting{i}" in bars
-        assert f"amethodwithalongnameandsetting{i}" in points
+    for i in range(6):
+        assert f"amethodwithalongnameandsomanywordsthatnothingfits{i}" in bars
+        assert f"amethodwithalongnameandsomanywordsthatnothingfits{i}" in points
     for selector in ("#wall-time-by-phase text.strong", "#flops-and-bytes text.point"):
         boxes = browser.execute_script(
             "return [...document.querySelectorAll(arguments[0])].map((t) => t.getBoundingClientRect())"

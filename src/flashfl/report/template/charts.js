@@ -4,7 +4,8 @@ function frame(host, o, xs, ys) {
   const width = Math.max(240, host.clientWidth);
   const names = o.names || [], tallest = Math.max(0, ...names.map((name) => name.length)) * 6.3;
   const upright = names.length * (tallest + 12) < width - 70, below = names.length && !upright ? Math.min(118, tallest * 0.77 + 12) : 15;
-  const height = Math.round(Math.min(340, Math.max(210, width * 0.52))) + below - 15;
+  const named = o.series.reduce((sum, s) => sum + (s.name ? wrapped(s.name, 24).length * LINE + 8 : 0), 60);  // room for names, if they must stand in one column
+  const height = Math.round(Math.max(Math.min(340, Math.max(210, width * 0.52)), Math.min(named, 640))) + below - 15;
   const inner = { top: 12, bottom: height - 23 - below, right: width - 12 };
   const yCount = Math.max(3, Math.floor(height / 55));
   const ySpan = [inner.bottom, inner.top];
@@ -93,12 +94,13 @@ function nameClouds(svg, series, x, y, inner) {
     const lines = wrapped(s.name, 24), w = Math.max(...lines.map((line) => line.length)) * LETTER, h = lines.length * LINE;
     const free = ([l, t, r, u]) => l > inner.left && r < inner.right + 8 && t > inner.top - 8 && u < inner.bottom && taken.every(([k, m, n, p]) => r < k || l > n || u < m || t > p);
     const right = a + 9, left = a - 9 - w, high = b - h / 2, places = [[right, high], [left, high]];
-    for (let step = 8 + h / 2; step < inner.bottom - inner.top; step += 6) for (const l of [a - w / 2, right, left]) places.push([l, high - step], [l, high + step]);
+    const over = Math.max(inner.left + 1, Math.min(inner.right + 7 - w, a - w / 2));
+    for (let step = 8 + h / 2; step < inner.bottom - inner.top; step += 4) for (const l of [over, right, left]) places.push([l, high - step], [l, high + step]);
     const boxes = places.map(([l, t]) => [l, t, l + w, t + h]);
     const box = boxes.find(free) || boxes[a + w < inner.right ? 0 : 1];
     taken.push(box);
     const far = box[1] > b ? box[1] : box[3] < b ? box[3] : b;
-    if (Math.abs(far - b) > 16) svg.append(shape("line", { x1: a, y1: b, x2: Math.max(box[0], Math.min(box[2], a)), y2: far, style: { stroke: s.colour, opacity: 0.5 } }));
+    if (Math.abs(far - b) > 16) svg.prepend(shape("line", { x1: a, y1: b, x2: Math.max(box[0], Math.min(box[2], a)), y2: far, style: { stroke: s.colour, opacity: 0.5 } }));
     svg.append(shape("text", { class: "point", y: box[1], style: { fill: s.colour } }, ...lines.map((line) => shape("tspan", { x: box[0], dy: LINE - 2 }, line))));
   }
 }
@@ -222,7 +224,7 @@ function bars(host, o) {
   const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": o.label });
   for (const t of scale.ticks) {
     svg.append(shape("line", { class: "grid", x1: scale(t), x2: scale(t), y1: top, y2: height - 22 }));
-    svg.append(shape("text", { x: scale(t), y: height - 8, "text-anchor": "middle" }, o.text(t)));
+    svg.append(shape("text", { x: scale(t), y: height - 8, "text-anchor": scale(t) < 12 ? "start" : "middle" }, o.text(t)));
   }
   o.rows.forEach((row, i) => {
     const y = tops[i] + 7 + labels[i].length * LINE, total = row.parts.reduce((a, [, v]) => a + v, 0);
