@@ -213,10 +213,13 @@ def test_fedpm_sends_bits_and_averages_them_to_probabilities() -> None:
 def test_prunefl_takes_what_is_worth_its_time() -> None:
     layout = Layout.build({"prunable": [("a", (4,)), ("b", (4,))]})
     squares = torch.tensor([4.0, 1, 0.5, 0, 8, 2, 0, 0], dtype=torch.float64)
-    capped = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1e9, 0.375)
+    none = bits("00000000")
+    capped = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1e9, 0.375, none)
     assert torch.equal(capped, bits("11001000")), "4, 2 and 1 per unit of time; the cap is three"
-    few = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1.0, 1.0)
+    few = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1.0, 1.0, none)
     assert torch.equal(few, bits("10001000")), "1 is below the 12 / 6 of the first two"
+    safe = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1.0, 0.375, bits("00010001"))
+    assert torch.equal(safe, bits("10010001")), "two are safe, and the cap has room for the best other one"
     local, c = client(SquaredGradients())
     SquaredGradients().before(rows(TRAINED, state=c.state), TRAINED)
     assert close_clients(local, c).extras[0]["squares"].value.tolist() == pytest.approx(
@@ -464,3 +467,8 @@ def test_prunefl_prunes_the_average_by_what_its_gradients_promise() -> None:
     after = method.aggregate(s, found)
     assert after.phase.counts, "the first pruning ends the first phase"
     assert after.weights.vector.tolist() == [0, 2, 0, 4, 0, 6, 0, 0, 9]
+    later = replace(after, round=49)
+    found = sums((1, "01010100", [0.0, 3, 0, 1, 0, 2, 0, 0, 9]), squares=[[9.0, 0, 8, 0, 0, 0, 0, 0]])
+    assert torch.equal(method.aggregate(later, found).mask.bits, bits("11000100")), (
+        "a third may be dropped: weight 3, the smallest. Weight 0 has the largest gradient"
+    )

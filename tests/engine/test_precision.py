@@ -36,6 +36,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"values_up": "int8", "rounding": "nearest", "feedback": True},
     {"values_down": "bf16", "values_up": "int8"},
     {"values": "int8", "upload": "changes", "static_bn": True},
+    {"values": "int8", "robust": "on"},
 ]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from .errors import ConfigError
 from .layout import Layout
 from .rng import mix
 
@@ -30,6 +31,14 @@ class Field:
 
     form: Form = "dense"
     size: int = 0  # not used for masked and scalar
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ConfigError(f"Field({self.form!r}): the form must be one of {', '.join(get_args(Form))}")
+
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        """The shape of one client's tensor."""
+        return () if self.form == "scalar" else (layout.prunable_size if self.form == "masked" else self.size,)
 
 
 @dataclass(frozen=True)

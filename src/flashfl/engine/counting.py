@@ -95,8 +95,9 @@ class Counting(Account):
         masks = self._mask_bytes([seat.mask for seat in seats], known)
         self.heard.append(_Heard(seats, masks, found))
         if "mask" not in local.keep:
-            for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
-                seat.mask = seat.order.weights.mask
+            for seat in seats:  # a large cohort's masks would fill the device, and only masked reports need them again
+                if all(extra.form != "masked" for extra in seat.extra.values()):
+                    seat.mask = seat.order.weights.mask
 
     def _add(self, seats: Sequence[Work], values: Tensor, bits: Tensor, good: Tensor) -> None:
         layout = self.layout
@@ -196,7 +197,7 @@ class Counting(Account):
         else:
             held = self._held.get(seat.client.id, update)
             self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra)
-            start = Start.of(held, local, order.weights.mask, order.weights.packed)
+            start = Start.of(held, local, seat.sent.mask, seat.sent.packed)  # unrounded, as the encoding account has it
             self.cohort.see(held, start)
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"

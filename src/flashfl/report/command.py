@@ -131,7 +131,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from ..paper.cells import chosen, load_table
     from ..paper.overview import every_cell
     from ..paper.reproduce import reproduce
-    from ..paper.results import Stored
+    from ..paper.results import Stored, settled
     from ..paper.tables import ABOUT, panels, table_of
 
     _check_reproduce(args)
@@ -147,6 +147,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         settings = {"device": args.device, "data_root": args.root}
         _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
     stored = Stored(args.results)
+    tables = {name: [settled(cell, stored) or cell for cell in some] for name, some in tables.items()}
     if args.all:
         from ..paper.overview import overview
         from ..paper.page import page
@@ -155,6 +156,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         files.put(out, (found.markdown() if out.suffix == ".md" else page(found)).encode())
         print(out)
         return 1 if failed else 0
+    cells = tables[args.table]
     table = table_of(args.table, cells, args.seeds, stored)
     print(table.markdown())
     if args.out and args.out.suffix in _PLOTS:

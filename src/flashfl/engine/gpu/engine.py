@@ -143,14 +143,16 @@ class GPUEngine:
 
     def _chosen_crew(self, stack: Stack, works: Sequence[Work], opened: Clients | None) -> Crew:
         """Lanes or batched: as the setting says, else whichever is faster for these clients."""
-        if self.crew is not None:
+        whole = [type(part).__name__ for part in works[0].local.parts if overrides(part, "inputs")]
+        if self.crew is not None and not (
+            whole and isinstance(self.crew, Batched)
+        ):  # a later phase may have other parts
             return self.crew
         asked, module = self.config.crew, self.trainer.module
         # Small models may be faster batched. The clock decides, which is not deterministic.
         small = self.cuda and self.layout.size < _SMALL and not self.config.deterministic
         why_not = "lanes are at least as fast"
         if asked == "batched" or (asked == "auto" and small):
-            whole = [type(part).__name__ for part in works[0].local.parts if overrides(part, "inputs")]
             why_not = f"the part {whole[0]} ranks the inputs of a whole batch" if whole else ""
             why_not = why_not or why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
         if asked == "batched" and why_not:
