@@ -241,6 +241,10 @@ class Traffic:
     mask: int = 0
     overhead: int = 0
 
+    @property
+    def total(self) -> int:
+        return self.down + self.up
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
