@@ -198,16 +198,13 @@ class ClientMemory:
 
     # -- rounds and checkpoints ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A round begins; `rollback` returns to this moment, and `save` describes it until the round is over."""
-        self.snapshot()
-        self.keep_only(self._pinned)
-
     def rollback(self) -> None:
         self._now = self._saved.copy()
 
     def snapshot(self) -> None:
+        """A round is over: `rollback` returns to this moment, and `save` describes it until the next is over."""
         self._saved = self._now.copy()
+        self.keep_only(self._pinned)
 
     def keep_only(self, pinned: set[str]) -> None:
         self._pinned = pinned

@@ -19,7 +19,7 @@ from ..core.mask import Weights
 from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task, accuracy
-from ..engine.encoding import Server
+from ..engine.encoding import Encoding
 from ..engine.memory import ClientMemory
 from ..engine.robust import Robust
 from ..engine.sparse import choose
@@ -47,7 +47,7 @@ class FlowerEngine:
         """`train` says how values travel and how updates are clipped and trimmed; `folder` is for masks."""
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
-        self.server = Server(self.memory, train.down, Robust.of(train))
+        self.down, self.robust = train.down, Robust.of(train)
         self.vault = None
         if train.private:
             from ..engine.vault import open_vault  # only here, as it needs an extra
@@ -67,8 +67,9 @@ class FlowerEngine:
         began, self._tag = time.perf_counter(), s.tag
         if self.vault is not None:
             return self._train_privately(self.vault, s, list(orders))
-        this = Round(self.server, self.registry)
-        self._push(this.post(client, order) for client, order in orders)
+        account = Encoding(self.memory, self.down, self.robust)
+        this = Round(account, self.registry)
+        self._push(this.post(client, order, account.sent(client, order)) for client, order in orders)
         sent = time.perf_counter()
         silent = self._wait(this)
         waited = time.perf_counter()
@@ -84,10 +85,10 @@ class FlowerEngine:
         from ..engine.private import PrivateRound
         from .private import PrivateStep
 
-        account, silent = PrivateRound(vault, self.server, s, orders), list[int]()
+        account, silent = PrivateRound(vault, self.memory, self.down, s, orders), list[int]()
         while True:
             this = PrivateStep(account, self.registry)
-            self._push(this.post(*this.ask(client, request)) for client, request in account.requests())
+            self._push(this.post(*account.orders[client], request) for client, request in account.requests())
             silent += self._wait(this)
             if not account.advance():
                 break
@@ -110,10 +111,12 @@ class FlowerEngine:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
         share = self.task.metric is accuracy and self.task.metric_known
         present = self.registry.present()  # before anything else: it may find other clients than the last look
-        this = ClientEvaluation(self.server, self.registry, share)
-        self._push(this.post(client, order) for client in present if this.entries[client.id].held)
+        account = Encoding(self.memory, self.down, self.robust)
+        this = ClientEvaluation(account, self.registry, share)
+        asked = (client for client in present if this.entries[client.id].held)
+        self._push(this.post(client, order, account.sent(client, order)) for client in asked)
         self.registry.attendance.missed(self._wait(this))
-        self.registry.doubt(this.failures)
+        self.registry.doubt(account.failures)
         return this.close()
 
     def _push(self, messages: Iterable[Message]) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from ..core.errors import ConfigError, FlashError
-from ..core.exchange import Client, Order
 from ..core.parts import build
 from ..data.sources import Source
 from ..engine.client import ClientSide, Reply
@@ -37,19 +36,9 @@ class PrivateStep(Exchange):
     name, content = "round", "private"
 
     def __init__(self, account: PrivateRound, registry: Registry) -> None:
-        super().__init__(account.server, registry)
-        self.account = account
-        self.failures = account.failures
+        super().__init__(account, registry)
+        self.account: PrivateRound = account
         self.kind = "train" if account.step == MASKED else "query"  # type: ignore[misc]  # each has its own pace
-        self._request = b""
-
-    def ask(self, client: int, request: bytes) -> tuple[Client, Order]:
-        """Prepare the next post: its client and order."""
-        self._request = request
-        return self.account.orders[client]
-
-    def encode(self, client: Client, order: Order) -> bytes:
-        return self._request
 
     def read(self, post: Post, content: RecordDict) -> bytes | None:
         kind, data = records.read_blob(content, "answer", "lack", limit=self.account.largest())
@@ -57,9 +46,6 @@ class PrivateStep(Exchange):
             return self.account.lacking(post.client.id, data)
         self.account.received(post.client.id, data)
         return None
-
-    def fail(self, client: int, why: str) -> None:
-        self.account.failed(client, why)
 
 
 class ContextDrawer:

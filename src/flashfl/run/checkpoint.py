@@ -75,8 +75,7 @@ class Keeper:
 
     def snapshot(self) -> None:
         """The state and what the engine remembers belong together now, whatever happens in the next round."""
-        if self.folder is not None:
-            self.engine.memory.snapshot()
+        self.engine.memory.snapshot()
 
     def due(self) -> bool:
         """Whether a checkpoint is due: after so many rounds, or seconds. Then it takes at most 2 % of the time."""

@@ -62,7 +62,7 @@ class GPUEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
-        self.vault = _vault(task, config, folder)
+        self.robust, self.vault = Robust.of(config), _vault(task, config, folder)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -91,7 +91,7 @@ class GPUEngine:
         return {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.down, Robust.of(self.config))
+        account = Counting(self.memory, self.config.down, self.robust)
         if self.vault is not None:
             from ..private_counting import PrivateCounting
 
