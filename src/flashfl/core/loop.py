@@ -11,7 +11,7 @@ import torch
 
 from .engine import Engine, Population
 from .errors import FlashError, RunStopped
-from .exchange import Client, Local, Order, Outcome, Sums, Traffic
+from .exchange import Client, Local, Order, Outcome, Traffic
 from .mask import Mask
 from .method import Method
 from .record import RoundRecord, Score
@@ -50,7 +50,7 @@ def run_rounds(
             continue
         trained = time.perf_counter()
         missed = {c: why for _, lost in trips[:-1] for c, why in lost.failures.items()}
-        after = _aggregate(method, state, outcome.sums)
+        after = checked(method, method.aggregate(state, outcome.sums), state).settled(state)
         failures, privacy, traffic = dict(outcome.failures), outcome.privacy, _traffic(trips)
         last = method.done(after) or traffic.total >= bytes_left or (privacy is not None and privacy.over)
         if last and not after.plan.local.statistics:
@@ -131,16 +131,6 @@ def _reasons(outcome: Outcome) -> str:
 
 def _due(state: State, every: int) -> bool:
     return state.phase.counts and state.counted > 0 and state.counted % every == 0
-
-
-def _aggregate(method: Method, s: State, sums: Sums) -> State:
-    """The next state. With static BatchNorm nobody reports statistics, so the server keeps the model's own."""
-    after = s.plan.server.apply(s, checked(method, method.aggregate(s, sums), s))
-    if not s.plan.local.statistics and after.phase == s.phase:
-        own = s.weights.statistics
-        before = after.before and after.before.with_statistics(own)
-        after = replace(after, weights=after.weights.with_statistics(own), before=before)
-    return after.averaged(s)
 
 
 def checked(method: Method, state: State, before: State | None = None) -> State:

@@ -189,6 +189,19 @@ class State:
             counted=counted,
         )  # fmt: skip
 
+    def settled(self, last: State) -> State:
+        """The state a method made, after the server's own part in it; `last` is the state before the round.
+
+        That is the server's step and the running average. With static BatchNorm nobody reports statistics, so the model
+        keeps its own.
+        """
+        after = self.plan.server.apply(last, self)
+        if not self.plan.local.statistics and after.phase == last.phase:
+            own = last.weights.statistics
+            before = after.before and after.before.with_statistics(own)
+            after = replace(after, weights=after.weights.with_statistics(own), before=before)
+        return after.averaged(last)
+
     def averaged(self, last: State) -> State:
         """The state with the running average after one more round; `last` is the state before that round.
 

@@ -165,8 +165,8 @@ class PrivateRound(Account):
         self.traffic += encoded.parts.traffic("order")
         return self.request(client, encoded.data)
 
-    def largest(self) -> int:
-        """Bytes of the largest answer in this step."""
+    def largest_update(self, client: int) -> int:
+        """Bytes of the largest answer of a client in this step."""
         return 4096 + max(self.packing.length * self.packing.bits // 8, 256 * len(self.orders))
 
     def failed(self, client: int, why: str) -> None:

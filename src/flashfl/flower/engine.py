@@ -26,9 +26,8 @@ from ..engine.sparse import choose
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..run.config import TrainConfig
-from .records import printable
 from .registry import Registry
-from .round import ClientEvaluation, Exchange, Post, Round
+from .round import ClientEvaluation, Exchange, Post
 
 if TYPE_CHECKING:
     from ..engine.vault import Vault
@@ -68,36 +67,37 @@ class FlowerEngine:
         if self.vault is not None:
             return self._train_privately(self.vault, s, list(orders))
         account = Encoding(self.memory, self.down, self.robust)
-        this = Round(account, self.registry)
+        this = Exchange(account, self.registry)
         self._push(this.post(client, order, account.sent(client, order)) for client, order in orders)
         sent = time.perf_counter()
         silent = self._wait(this)
         waited = time.perf_counter()
-        outcome = this.close()
-        self.registry.attendance.round_over(silent)
-        self.registry.doubt(outcome.failures)
-        self.registry.stale = True
+        outcome = account.close()
+        for client, what in sorted(account.cohort.notes.items()) if account.cohort else ():
+            log.warning("client %d: %s", client, what)
         seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
-        return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
+        return replace(self._over(this, outcome, silent), seconds=seconds)
 
     def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
         """Every step of a private round. A client that is silent in one is not waited for in the next."""
         from ..engine.private import PrivateRound
-        from .private import PrivateStep
+        from ..privacy.messages import MASKED
 
         account, silent = PrivateRound(vault, self.memory, self.down, s, orders), list[int]()
         while True:
-            this = PrivateStep(account, self.registry)
+            kind = "train" if account.step == MASKED else "query"
+            this = Exchange(account, self.registry, kind, "private", "answer")
             self._push(this.post(*account.orders[client], request) for client, request in account.requests())
             silent += self._wait(this)
             if not account.advance():
-                break
-        this.dropped()
-        outcome = account.close()
+                return self._over(this, account.close(), silent)
+
+    def _over(self, this: Exchange, outcome: Outcome, silent: list[int]) -> Outcome:
+        """A round has ended, and these clients gave no reply in it."""
         self.registry.attendance.round_over(silent)
         self.registry.doubt(outcome.failures)
         self.registry.stale = True
-        return replace(outcome, failures={c: printable(why) for c, why in outcome.failures.items()})
+        return replace(outcome, failures=this.dropped())
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over the server's test samples, or over those that clients hold back."""

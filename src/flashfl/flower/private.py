@@ -1,4 +1,4 @@
-"""Private rounds on Flower: the messages of each step, and the node's half with its identity key.
+"""Private rounds on Flower: the node's half, with its identity key.
 
 A node that takes part in secure rounds has two settings. `identity`: the file of its private key. `identities`: the
 file with every client's public key, which must not come from the server. `python -m flashfl.flower.private` makes both.
@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context
 
 from ..core.errors import ConfigError, FlashError
 from ..core.parts import build
@@ -19,33 +19,10 @@ from ..data.sources import Source
 from ..engine.client import ClientSide, Reply
 from ..engine.memory import Rounds
 from ..engine.party import PrivateSide
-from ..engine.private import PrivateRound
 from ..privacy.keys import Directory, Identity
-from ..privacy.messages import MASKED
 from ..privacy.policy import Policy
-from . import records
-from .registry import Registry
-from .round import Exchange, Post
 
 _STATE = "flashfl.private"  # the name of our record in a context's state
-
-
-class PrivateStep(Exchange):
-    """One step of a private round: a request to each client, and its answer."""
-
-    name, content = "round", "private"
-
-    def __init__(self, account: PrivateRound, registry: Registry) -> None:
-        super().__init__(account, registry)
-        self.account: PrivateRound = account
-        self.kind = "train" if account.step == MASKED else "query"  # type: ignore[misc]  # each has its own pace
-
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
-        kind, data = records.read_blob(content, "answer", "lack", limit=self.account.largest())
-        if kind == "lack":
-            return self.account.lacking(post.client.id, data)
-        self.account.received(post.client.id, data)
-        return None
 
 
 class ContextDrawer:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 from flwr.app import Message, Metadata, RecordDict
 
 from ..core.errors import FlashError, RunStopped
-from ..core.exchange import Client, Evaluation, Order, Outcome
-from ..engine.account import Account
+from ..core.exchange import Client, Evaluation, Order
 from ..engine.encoding import Encoding
 from ..engine.robust import most_samples
 from ..engine.trust import LARGEST_METRIC
 from . import records
 from .registry import Registry
+
+if TYPE_CHECKING:
+    from ..engine.private import PrivateRound
 
 log = logging.getLogger("flwr.flashfl")
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
@@ -36,31 +37,27 @@ class Post:
     done: bool = False
 
 
-class Exchange(ABC):
-    """Sends messages to clients and takes their replies. The first good reply of each client counts.
+class Exchange:
+    """Sends messages to clients and hands their replies to the account of a round. Each client's first good one counts.
 
     Each reply is compared to the message it answers. Any other reply is dropped, and the reason is logged.
     """
 
-    kind: ClassVar[str]  # of its messages
-    name: ClassVar[str]  # in the log
-    content: ClassVar[str] = "order"  # the name of what its messages carry
+    name: ClassVar[str] = "round"  # in the log
 
-    def __init__(self, account: Account, registry: Registry) -> None:
-        self.account, self.timeout = account, registry.options.timeout
+    def __init__(
+        self,
+        account: Encoding | PrivateRound,
+        registry: Registry,
+        kind: str = "train",
+        sends: str = "order",
+        takes: str = "update",
+    ) -> None:
+        """kind: of its messages. sends, takes: the names of what they carry, and of what replies carry."""
+        self.account, self.kind, self.sends, self.takes = account, kind, sends, takes
+        self.timeout = registry.options.timeout
         self.entries = registry.entries  # as of now: the registry replaces them when it looks again
         self.posts: list[Post] = []
-
-    @abstractmethod
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
-        """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
-
-    def dropped(self) -> dict[int, str]:
-        """Why clients were dropped, in words that are safe to print and store. The log is told too."""
-        reasons = {client: records.printable(why) for client, why in sorted(self.account.failures.items())}
-        for client, why in reasons.items():
-            log.warning("client %d is dropped from this %s: %s", client, self.name, why)
-        return reasons
 
     def post(self, client: Client, order: Order, data: bytes) -> Message:
         """The message that carries the bytes of an order to its client."""
@@ -69,7 +66,7 @@ class Exchange(ABC):
         return message
 
     def _message(self, client: Client, order: Order, data: bytes) -> Message:
-        content, group = records.blob(self.content, data), ".".join(map(str, order.tag))
+        content, group = records.blob(self.sends, data), ".".join(map(str, order.tag))
         if self.account.memory.sparse:
             content.update(records.fields("compute", {"sparse": 1}))
         return Message(content, self.entries[client.id].node, self.kind, ttl=self.timeout, group_id=group)
@@ -113,6 +110,15 @@ class Exchange(ABC):
         post.done, post.seconds = True, time.monotonic() - post.sent
         return None
 
+    def read(self, post: Post, content: RecordDict) -> bytes | None:
+        """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
+        client, account = post.client.id, self.account
+        kind, data = records.read_blob(content, self.takes, "lack", limit=account.largest_update(client) + SLACK)
+        if kind == "lack":
+            return account.lacking(client, data)
+        account.received(client, data)
+        return None
+
     def _drop(self, post: Post, why: str) -> None:
         post.done = True
         self.account.failed(post.client.id, why)
@@ -123,40 +129,23 @@ class Exchange(ABC):
             if not post.done:
                 self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
 
-
-class Round(Exchange):
-    """One round of training."""
-
-    kind, name = "train", "round"
-
-    account: Encoding
-
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
-        client = post.client.id
-        kind, data = records.read_blob(content, "update", "lack", limit=self.account.largest_update(client) + SLACK)
-        if kind == "lack":
-            return self.account.lacking(client, data)
-        self.account.received(client, data)
-        return None
-
-    def close(self) -> Outcome:
-        """What the good updates add up to."""
-        outcome = self.account.close()
-        for client, what in sorted(self.account.cohort.notes.items()) if self.account.cohort else ():
-            log.warning("client %d: %s", client, what)
-        return replace(outcome, failures=self.dropped())
+    def dropped(self) -> dict[int, str]:
+        """Why clients were dropped, in words that are safe to print and store. The log is told too."""
+        reasons = {client: records.printable(why) for client, why in sorted(self.account.failures.items())}
+        for client, why in reasons.items():
+            log.warning("client %d is dropped from this %s: %s", client, self.name, why)
+        return reasons
 
 
 class ClientEvaluation(Exchange):
     """Sends a model to the clients that hold samples back, and adds up what they find."""
 
-    kind, name = "evaluate", "evaluation"
-
+    name = "evaluation"
     account: Encoding
 
     def __init__(self, account: Encoding, registry: Registry, share: bool) -> None:
         """`share`: the metric is a share of samples, so it is at most 1."""
-        super().__init__(account, registry)
+        super().__init__(account, registry, "evaluate")
         self.share = share
         self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
 

@@ -113,8 +113,10 @@ class Observer:
 
     def _snapshot(self, state: State) -> str:
         """Store the mask if it is time to; its hash. Dense models need none."""
-        due = state.counted and (state.counted % snapshot_every(state) == 0 or self.method.done(state))
-        if self._snapshots is None or not due or state.mask.active == self.layout.prunable_size:
+        if self._snapshots is None or not state.counted:
+            return ""
+        due = state.counted % snapshot_every(state) == 0 or self.method.done(state)
+        if not due or state.mask.active == self.layout.prunable_size:
             return ""
         if self._kept[0] is not state.mask:
             try:

@@ -155,7 +155,7 @@ def _loop(
     config = run.train
     assert run.state is not None
     observer = Observer(run.method, run.task, run.state, run.folder)
-    keeper.snapshot()
+    engine.memory.snapshot()
     rounds = run_rounds(
         run.method, run.state, clients, engine, config.eval_every, config.min_replies, config.retries,
         run.bytes_left, tick,
@@ -165,7 +165,7 @@ def _loop(
         record = observer.complete(found, state, traffic, trips)
         # From here on the round counts, in all its parts.
         run.state, run.traffic, run.rounds = state, traffic, run.rounds + 1
-        keeper.snapshot()
+        engine.memory.snapshot()  # the state and what the engine remembers belong together
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
