@@ -30,7 +30,7 @@ from flashfl.core.exchange import Client, Local, Order, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.engine.client import update_message
-from flashfl.engine.encoding import Server
+from flashfl.engine.encoding import Encoding
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.models import build_model
@@ -88,17 +88,16 @@ def update_of(start: Weights, client: int) -> Update:
     return Update(client, SAMPLES, start.mask, values, start.mask.counts, {"loss": 1.0})
 
 
-def server_of(layout: Layout, start: Weights, clients: int) -> Server:
-    """A server whose clients know the mask."""
+def account_of(layout: Layout, start: Weights, clients: int) -> Encoding:
+    """The account of a round whose clients know the mask."""
     memory = ClientMemory(MaskStore.in_folder(layout, None))
     for client in range(clients):
         memory.accept(client, (2, 0, 0), memory.keep(start.mask), None)
-    return Server(memory)
+    return Encoding(memory)
 
 
 def plain(case: str, layout: Layout, start: Weights, clients: int) -> Row:
-    server, clock, up, down = server_of(layout, start, clients), Clock(), 0, 0
-    account = server.open()
+    account, clock, up, down = account_of(layout, start, clients), Clock(), 0, 0
     for client in range(clients):
         order = Order(start, Local(), 7, (2, 1, 0))
         data = clock("server", lambda c=client, o=order: account.sent(Client(c, SAMPLES), o))
@@ -119,7 +118,7 @@ def secure(case: str, layout: Layout, start: Weights, clients: int) -> Row:
     identities = [Identity.new() for _ in range(clients)]
     directory = Directory({client: identity.public for client, identity in enumerate(identities)})
     parties = [Party(terms, Self(c, i, directory, lambda *round: True)) for c, i in enumerate(identities)]
-    collector, server = Collector(terms), server_of(layout, start, clients)
+    collector, server = Collector(terms), account_of(layout, start, clients)
     order = Order(start, Local(), 7, (2, 1, 0))
     expected = np.zeros(how.length, f"<u{how.bits // 8}")
     packed = start.packed()

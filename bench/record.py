@@ -68,8 +68,8 @@ def resnet(device: str) -> float:
             outcome = Outcome(Sums(layout, 5000, 10, [10 * b for b in budgets]), Traffic(), {})
             _wait(device)
             began = time.perf_counter()
-            observer.observe([(client, Local(), now.mask) for client in task.clients], outcome)
-            observer.complete(record, now, Traffic())
+            trips = [([(client, Local(), now.mask) for client in task.clients], outcome)]
+            observer.complete(record, now, Traffic(), trips)
             _wait(device)
             (shot if r % every == 0 else plain).append(time.perf_counter() - began)
     a_round = median(plain) + (median(shot) - median(plain)) / every

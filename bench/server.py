@@ -99,12 +99,12 @@ def _intake_v1(method: str, trusting: bool) -> Callable[[], Took]:
 
 
 def _intake_v2(method: str, trusting: bool) -> Callable[[], Took]:
-    """`Server` and `Encoding`: updates are decoded once, as they arrive, and added without a dense vector."""
+    """`Encoding`: updates are decoded once, as they arrive, and added without a dense vector."""
     from flashfl.core.exchange import Client, Local, Order, Update
     from flashfl.core.layout import Layout
     from flashfl.core.mask import Mask, Recipe, Weights
+    from flashfl.engine import encoding
     from flashfl.engine.client import update_message
-    from flashfl.engine.encoding import Server
     from flashfl.engine.memory import ClientMemory
     from flashfl.engine.store import MaskStore
     from flashfl.models import build_model
@@ -132,7 +132,9 @@ def _intake_v2(method: str, trusting: bool) -> Callable[[], Took]:
 
     def take() -> Took:
         memory = ClientMemory(MaskStore(layout, {}))
-        account = Server(memory, **_trust(trusting)).open()
+        # In earlier versions a `Server` opens the account of a round.
+        server = getattr(encoding, "Server", None)
+        account = server(memory, **_trust(trusting)).open() if server else encoding.Encoding(memory, **_trust(trusting))
         for client in clients:
             account.sent(client, order)
         began = time.process_time()

@@ -20,7 +20,7 @@ from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide, Reply, update_message
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.encoding import OWN, Encoding, Server
+from flashfl.engine.encoding import OWN, Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.held import Held
 from flashfl.engine.memory import ClientMemory
@@ -48,13 +48,13 @@ def plan_of(task: Task, rounds: int, per_round: int) -> Any:
     return plan_from(TrainConfig(rounds=rounds, per_round=per_round, batch=4), task, len(task.clients))
 
 
-def make_server(layout: Layout = LAYOUT, robust: Robust = PLAIN) -> Server:
-    return Server(ClientMemory(MaskStore(layout, {})), robust=robust)
+def make_server(layout: Layout = LAYOUT, robust: Robust = PLAIN) -> Encoding:
+    return Encoding(ClientMemory(MaskStore(layout, {})), robust=robust)
 
 
 def started(clients: int = 4, local: Local | None = None, robust: Robust = PLAIN) -> tuple[Encoding, Order]:
     """A round in which every client has been sent the same order."""
-    account = make_server(robust=robust).open()
+    account = make_server(robust=robust)
     order = Order(Weights(MASK, torch.zeros(LAYOUT.size)), local or Local(), 1, TAG)
     for client in range(clients):
         account.sent(Client(client, 10), order)
@@ -145,7 +145,7 @@ def test_dropped_clients_hold_nothing_new() -> None:
     account.received(0, answer(order, 0))
     account.received(1, b"garbage")
     finished(account)
-    memory, server = account.memory, account.server
+    memory, server = account.memory, Encoding(account.memory)
     assert memory.start(0) == TAG
     base = memory.base(0)
     assert base is not None
@@ -282,12 +282,12 @@ def test_density_is_checked_against_the_recipe_a_client_starts_from() -> None:
 
 def play(method: fl.Method, task: Task, lose: str = "", masks: int = 1024) -> tuple[list[Any], list[dict[str, int]]]:
     """Three rounds between a server and clients that may lose their memory before the second; sums and bytes."""
-    server = Server(ClientMemory(MaskStore(task.layout, {}), simulated=False, masks=masks))
+    server = ClientMemory(MaskStore(task.layout, {}), simulated=False, masks=masks)
     side = ClientSide(Trainer(task), MaskStore(task.layout, {}))
     memory: dict[int, Any] = {}
     state, lines, sums = method.init(plan_of(task, 3, 8)), [], []
     for number in range(3):
-        account = server.open()
+        account = Encoding(server)
         if number == 1:
             lose_all(lose, memory, side.store)
         for client, order in method.orders(state, task.clients):

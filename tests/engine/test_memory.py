@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from flashfl.core.errors import CheckpointError
-from flashfl.core.exchange import Local, Tag
+from flashfl.core.exchange import Local, Order, Tag, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
-from flashfl.engine.client import ClientLedger
-from flashfl.engine.memory import ClientMemory
+from flashfl.data.sources import Source
+from flashfl.engine.client import ClientSide, Reply
+from flashfl.engine.memory import ClientMemory, Rounds
 from flashfl.engine.store import MaskStore
-from flashfl.wire import Message, UnknownMask, decode, encode
+from flashfl.wire import Message, decode, encode
 from tests.wire.wire_support import changed, mask_of, small_layout, values_for
 
 LAYOUT = small_layout((2000, 5000))
+DATA: Source = None  # type: ignore[assignment]  # nobody looks at it
 
 
 def mask(seed: int) -> Mask:
@@ -34,55 +36,56 @@ def accept(held: ClientMemory, client: int, tag: Tag, order: Mask, own: Mask | N
     held.accept(client, tag, held.keep(order), None if own is None else held.keep(own, own=True))
 
 
+class Moves:
+    """Stands for a trainer: a client ends with its mask moved by this share."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.share, self.ended = layout, 0.0, Mask.full(layout)
+
+    def train(self, order: Order, client: int, data: object, own: Mask | None, notes: object) -> Update:
+        start = own or order.weights.mask
+        self.ended = changed(start, self.share, sum(order.tag) + client) if self.share else start
+        return Update(client, 10, self.ended, values_for(self.ended), self.ended.counts)
+
+
 class Play:
     """A server and its clients over real bytes; a client may lose its update or its memory."""
 
     def __init__(self, layout: Layout, **bounds: int) -> None:
-        self.layout, self.server = layout, memory(**bounds)
-        self.clients: dict[int, ClientLedger] = {}
+        self.layout, self.server, self.trainer = layout, memory(**bounds), Moves(layout)
+        self.side = ClientSide(self.trainer, MaskStore(layout, {}))  # type: ignore[arg-type]
+        self.clients: dict[int, Rounds] = {}
         self.sizes: list[int] = []
-        self.lacks: list[tuple[str | None, str]] = []  # what the server was told, what was meant
-
-    def order(self, client: int, tag: Tag, given: Mask, local: Local) -> Message:
-        return Message(
-            "order", self.layout, tag, client, key=1, local=local, mask=given, values=values_for(given),
-            start=self.server.start(client), own=self.server.own_hash(client),
-        )  # fmt: skip
+        self.lacks: list[str | None] = []  # what the server was told
 
     def turn(
         self, client: int, tag: Tag, given: Mask, move: float = 0.0, keep: bool = False, lost: bool = False
     ) -> Mask:
         """One order and its update; returns the mask the client ended with."""
-        held = self.clients.setdefault(client, ClientLedger())
-        local = Local(keep=("mask",) if keep else ())
-        try:
-            found = self._send(held, client, self.order(client, tag, given, local))
-        except UnknownMask as lack:
-            word = encode(Message("lack", self.layout, tag, client, lacks=lack.hash))
-            self.lacks.append((decode(word.data, self.layout).lacks, lack.hash))
+        local, self.trainer.share = Local(keep=("mask",) if keep else ()), move
+        reply = self._send(client, tag, given, local)
+        if reply.lacks:
+            self.lacks.append(decode(reply.data, self.layout).lacks)
             self.server.forget(client)
-            found = self._send(held, client, self.order(client, tag, given, local))
-        start = held.own(found.start) or found.mask
-        assert start is not None
-        new = changed(start, move, sum(tag) + client) if move else start
-        report = Message("update", self.layout, tag, client, 10, mask=new, values=values_for(new))
-        up = encode(report, held.bases(found))
-        self.sizes.append(len(up.data))
-        held.finish(found, new if keep else None)
+            reply = self._send(client, tag, given, local)
+        self.sizes.append(len(reply.data))
+        self.clients[client] = reply.memory
         if not lost:
             own = self.server.own(client)
             known = {one.hash: one for one in (given, own) if one is not None}
-            update = decode(up.data, self.layout, known)
+            update = decode(reply.data, self.layout, known)
             accept(self.server, client, tag, given, update.mask if keep else None)
-        return new
+        return self.trainer.ended
 
-    def _send(self, held: ClientLedger, client: int, order: Message) -> Message:
+    def _send(self, client: int, tag: Tag, given: Mask, local: Local) -> Reply:
+        order = Message(
+            "order", self.layout, tag, client, key=1, local=local, mask=given, values=values_for(given),
+            start=self.server.start(client), own=self.server.own_hash(client),
+        )  # fmt: skip
         base = self.server.base(client)
         sent = encode(order, () if base is None else (base,))
         self.sizes.append(len(sent.data))
-        found = decode(sent.data, self.layout, held.known())
-        held.begin(found)
-        return found
+        return self.side.work(client, DATA, sent.data, self.clients.get(client, []))
 
 
 def small_message(play: Play, given: Mask) -> bool:
@@ -131,15 +134,18 @@ def test_client_without_memory_is_sent_the_full_mask() -> None:
     play.turn(1, (2, 1, 0), given, move=0.1, keep=True)
     assert len(play.sizes) == before + 3  # the order, the order again in full, the update
     assert play.sizes[before] < play.sizes[before + 1]
-    assert play.lacks == [(given.hash, given.hash)]
+    assert play.lacks == [given.hash]
     assert play.server.start(1) == (2, 1, 0)
 
 
 def test_lost_own_mask_is_noticed() -> None:
-    held, given = ClientLedger(), mask(1)
-    order = Message("order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=given, start=(2, 0, 0), own=given.hash)
-    with pytest.raises(UnknownMask):
-        held.begin(order)
+    play, given, lost = Play(LAYOUT), mask(1), mask(2).hash
+    order = Message(
+        "order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=given, values=values_for(given), start=(2, 0, 0), own=lost
+    )
+    reply = play.side.work(1, DATA, encode(order).data, [])
+    assert reply.lacks
+    assert decode(reply.data, LAYOUT).lacks == lost
 
 
 def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +212,8 @@ def test_bytes_after_resume_equal_those_of_an_undisturbed_run() -> None:
     halted.server.snapshot()
     resumed.server = memory(halted.server.store, masks=6)
     resumed.server.load(json.loads(json.dumps(halted.server.save())))
-    resumed.clients = halted.clients
+    resumed.clients, resumed.side = halted.clients, halted.side
+    resumed.trainer = halted.trainer
     rounds(resumed, 9, 20)
     assert halted.sizes + resumed.sizes == whole.sizes
     for play in (whole, resumed):
@@ -220,7 +227,6 @@ def test_save_describes_the_last_snapshot() -> None:
     accept(held, 0, (2, 0, 0), mask(1), own=mask(2))
     held.snapshot()
     before = held.save()
-    held.begin()
     accept(held, 0, (2, 1, 0), mask(3), own=mask(4))
     assert held.save() == before
     held.keep_only(set())
@@ -267,7 +273,9 @@ def test_memory_names_what_a_client_holds() -> None:
     play.turn(1, (2, 0, 0), given, move=0.2, keep=True)
     [(tag, *named)] = play.server.rounds(1)
     assert tag == (2, 0, 0)
-    assert set(named) == {*play.clients[1].known(), None}, "two masks and no notes"
+    assert [(tag, *named)] == play.clients[1]
+    assert None not in named[:2]
+    assert named[2] is None, "two masks and no notes"
 
 
 @pytest.mark.gpu

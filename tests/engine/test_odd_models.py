@@ -22,7 +22,7 @@ from flashfl.data.sources import Arrays
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.encoding import Server
+from flashfl.engine.encoding import Encoding
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
@@ -94,7 +94,7 @@ def work(kind: type[Raising]) -> Any:
     x, y = blobs(9, (6,), 5)
     task = Task(DropoutNet, [kind((x,), y)], (x, y))
     order = Order(Weights(Mask.full(task.layout), task.draw(0)), Local(), 1, (2, 0, 0))
-    server = Server(ClientMemory(MaskStore(task.layout, {})))
+    server = Encoding(ClientMemory(MaskStore(task.layout, {})))
     data = server.encode(server.message(task.clients[0], order)).data
     return ClientSide(Trainer(task), MaskStore(task.layout, {})).work(0, task.train[0], data, [])
 

@@ -21,7 +21,7 @@ from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.core.parts import part
-from flashfl.core.server import ServerStep
+from flashfl.core.state import ServerStep
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.gpu.batched import Batched
 from flashfl.engine.gpu.lanes import Lanes

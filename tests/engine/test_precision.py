@@ -14,7 +14,7 @@ from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout
 from flashfl.core.precision import Precision
-from flashfl.engine.encoding import Server
+from flashfl.engine.encoding import Encoding
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.run.config import TrainConfig, make_config
@@ -110,7 +110,7 @@ def test_updates_say_whether_they_are_changes() -> None:
     """A client that sends weights where changes were asked for, or the other way round, is refused."""
     layout = small_layout()
     mask = mask_of(layout, [0.2, 0.1, 0.0, 1.0], 1)
-    server = Server(ClientMemory(MaskStore(layout, {})))
+    server = Encoding(ClientMemory(MaskStore(layout, {})))
     for asked, sent in ((False, True), (True, False)):
         local = Local(upload=Precision(changes=asked))
         message = order(mask, local)

@@ -18,7 +18,7 @@ from flashfl.core.mask import Mask, Weights
 from flashfl.data.task import Task
 from flashfl.engine.client import update_message
 from flashfl.engine.counting import Counting
-from flashfl.engine.encoding import Server
+from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.robust import Cohort, Robust, Start, trimmed_mean
@@ -120,7 +120,7 @@ START = Weights(MASK, torch.zeros(12))
 
 def account_sums(robust: Robust, changes: tuple[float, ...], counts: tuple[int, ...] = ()) -> Sums:
     """Clients that move one weight by these changes; a statistic becomes 3."""
-    account = Server(ClientMemory(MaskStore(LAYOUT, {})), robust=robust).open()
+    account = Encoding(ClientMemory(MaskStore(LAYOUT, {})), robust=robust)
     for client, change in enumerate(changes):
         n = counts[client] if counts else 5
         order = Order(START, Local(), 1, (2, 0, 0))

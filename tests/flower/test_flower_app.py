@@ -22,7 +22,7 @@ from flwr.common.config import flatten_dict
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError
-from flashfl.engine.encoding import Server
+from flashfl.engine.encoding import Encoding
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.flower import records, worker
@@ -134,7 +134,7 @@ def test_worker_gives_the_same_answers_as_the_host(parent: subprocess.Popen[byte
     task = task_of(here)
     host = find(task_of, here)
     assert worker.ask(name, asking("query"), there) == host.serve(asking("query"), here)
-    server = Server(ClientMemory(MaskStore(task.layout, {})))
+    server = Encoding(ClientMemory(MaskStore(task.layout, {})))
     method = NST(density=0.1)
     state = method.init(plan_of(TrainConfig(per_round=1), task, len(task.clients)))
     client = task.clients[1]

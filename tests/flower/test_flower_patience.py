@@ -26,7 +26,7 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError
-from flashfl.engine.encoding import Encoding, Server
+from flashfl.engine.encoding import Encoding
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.flower import FlowerOptions, records, superlink, supernode
@@ -273,7 +273,7 @@ def test_largest_update_follows_the_density_of_the_order() -> None:
         method = fl.PDST(density=density)
         state = method.init(fl_plan(task))
         [(client, order)] = method.orders(state, task.clients[:1])
-        account = Server(ClientMemory(MaskStore(task.layout, {}))).open()
+        account = Encoding(ClientMemory(MaskStore(task.layout, {})))
         account.sent(client, order)
         sizes.append(account.largest_update(client.id))
     assert 4 * 0.4 * task.layout.prunable_size < sizes[1] - sizes[0] < 4 * 0.5 * task.layout.prunable_size

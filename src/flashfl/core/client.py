@@ -159,17 +159,9 @@ class Part:
         return {}
 
 
-_STEP = ("view", "backward", "before", "after", "inputs")
-
-
 def overrides(part: Part, *names: str) -> bool:
     """Whether a part defines one of these functions itself."""
     return any(getattr(type(part), name) is not getattr(Part, name) for name in names)
-
-
-def step_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The parts that take part in steps; a captured step serves one such list."""
-    return tuple(part for part in parts if overrides(part, *_STEP))
 
 
 def fields_of(parts: Sequence[Part], which: Literal["remembers", "reports"], layout: Layout) -> dict[str, Field]:

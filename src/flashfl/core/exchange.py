@@ -81,7 +81,10 @@ class Local:
     def __post_init__(self) -> None:
         # Each number gets its field's exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
         for name, least, most in _RANGES:
-            value = coerce(getattr(self, name), type(most), name) + 0
+            value = getattr(self, name)
+            if type(value) is not type(most):
+                value = coerce(value, type(most), name)
+            value += 0
             if not least <= value <= most:
                 raise ConfigError(f"{name} = {value}: must be at least {least} and at most {most}")
             object.__setattr__(self, name, value)
@@ -242,6 +245,10 @@ class Traffic:
     values: int = 0
     mask: int = 0
     overhead: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.down + self.up
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*map(operator.add, astuple(self), astuple(other)))

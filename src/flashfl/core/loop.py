@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from .record import RoundRecord, Score
 from .state import State
 
 Sent = tuple[Client, Local, Mask]  # an order as an observer sees it
-Observe = Callable[[Sequence[Sent], Outcome], None]
+Trip = tuple[Sequence[Sent], Outcome]  # one call of the engine: what was ordered, and what came of it
 Tick = Callable[[State, int], None]  # a round's state, and how many of its orders have gone out
 
 
@@ -29,111 +30,99 @@ def run_rounds(
     eval_every: int = 1,
     min_replies: int = 1,
     retries: int = 2,
-    enough: Callable[[Traffic], bool] = lambda traffic: False,
-    observe: Observe = lambda sent, outcome: None,
+    bytes_left: float = math.inf,
     tick: Tick = lambda state, orders: None,
-) -> Iterator[tuple[State, RoundRecord]]:
-    """Yield the state after each round until the method is done, or until `enough` says so about a round's traffic.
+) -> Iterator[tuple[State, RoundRecord, Sequence[Trip]]]:
+    """Yield the state after each round, its record and its trips, until the method is done or no bytes are left.
 
     A round with fewer than `min_replies` good updates is repeated with another cohort, at most `retries` times. Then
-    the run stops, and the caller still has the last good state. `observe` sees every order and what came of it; `tick`
-    is called whenever an order goes out.
+    the run stops, and the caller still has the last good state. `tick` is called whenever an order goes out.
     """
-    trips = _Trips(method, engine, observe, tick, retries)
+    trips: list[Trip] = []  # of this round: attempts that failed, the one that did not, the gathering of statistics
     while not method.done(state):
         began = time.perf_counter()
         present = clients.present()
         cohort = method.cohort(state, present)
-        outcome = trips.train(state, method.orders(state, sorted(cohort, key=lambda c: c.id)))
+        orders = method.orders(state, sorted(cohort, key=lambda c: c.id))
+        outcome = _train(engine, state, orders, trips, tick)
         if outcome.sums.clients < max(1, min(min_replies, len(cohort))):
-            state = trips.repeat(state, outcome)
+            state = _repeat(engine, state, outcome, retries)
             continue
         trained = time.perf_counter()
-        after = _aggregate(method, state, outcome).averaged(state)
-        traffic, failures, privacy = trips.lost + outcome.traffic, dict(outcome.failures), outcome.privacy
-        last = method.done(after) or enough(traffic) or (privacy is not None and privacy.over)
+        missed = {c: why for _, lost in trips[:-1] for c, why in lost.failures.items()}
+        after = checked(method, method.aggregate(state, outcome.sums), state).settled(state)
+        failures, privacy, traffic = dict(outcome.failures), outcome.privacy, _traffic(trips)
+        last = method.done(after) or traffic.total >= bytes_left or (privacy is not None and privacy.over)
         if last and not after.plan.local.statistics:
-            after, gathered = trips.gather_statistics(after, present)
-            traffic, failures = traffic + gathered.traffic, failures | dict(gathered.failures)
-            privacy = gathered.privacy
+            after, gathered = _gather_statistics(method, engine, after, present, trips, retries, tick)
+            failures, privacy, traffic = failures | dict(gathered.failures), gathered.privacy, _traffic(trips)
+        bytes_left -= traffic.total
         aggregated = time.perf_counter()
-        metrics, sent = _evaluate(method, after, engine, last) if last or _due(after, eval_every) else ({}, 0)
-        if last and method.personal:
-            works = [(client, method.work(after, client)) for client in present]
-            if (own := engine.evaluate_personal(after.weights, works)) is not None:
-                metrics["personal"] = own
-        seconds = {
-            **outcome.seconds,
-            "train": trained - began,
-            "aggregate": aggregated - trained,
-            "evaluate": time.perf_counter() - aggregated,
-        }
-        ids = tuple(c.id for c in cohort)
+        scores, sent = _evaluate(method, after, engine, present, last) if last or _due(after, eval_every) else ({}, 0)
+        seconds = {"train": trained - began, "aggregate": aggregated - trained}
+        seconds["evaluate"] = time.perf_counter() - aggregated
         record = RoundRecord(
-            state.phase.name, state.phase.counts, state.round, state.attempt, ids, failures, outcome.sums.mean_loss,
-            traffic, trips.missed, metrics, sent, seconds, privacy,
+            state.phase.name, state.phase.counts, state.round, state.attempt, tuple(c.id for c in cohort), failures,
+            outcome.sums.mean_loss, traffic, missed, scores, sent, {**outcome.seconds, **seconds}, privacy,
         )  # fmt: skip
-        state, trips.lost, trips.missed = after, Traffic(), {}
-        yield state, record
+        yield after, record, trips
+        state, trips = after, []
         if last:
             return
 
 
-class _Trips:
-    """Calls of an engine, and what was lost in attempts that had to be repeated."""
+def _train(engine: Engine, s: State, orders: Iterator[tuple[Client, Order]], trips: list[Trip], tick: Tick) -> Outcome:
+    """Have the orders carried out. Notes the trip."""
+    sent: list[Sent] = []
 
-    def __init__(self, method: Method, engine: Engine, observe: Observe, tick: Tick, retries: int) -> None:
-        self.method, self.engine, self.observe, self.tick, self.retries = method, engine, observe, tick, retries
-        self.lost = Traffic()
-        self.missed: dict[int, str] = {}  # who failed in repeated attempts, and why
+    def noted() -> Iterator[tuple[Client, Order]]:
+        for client, order in orders:
+            sent.append((client, order.local, order.weights.mask))
+            tick(s, len(sent))
+            yield client, order
 
-    def train(self, s: State, orders: Iterator[tuple[Client, Order]]) -> Outcome:
-        sent: list[Sent] = []
+    outcome = engine.train(s, noted())
+    trips.append((sent, outcome))
+    return outcome
 
-        def seen() -> Iterator[tuple[Client, Order]]:
-            for client, order in orders:
-                sent.append((client, order.local, order.weights.mask))
-                self.tick(s, len(sent))
-                yield client, order
 
-        outcome = self.engine.train(s, seen())
-        self.observe(sent, outcome)
-        return outcome
+def _traffic(trips: Sequence[Trip]) -> Traffic:
+    return sum((outcome.traffic for _, outcome in trips), Traffic())
 
-    def repeat(self, s: State, outcome: Outcome) -> State:
-        """The state to try the round again with, or RunStopped after too many attempts."""
-        self.engine.memory.rollback()
-        if s.attempt >= self.retries:
+
+def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
+    """The state to try the round again with, or RunStopped after too many attempts."""
+    engine.memory.rollback()
+    if s.attempt >= retries:
+        raise RunStopped(
+            f"round {s.round} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
+            f"({_reasons(outcome)}). The state before this round is kept. Remove the cause and resume the run."
+        )
+    return s.skip() if outcome.revealed else s.again()
+
+
+def _gather_statistics(
+    method: Method, engine: Engine, s: State, clients: Sequence[Client], trips: list[Trip], retries: int, tick: Tick
+) -> tuple[State, Outcome]:
+    """The last step with static BatchNorm: every client reports its data's statistics under the final weights."""
+    local = replace(s.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None, parts=())
+    asked = s
+    while True:
+        orders = ((c, asked.order(c, local, w)) for c, w in method.models(s, clients))
+        outcome = _train(engine, asked, orders, trips, tick)
+        if outcome.sums.clients or s.layout.size == s.layout.trained_size:
+            break
+        if asked.attempt >= retries:
             raise RunStopped(
-                f"round {s.round} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
-                f"({_reasons(outcome)}). The state before this round is kept. Remove the cause and resume the run."
+                f"static_bn = true: BatchNorm statistics are gathered at the end, and no client could report any "
+                f"({_reasons(outcome)}). The state before this is kept. Remove the cause and resume the run."
             )
-        self.missed |= outcome.failures
-        self.lost += outcome.traffic
-        return s.skip() if outcome.revealed else s.again()
-
-    def gather_statistics(self, s: State, clients: Sequence[Client]) -> tuple[State, Outcome]:
-        """The last step with static BatchNorm: every client reports its data's statistics under the final weights."""
-        local = replace(s.plan.local, report="statistics", statistics=True, adapt=None, keep=(), start=None, parts=())
-        asked, traffic = s, Traffic()
-        while True:
-            orders = ((c, asked.order(c, local, w)) for c, w in self.method.models(s, clients))
-            outcome = self.train(asked, orders)
-            traffic += outcome.traffic
-            if outcome.sums.clients or s.layout.size == s.layout.trained_size:
-                break
-            if asked.attempt >= self.retries:
-                raise RunStopped(
-                    f"static_bn = true: BatchNorm statistics are gathered at the end, and no client could report any "
-                    f"({_reasons(outcome)}). The state before this is kept. Remove the cause and resume the run."
-                )
-            asked = asked.again()
-        outcome = replace(outcome, traffic=traffic)
-        # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
-        after = self.method.with_statistics(replace(s, before=None), outcome.sums)
-        if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now
-            after = replace(after, average=after.average.with_statistics(after.weights.statistics))
-        return after, outcome
+        asked = asked.again()
+    # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
+    after = method.with_statistics(replace(s, before=None), outcome.sums)
+    if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now
+        after = replace(after, average=after.average.with_statistics(after.weights.statistics))
+    return after, outcome
 
 
 def _reasons(outcome: Outcome) -> str:
@@ -142,17 +131,6 @@ def _reasons(outcome: Outcome) -> str:
 
 def _due(state: State, every: int) -> bool:
     return state.phase.counts and state.counted > 0 and state.counted % every == 0
-
-
-def _aggregate(method: Method, s: State, outcome: Outcome) -> State:
-    """The next state. With static BatchNorm nobody reports statistics, so the server keeps the model's own."""
-    after = s.plan.server.apply(s, checked(method, method.aggregate(s, outcome.sums), s))
-    if s.plan.local.statistics or after.phase != s.phase:
-        return after
-    own = s.weights.statistics
-    return replace(
-        after, weights=after.weights.with_statistics(own), before=after.before and after.before.with_statistics(own)
-    )
 
 
 def checked(method: Method, state: State, before: State | None = None) -> State:
@@ -176,11 +154,13 @@ def _name(method: Method) -> str:
     return method.name or type(method).__name__
 
 
-def _evaluate(method: Method, state: State, engine: Engine, last: bool) -> tuple[dict[str, Score], int]:
-    """The scores of all views, and the bytes that were sent for them."""
-    use_running = state.plan.local.statistics or last  # static BatchNorm has no statistics before the end
+def _evaluate(
+    method: Method, s: State, engine: Engine, clients: Sequence[Client], last: bool
+) -> tuple[dict[str, Score], int]:
+    """The scores of all views, at the end those of personal models too, and the bytes that were sent for them."""
+    use_running = s.plan.local.statistics or last  # static BatchNorm has no statistics before the end
     scores, sent = {}, 0
-    for name, weights in method.reported(state).items():
+    for name, weights in method.reported(s).items():
         if not weights.is_masked():
             raise FlashError(
                 f"{_name(method)}.views[{name!r}] has weights outside its mask. They never travel, so the score would "
@@ -189,4 +169,8 @@ def _evaluate(method: Method, state: State, engine: Engine, last: bool) -> tuple
         found = engine.evaluate(weights, use_running)
         scores[name] = Score(found.loss, found.metric, weights.mask.density)
         sent += found.bytes
+    if last and method.personal:
+        works = [(client, method.work(s, client)) for client in clients]
+        if (own := engine.evaluate_personal(s.weights, works)) is not None:
+            scores["personal"] = own
     return scores, sent

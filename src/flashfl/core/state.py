@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from .errors import ConfigError, FlashError
 from .exchange import Client, Local, Order, Tag
 from .layout import Layout
 from .mask import Mask, Weights
+from .parts import part
 from .rng import fold
 
 T = TypeVar("T")
+_MOMENTUM, _VARIANCE = "server momentum", "server variance"
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,51 @@ class Phase:
 TRAINING = Phase("training", 2)  # 1 is left to phases that prepare it
 
 
-class Server(Protocol):
-    """How the server's model follows what a method made of a round; see `core.server.ServerStep`."""
+@part
+@dataclass(frozen=True)
+class ServerStep:
+    """FedAvgM (Hsu et al., 2019) and FedAdam (Reddi et al., 2021) on the server, for any method.
 
-    def apply(self, before: State, after: State) -> State: ...
+    The method's next model minus the one before it is a change d. FedAvgM: m = momentum * m + d, w = w + lr * m.
+    FedAdam: m = momentum * m + (1 - momentum) * d, v = adam * v + (1 - adam) * d^2, w = w + lr * m / (sqrt(v) + tau).
+    By default w = w + d: the method's model itself. BatchNorm statistics are the method's. Where the mask moves, what
+    leaves it loses its momentum. Momentum starts anew with each phase. Nothing more travels.
+    """
 
+    lr: float = 1.0
+    momentum: float = 0.0
+    adam: float = 0.0  # 0: FedAvgM
+    tau: float = 1e-3
 
-class Follow:
-    """The model is what the method made."""
+    def __post_init__(self) -> None:
+        if not (self.lr > 0 and self.tau > 0 and 0 <= self.momentum < 1 and 0 <= self.adam < 1):
+            raise ConfigError(
+                f"server: lr = {self.lr}, tau = {self.tau}, momentum = {self.momentum}, adam = {self.adam}: lr and "
+                "tau must be above 0, momentum and adam at least 0 and below 1"
+            )
 
     def apply(self, before: State, after: State) -> State:
-        return after
+        """`after`, which a method made of `before`, with the model that this step leads to."""
+        plain = (self.lr, self.momentum, self.adam) == (1.0, 0.0, 0.0)
+        if plain or before.phase != after.phase or not after.phase.counts:
+            return after
+        trained, k = after.layout.trained_size, after.layout.prunable_size
+        start, vector = before.weights.vector[:trained], after.weights.vector.clone()
+        change = vector[:trained] - start
+        fresh = torch.zeros_like(change)
+        old = before.extra.get(_MOMENTUM, fresh)
+        assert isinstance(old, torch.Tensor)
+        new = old * self.momentum + change * (1 - self.momentum if self.adam else 1.0)
+        new[:k].masked_fill_(~after.mask.bits, 0.0)
+        extra = {**after.extra, _MOMENTUM: new}
+        step = new
+        if self.adam:
+            seen = before.extra.get(_VARIANCE, fresh)
+            assert isinstance(seen, torch.Tensor)
+            variance = extra[_VARIANCE] = seen * self.adam + change.square() * (1 - self.adam)
+            step = new / (variance.sqrt() + self.tau)
+        vector[:trained] = start + self.lr * step
+        return replace(after, weights=Weights.masked(after.mask, vector), extra=extra)
 
 
 @dataclass(frozen=True)
@@ -62,7 +98,7 @@ class Plan:
     lr_end: float = 0.001
     device: torch.device | str = "cpu"
     flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
-    server: Server = field(default_factory=Follow)  # how the model follows the average
+    server: ServerStep = field(default_factory=ServerStep)  # how the model follows the average
     average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
 
     def __post_init__(self) -> None:
@@ -152,6 +188,19 @@ class State:
             self, weights=weights, phase=phase, round=0, attempt=0, before=None, average=None, extra=extra,
             counted=counted,
         )  # fmt: skip
+
+    def settled(self, last: State) -> State:
+        """The state a method made, after the server's own part in it; `last` is the state before the round.
+
+        That is the server's step and the running average. With static BatchNorm nobody reports statistics, so the model
+        keeps its own.
+        """
+        after = self.plan.server.apply(last, self)
+        if not self.plan.local.statistics and after.phase == last.phase:
+            own = last.weights.statistics
+            before = after.before and after.before.with_statistics(own)
+            after = replace(after, weights=after.weights.with_statistics(own), before=before)
+        return after.averaged(last)
 
     def averaged(self, last: State) -> State:
         """The state with the running average after one more round; `last` is the state before that round.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from ..core.exchange import Client, Order, Outcome, Sums, Tag, Traffic
-from ..core.mask import Mask
+from ..core.mask import Mask, Weights
+from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
-from ..wire import WireError, decode
+from ..wire import Encoded, Message, WireError, decode, encode
 from .memory import ClientMemory, Kept
-from .robust import Cohort, Robust
+from .robust import PLAIN, Cohort, Robust
 
 
 class Account:
@@ -19,15 +22,36 @@ class Account:
     `close` settles the round. `Encoding` makes real bytes; `Counting` works out on the device what they would take.
     """
 
-    def __init__(self, memory: ClientMemory, robust: Robust) -> None:
-        memory.begin()
-        self.memory, self.layout = memory, memory.layout
+    def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
+        """values: how the values of orders travel."""
+        self.memory, self.layout, self.values, self.robust = memory, memory.layout, values, robust
         self.cohort = Cohort(robust, memory.store.folder) if robust.needs_cohort else None
         self.traffic = Traffic()
         self.failures: dict[int, str] = {}
         self._reminded: set[int] = set()  # clients that were sent a mask which they had lost
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
         self._accepted: dict[int, tuple[Tag, Kept, Kept | None, Kept | None]] = {}
+        self._packed: tuple[Weights, Tensor] | None = None
+
+    def message(self, client: Client, order: Order) -> Message:
+        """An order for a client as it will travel."""
+        return Message(
+            "order", self.layout, order.tag, client.id, client.n, order.key, start=self.memory.start(client.id),
+            own=self.memory.own_hash(client.id), local=order.local, mask=order.weights.mask,
+            values=self._pack(order), carries="all" if order.local.statistics else "weights", extra=order.extra,
+        )  # fmt: skip
+
+    def _pack(self, order: Order) -> Tensor:
+        """Packed once for all clients that get the same weights."""
+        if self._packed is None or self._packed[0] is not order.weights:
+            self._packed = (order.weights, order.weights.packed().cpu())
+        values, tail = self._packed[1], self.layout.size - self.layout.trained_size
+        return values if order.local.statistics else values[: len(values) - tail]
+
+    def encode(self, message: Message) -> Encoded:
+        """An order as bytes; its mask leans on the one that the client acknowledged last."""
+        base = self.memory.base(message.client)
+        return encode(message, () if base is None else (base,), values=self.values)
 
     def personal(self, client: Client, order: Order) -> Order:
         """The order as it is sent. A personal one has only the weights that the client's own mask covers.

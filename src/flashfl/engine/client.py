@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.errors import FlashError
-from ..core.exchange import Extra, Order, Tag, Update
+from ..core.exchange import Order, Tag, Update
 from ..core.layout import Layout
 from ..core.mask import Mask
 from ..data.sources import Source
@@ -39,48 +41,20 @@ class Reply:
     lacks: bool = False
 
 
-class ClientLedger:
-    """The masks one client holds: of the round its orders start from, and of the round it worked on last.
+class Held(NamedTuple):
+    """What a client holds from one round: the order's mask, its own, and the notes of its parts."""
 
-    It keeps the older round until an order starts from the newer one. So an update that gets lost leaves client and
-    server agreeing.
-    """
-
-    def __init__(self) -> None:
-        # The order's mask, the client's own, and the notes of its parts.
-        self.rounds: dict[Tag, tuple[Mask | None, Mask | None, Notes]] = {}
-
-    def known(self) -> dict[str, Mask]:
-        """The masks that an order may lean on, by hash."""
-        return {mask.hash: mask for one in self.rounds.values() for mask in one[:2] if mask is not None}
-
-    def own(self, start: Tag | None) -> Mask | None:
-        """The mask kept from the round `start`."""
-        return self.rounds[start][1] if start in self.rounds else None
-
-    def notes(self, start: Tag | None) -> Notes:
-        """What the client's parts remember from the round `start`."""
-        return self.rounds[start][2] if start in self.rounds else {}
-
-    def begin(self, order: Message) -> None:
-        """An order has come: only the round it starts from still counts. Raises UnknownMask if that is lost."""
-        mine = self.own(order.start)
-        if order.own is not None and (mine is None or mine.hash != order.own):
-            raise UnknownMask(order.own)
-        self.rounds = {tag: masks for tag, masks in self.rounds.items() if tag == order.start}
-
-    def bases(self, order: Message) -> tuple[Mask, ...]:
-        """The masks that the update may lean on: the order's and, if the server knows it, the client's own."""
-        mine = self.own(order.start) if order.own is not None else None
-        return tuple(mask for mask in (order.mask, mine) if mask is not None)
-
-    def finish(self, order: Message, own: Mask | None = None, notes: Notes | None = None) -> None:
-        """The update is ready; `own` is the mask to keep, if the order says so, `notes` what its parts remember."""
-        self.rounds[order.tag] = (order.mask, own, notes or {})
+    order: Mask | None = None
+    own: Mask | None = None
+    notes: Notes = MappingProxyType({})
 
 
 class ClientSide:
-    """Plays one client at a time on one replica. The masks it remembers lie in a store, by hash."""
+    """Plays one client at a time on one replica. The masks it remembers lie in a store, by hash.
+
+    A client keeps the round it worked on last, and the one before it until an order starts from the newer one. So an
+    update that gets lost leaves client and server agreeing.
+    """
 
     def __init__(self, trainer: Trainer, store: MaskStore) -> None:
         self.trainer, self.layout, self.store = trainer, trainer.layout, store
@@ -91,11 +65,8 @@ class ClientSide:
         pack: makes the answer's bytes, in a private round. The traceback of what training raised goes to the logger
         `flashfl`, at level debug.
         """
-        ledger = self._recall(memory)
         try:
-            message = decode(order_bytes, self.layout, known=ledger.known())
-            extra = self._given_back(ledger, message)
-            ledger.begin(message)
+            message, held = self._read(order_bytes, memory)
         except UnknownMask as error:
             return self._lack(client, order_bytes, error)
         except WireError as error:
@@ -104,12 +75,15 @@ class ClientSide:
         assert local is not None
         assert coding is not None
         # Values and weights may each be as large as the model: release them before training.
-        orders, how = [Order(message.weights(), local, message.key, message.tag, extra)], local.sends(coding.values)
+        how, orders = (
+            local.sends(coding.values),
+            [Order(message.weights(), local, message.key, message.tag, message.extra)],
+        )
         start = message if how.changes or pack is not None else None
         message = replace(message, values=None)
-        own = ledger.own(message.start) if "mask" in local.keep else None
+        own = held.own if "mask" in local.keep else None
         try:
-            update = self.trainer.train(orders.pop(), client, data, own, ledger.notes(message.start))
+            update = self.trainer.train(orders.pop(), client, data, own, held.notes)
         except (FlashError, MemoryError):
             raise
         except Exception as error:  # most likely in the user's model, loss or data: other clients may still work
@@ -121,32 +95,42 @@ class ClientSide:
             answer = update_message(update, message, self.layout)
             if start is not None and answer.mask is not None and answer.values is not None:
                 answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
-            data_up = encode(answer, ledger.bases(message), how).data
-        ledger.finish(message, update.mask if "mask" in local.keep else None, update.notes)
-        return Reply(data_up, self._keep(ledger))
+            known = (message.mask, held.own if message.own is not None else None)  # to the server too
+            data_up = encode(answer, tuple(mask for mask in known if mask is not None), how).data
+        now = Held(message.mask, update.mask if "mask" in local.keep else None, update.notes)
+        return Reply(data_up, self._keep({message.start: held, message.tag: now}))
 
-    def _recall(self, memory: Rounds) -> ClientLedger:
-        ledger = ClientLedger()
-        for tag, order, own, notes in memory:
-            # A mask that is lost or damaged is as good as none: the server will be told.
-            found = [None if digest is None else self.store.find(digest) for digest in (order, own)]
-            ledger.rounds[tag] = (found[0], found[1], {} if notes is None else self.store.find_notes(notes))
-        return ledger
+    def _read(self, order_bytes: bytes, memory: Rounds) -> tuple[Message, Held]:
+        """The order, and what the client holds from the round that it starts from.
 
-    def _given_back(self, ledger: ClientLedger, order: Message) -> dict[str, Extra]:
-        """Take over the client's own mask if the server gives it back; the other extras."""
+        A mask that is lost or damaged is as good as none: it raises UnknownMask if the order needs it.
+        """
+        rounds = {
+            tag: Held(self._find(order), self._find(own), self.store.find_notes(notes) if notes else {})
+            for tag, order, own, notes in memory
+        }
+        masks = [mask for one in rounds.values() for mask in one[:2] if mask is not None]
+        order = decode(order_bytes, self.layout, known={mask.hash: mask for mask in masks})
+        held = rounds.get(order.start, Held()) if order.start is not None else Held()
         extra = dict(order.extra)
-        own = extra.pop(OWN, None)
-        if own is not None and order.start is not None and order.mask is not None:
-            if own.value.numel() != self.layout.prunable_size:
-                raise WrongContent(f"a mask of {own.value.numel()} weights, expected {self.layout.prunable_size}")
-            ledger.rounds[order.start] = (order.mask, Mask(self.layout, own.value), ledger.notes(order.start))
-        return extra
+        given = extra.pop(OWN, None)  # the server gives back the client's own mask
+        if given is not None and order.start is not None and order.mask is not None:
+            if given.value.numel() != self.layout.prunable_size:
+                raise WrongContent(f"a mask of {given.value.numel()} weights, expected {self.layout.prunable_size}")
+            held = Held(order.mask, Mask(self.layout, given.value), held.notes)
+        if order.own is not None and (held.own is None or held.own.hash != order.own):
+            raise UnknownMask(order.own)
+        return replace(order, extra=extra), held
 
-    def _keep(self, ledger: ClientLedger) -> Rounds:
+    def _find(self, digest: str | None) -> Mask | None:
+        return None if digest is None else self.store.find(digest)
+
+    def _keep(self, rounds: Mapping[Tag | None, Held]) -> Rounds:
+        """Store what the client holds of these rounds, and name it by hash."""
         return [
-            (tag, self._put(order), self._put(own), self.store.put_notes(notes) if notes else None)
-            for tag, (order, own, notes) in ledger.rounds.items()
+            (tag, self._put(held.order), self._put(held.own), self.store.put_notes(held.notes) if held.notes else None)
+            for tag, held in rounds.items()
+            if tag is not None and any(held)
         ]
 
     def _put(self, mask: Mask | None) -> str | None:

@@ -53,9 +53,7 @@ class Counting(Account):
     """The account of a round whose updates lie on the device, many clients to a stack."""
 
     def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
-        """values: how those of orders travel."""
-        super().__init__(memory, robust)
-        self.values = values
+        super().__init__(memory, values, robust)
         self.orders: list[tuple[Client, Order]] = []
         self.heard: list[_Heard] = []
         self._held: dict[int, Update] = {}  # by client, where the cohort must be known before updates can be added

@@ -21,7 +21,7 @@ from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task
 from .client import ClientSide, Reply, said
-from .encoding import Encoding, Server
+from .encoding import Encoding
 from .memory import ClientMemory, Rounds
 from .personal import personal_score
 from .pool import Died, InProcess, Pool
@@ -34,6 +34,7 @@ from .train import ClientFailed, Trainer, evaluation_batches
 if TYPE_CHECKING:
     from .party import PrivateRun, Simulated
     from .private import PrivateRound
+    from .vault import Vault
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class CPUEngine:
         self.task, self.dropout, threads = task, config.dropout, config.threads
         self._may_be_sparse, self._threads = config.sparse_compute, threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
-        self.server = Server(self.memory, config.down, Robust.of(config))
+        self.down, self.robust = config.down, Robust.of(config)
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
@@ -100,8 +101,9 @@ class CPUEngine:
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         if self.private is not None:
-            return self._train_privately(self.private.open(self.server, s, list(orders)), s)
-        account, asked, died = self.server.open(), list[int](), list[int]()
+            return self._train_privately(self.private.vault, s, list(orders))
+        account = Encoding(self.memory, self.down, self.robust)
+        asked, died = list[int](), list[int]()
         for number, result in self.pool.each(self._jobs(s, orders, account, asked)):
             if isinstance(result, Died):
                 died.append(asked[number])
@@ -114,8 +116,11 @@ class CPUEngine:
             _take(account, died[number], result)
         return account.close()
 
-    def _train_privately(self, account: PrivateRound, s: State) -> Outcome:
+    def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
         """Every step of a private round. A client whose process dies is dropped, as a real one would be."""
+        from .private import PrivateRound  # only here, as it needs an extra
+
+        account = PrivateRound(vault, self.memory, self.down, s, orders)
         while True:
             asked: list[int] = []
             for number, result in self.pool.each(self._requests(account, s, asked)):

@@ -1,4 +1,4 @@
-"""A server that makes real bytes: orders are encoded, updates are decoded once and checked."""
+"""The account of a round with real bytes: orders are encoded, updates are decoded once and checked."""
 
 from __future__ import annotations
 
@@ -26,37 +26,90 @@ from .trust import check_update
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 
 
-class Server:
-    """Knows which masks each client holds, sends what it lacks, and checks what comes back."""
+class Encoding(Account):
+    """The account of a round whose messages are real bytes.
+
+    Each update is decoded once, when it arrives, and then added in ascending client id: as soon as all clients before
+    it have answered or failed, or at the end if the whole cohort must be known first. Until then it waits in `Held`.
+    Orders must be sent in ascending client id.
+    """
 
     def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
-        """values: how the values of orders travel."""
-        self.memory, self.layout, self.values, self.robust = memory, memory.layout, values, robust
-        self._packed: tuple[Weights, Tensor] | None = None
+        super().__init__(memory, values, robust)
+        self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
+        self._held = Held(self.layout, memory.store.folder)
 
-    def open(self) -> Encoding:
-        """The account of a new round."""
-        return Encoding(self)
+    def sent(self, client: Client, order: Order) -> bytes:
+        """The bytes of an order that is sent now."""
+        message = self.message(client, self.personal(client, order))
+        self._orders[client.id] = message
+        return self._count(self.encode(message))
 
-    def message(self, client: Client, order: Order) -> Message:
-        """An order for a client as it will travel."""
-        return Message(
-            "order", self.layout, order.tag, client.id, client.n, order.key, start=self.memory.start(client.id),
-            own=self.memory.own_hash(client.id), local=order.local, mask=order.weights.mask,
-            values=self._pack(order), carries="all" if order.local.statistics else "weights", extra=order.extra,
-        )  # fmt: skip
+    def largest_update(self, client: int) -> int:
+        """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
+        order = self._orders[client]
+        local, k = order.local or Local(), self.layout.prunable_size
+        active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
+        active = max(active, active_range(local.parts, self.layout, active)[1])
+        values, limits = local.sends(self.values), _limits(order)
+        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
+        return plain + (300 + 8 * limits.elements) * limits.extras
 
-    def _pack(self, order: Order) -> Tensor:
-        """Packed once for all clients that get the same weights."""
-        if self._packed is None or self._packed[0] is not order.weights:
-            self._packed = (order.weights, order.weights.packed().cpu())
-        values, tail = self._packed[1], self.layout.size - self.layout.trained_size
-        return values if order.local.statistics else values[: len(values) - tail]
+    def again(self, client: int) -> bytes:
+        """The bytes of an order once more. Nothing is counted: it does not travel again."""
+        return self.encode(self._orders[client]).data
 
-    def encode(self, message: Message) -> Encoded:
-        """An order as bytes; its mask leans on the one that the client acknowledged last."""
-        base = self.memory.base(message.client)
-        return encode(message, () if base is None else (base,), values=self.values)
+    def lacking(self, client: int, data: bytes) -> bytes:
+        """A client says that it lacks a mask: the order with the full mask, and with its own if it is known here.
+
+        Raises a WireError if this is not what the client says, or if it says so a second time.
+        """
+        self.reminded(client, data)
+        order = self._orders[client]
+        own = self.memory.own(client)
+        if own is None:
+            self.memory.forget(client)
+        order = replace(order, start=self.memory.start(client), own=None if own is None else own.hash)
+        self._orders[client] = order
+        if own is not None:
+            order = replace(order, extra={**order.extra, OWN: Extra("bits", own.bits)})
+        return self.in_full(client, order)
+
+    def in_full(self, client: int, order: Message | None = None) -> bytes:
+        """The bytes of an order with its full mask."""
+        return self._count(encode(order or self._orders[client], (), values=self.values))
+
+    def _count(self, encoded: Encoded) -> bytes:
+        self.traffic += encoded.parts.traffic("order")
+        return encoded.data
+
+    def failed(self, client: int, why: str) -> None:
+        super().failed(client, why)
+        self._orders.pop(client, None)
+        self._add_ready()
+
+    def received(self, client: int, data: bytes, notes: str | None = None) -> None:
+        """An answer. If it is not a good one, its client is dropped. notes: the hash of what a simulated one keeps."""
+        order = self._orders[client]
+        try:
+            update = self.decode(data, order)
+        except WireError as error:
+            self.traffic += Traffic(up=len(data), overhead=len(data))
+            self.failed(client, f"{type(error).__name__}: {error}")
+            return
+        assert update.parts is not None
+        assert order.mask is not None
+        assert order.values is not None
+        self.traffic += update.parts.traffic("update")
+        keeps = order.local is not None and "mask" in order.local.keep
+        kept = None if notes is None else Kept(notes)
+        self.accepted(client, order.tag, order.mask, update.mask if keeps else None, kept)
+        del self._orders[client]
+        found, sent = _update(update, order), order.values
+        if self.cohort is not None:
+            self.cohort.see(found, Start.of(found, order.local or Local(), order.mask, lambda: sent))
+        self._held.put(found, order.mask)
+        self._add_ready()
 
     def decode(self, data: bytes, order: Message) -> Message:
         """The update that answers `order`, or the WireError that says why this is none."""
@@ -77,89 +130,6 @@ class Server:
         if local.start is not None:
             return recipe_mask(self.layout, local.start)
         return order.mask
-
-
-class Encoding(Account):
-    """The account of a round whose messages are real bytes.
-
-    Each update is decoded once, when it arrives, and then added in ascending client id: as soon as all clients before
-    it have answered or failed, or at the end if the whole cohort must be known first. Until then it waits in `Held`.
-    Orders must be sent in ascending client id.
-    """
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(server.memory, server.robust)
-        self.server = server
-        self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
-        self._held = Held(self.layout, server.memory.store.folder)
-
-    def sent(self, client: Client, order: Order) -> bytes:
-        """The bytes of an order that is sent now."""
-        message = self.server.message(client, self.personal(client, order))
-        self._orders[client.id] = message
-        return self._count(self.server.encode(message))
-
-    def largest_update(self, client: int) -> int:
-        """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
-        order = self._orders[client]
-        local, k = order.local or Local(), self.layout.prunable_size
-        active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
-        active = max(active, active_range(local.parts, self.layout, active)[1])
-        values, limits = local.sends(self.server.values), _limits(order)
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
-        return plain + (300 + 8 * limits.elements) * limits.extras
-
-    def again(self, client: int) -> bytes:
-        """The bytes of an order once more. Nothing is counted: it does not travel again."""
-        return self.server.encode(self._orders[client]).data
-
-    def lacking(self, client: int, data: bytes) -> bytes:
-        """A client says that it lacks a mask: the order with the full mask, and with its own if it is known here.
-
-        Raises a WireError if this is not what the client says, or if it says so a second time.
-        """
-        self.reminded(client, data)
-        order = self._orders[client]
-        own = self.memory.own(client)
-        if own is None:
-            self.memory.forget(client)
-        order = replace(order, start=self.memory.start(client), own=None if own is None else own.hash)
-        self._orders[client] = order
-        if own is not None:
-            order = replace(order, extra={**order.extra, OWN: Extra("bits", own.bits)})
-        return self._count(encode(order, (), values=self.server.values))
-
-    def _count(self, encoded: Encoded) -> bytes:
-        self.traffic += encoded.parts.traffic("order")
-        return encoded.data
-
-    def failed(self, client: int, why: str) -> None:
-        super().failed(client, why)
-        self._orders.pop(client, None)
-        self._add_ready()
-
-    def received(self, client: int, data: bytes, notes: str | None = None) -> None:
-        """An answer. If it is not a good one, its client is dropped. notes: the hash of what a simulated one keeps."""
-        order = self._orders[client]
-        try:
-            update = self.server.decode(data, order)
-        except WireError as error:
-            self.traffic += Traffic(up=len(data), overhead=len(data))
-            self.failed(client, f"{type(error).__name__}: {error}")
-            return
-        assert update.parts is not None
-        assert order.mask is not None
-        assert order.values is not None
-        self.traffic += update.parts.traffic("update")
-        keeps = order.local is not None and "mask" in order.local.keep
-        kept = None if notes is None else Kept(notes)
-        self.accepted(client, order.tag, order.mask, update.mask if keeps else None, kept)
-        del self._orders[client]
-        found, sent = _update(update, order), order.values
-        if self.cohort is not None:
-            self.cohort.see(found, Start.of(found, order.local or Local(), order.mask, lambda: sent))
-        self._held.put(found, order.mask)
-        self._add_ready()
 
     def _add_ready(self) -> None:
         """Add the updates of all clients before the first one that has not answered."""

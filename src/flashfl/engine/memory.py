@@ -8,7 +8,7 @@ everything that a simulated client remembers, with the notes of its parts. Real 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,31 +48,9 @@ class _Round:
     notes: Kept | None = None
 
 
-@dataclass
-class _Table:
-    """What all clients hold. The server still knows the masks in `history`, oldest acknowledgement first."""
-
-    clients: dict[int, _Round] = field(default_factory=dict)
-    history: dict[Kept, int] = field(default_factory=dict)  # and how many clients hold each
-
-    def copy(self) -> _Table:
-        return _Table(dict(self.clients), dict(self.history))
-
-    def count(self, held: _Round | None, step: int) -> None:
-        """A client holds the masks of this round from now on, or no longer (-1)."""
-        for kept in () if held is None else (held.order, held.own):
-            if kept in self.history:
-                self.history[kept] += step
-                if not self.history[kept]:
-                    del self.history[kept]
-
-    def kept(self) -> set[Kept]:
-        """The masks in the history and those that clients keep for themselves."""
-        return {*self.history, *(held.own for held in self.clients.values() if held.own is not None)}
-
-    def notes(self) -> list[Kept]:
-        """What clients' parts remember."""
-        return [held.notes for held in self.clients.values() if held.notes is not None]
+# What all clients hold, and the masks that the server still knows: oldest acknowledgement first, with how many clients
+# hold each.
+_Table = tuple[dict[int, _Round], dict[Kept, int]]
 
 
 class ClientMemory:
@@ -92,7 +70,9 @@ class ClientMemory:
     ) -> None:
         self.store, self.layout, self.device, self.simulated = store, store.layout, torch.device(device), simulated
         self.most = max(1, min(masks, HISTORY_BYTES // max(1, (self.layout.prunable_size + 7) // 8)))
-        self._now, self._saved = _Table(), _Table()
+        self._clients: dict[int, _Round] = {}
+        self._history: dict[Kept, int] = {}
+        self._saved: _Table = ({}, {})
         self._pinned: set[str] = set()
         self.sparse = False  # whether the run computes active weights only; chosen once, so checkpoints keep it
 
@@ -100,13 +80,13 @@ class ClientMemory:
 
     def start(self, client: int) -> Tag | None:
         """The last round accepted from this client: its next work starts from there."""
-        held = self._now.clients.get(client)
+        held = self._clients.get(client)
         return held.tag if held else None
 
     def base(self, client: int) -> Mask | None:
         """The mask of the last order this client acknowledged, if the server still knows it."""
-        held = self._now.clients.get(client)
-        return self._mask(held.order) if held and held.order in self._now.history else None
+        held = self._clients.get(client)
+        return self._mask(held.order) if held and held.order in self._history else None
 
     def own(self, client: int) -> Mask | None:
         """The mask this client keeps, if the server still knows it."""
@@ -120,12 +100,12 @@ class ClientMemory:
 
     def remembered(self, client: int) -> Mask | None:
         """The mask that a simulated client kept, whether or not the server knows it."""
-        held = self._now.clients.get(client)
+        held = self._clients.get(client)
         return None if held is None or held.own is None else held.own.mask or self.store[held.own.digest]
 
     def rounds(self, client: int) -> Rounds:
         """What a simulated client remembers, as hashes of masks in the store."""
-        held = self._now.clients.get(client)
+        held = self._clients.get(client)
         if held is None:
             return []
         own = held.own.digest if held.own is not None else None
@@ -139,11 +119,11 @@ class ClientMemory:
                 f"what client {client} remembers between rounds ({notes}) is gone: resume the run, which goes back to "
                 "a checkpoint"
             )
-        return [(held.tag, held.order.digest if held.order in self._now.history else None, own, notes)]
+        return [(held.tag, held.order.digest if held.order in self._history else None, own, notes)]
 
     def notes(self, client: int) -> Notes:
         """What the parts of a simulated client remember."""
-        held = self._now.clients.get(client)
+        held = self._clients.get(client)
         if held is None or held.notes is None:
             return {}
         if held.notes.notes is None:
@@ -151,8 +131,8 @@ class ClientMemory:
         return held.notes.notes
 
     def _known_own(self, client: int) -> Kept | None:
-        held = self._now.clients.get(client)
-        return held.own if held and held.own in self._now.history else None
+        held = self._clients.get(client)
+        return held.own if held and held.own in self._history else None
 
     def _mask(self, kept: Kept) -> Mask | None:
         """A mask the server knows; None if it is lost: its client is then sent a full one."""
@@ -166,7 +146,7 @@ class ClientMemory:
 
     def accept(self, client: int, tag: Tag, order: Kept, own: Kept | None = None, notes: Kept | None = None) -> None:
         """Record an accepted update: `order` is its order's mask, `own` the mask the client keeps, if any."""
-        history = self._now.history
+        history = self._history
         order = self._find(order) or order
         history[order] = history.pop(order, 0)  # acknowledged last
         if own is not None:
@@ -179,7 +159,7 @@ class ClientMemory:
 
     def _find(self, order: Kept) -> Kept | None:
         """The order's mask in the history that equals this one: equal masks of orders count once."""
-        history, mask = self._now.history, order.mask
+        history, mask = self._history, order.mask
         if mask is None:
             return next((kept for kept in reversed(history) if not kept.own and kept.digest == order.digest), None)
         # The very same object is the common case, and the only one that does not wait for the GPU.
@@ -188,43 +168,43 @@ class ClientMemory:
         return same or next((kept for kept in shared if kept.mask is not None and kept.mask.equal(mask)), None)
 
     def _set(self, client: int, new: _Round | None) -> None:
-        history, old = self._now.history, self._now.clients.pop(client, None)
+        history, old = self._history, self._clients.pop(client, None)
         if new is not None:
-            self._now.clients[client] = new
-        self._now.count(new, 1)  # what stays is counted before it is released
-        self._now.count(old, -1)
+            self._clients[client] = new
+        _count(history, new, 1)  # what stays is counted before it is released
+        _count(history, old, -1)
         while len(history) > self.most:
             del history[next(iter(history))]
 
     # -- rounds and checkpoints ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A round begins; `rollback` returns to this moment, and `save` describes it until the round is over."""
-        self.snapshot()
-        self.keep_only(self._pinned)
-
     def rollback(self) -> None:
-        self._now = self._saved.copy()
+        clients, history = self._saved
+        self._clients, self._history = dict(clients), dict(history)
 
     def snapshot(self) -> None:
-        self._saved = self._now.copy()
+        """A round is over: `rollback` returns to this moment, and `save` describes it until the next is over."""
+        self._saved = (dict(self._clients), dict(self._history))
+        self._clean()
 
     def keep_only(self, pinned: set[str]) -> None:
         self._pinned = pinned
-        held = {*self._now.kept(), *self._saved.kept(), *self._now.notes(), *self._saved.notes()}
-        self.store.keep_only(pinned | {kept.digest for kept in held})
+        self._clean()
+
+    def _clean(self) -> None:
+        """Delete what neither a client, nor the last snapshot, nor a checkpoint needs."""
+        saved, history = self._saved
+        masks = [*_masks(self._clients, self._history), *_masks(saved, history)]
+        notes = [*_notes(self._clients), *_notes(saved)]
+        self.store.keep_only(self._pinned | {kept.digest for kept in (*masks, *notes)})
 
     def save(self) -> dict[str, JSON]:
         """Masks by place in a list: first the history in its order, then what simulated clients keep, then notes.
 
         What has not changed since the last checkpoint is in the store already, and is not written again.
         """
-        table = self._saved
-        kept = list(table.history)
-        if self.simulated:
-            owns = (held.own for held in table.clients.values())
-            kept += [own for own in owns if own is not None and own not in table.history]
-            kept += table.notes()
+        clients, history = self._saved
+        kept = [*_masks(clients, history), *_notes(clients)] if self.simulated else list(history)
         for one in kept:  # on a GPU: only now it goes to the store
             if one.mask is not None:
                 one.digest = self.store.put(one.mask)
@@ -237,49 +217,71 @@ class ClientMemory:
             **({"sparse": True} if self.sparse else {}),
             "clients": {
                 str(client): [list(held.tag), place.get(held.order), place.get(held.own), place.get(held.notes)]
-                for client, held in table.clients.items()
+                for client, held in clients.items()
             },
             "masks": masks,
-            "known": len(table.history),
+            "known": len(history),
             "simulated": self.simulated,
         }
 
     def load(self, saved: Mapping[str, JSON]) -> None:
         """Restore what `save` gave. If masks of real clients are lost, those are sent full ones again."""
         try:
-            table = self._read(saved)
+            clients, history = _read(saved)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the clients' memory in the checkpoint is damaged: {error!r}") from None
         try:
-            for kept in table.kept():
+            for kept in _masks(clients, history):
                 found = self.store[kept.digest]
                 if self.device.type != "cpu":
                     kept.mask = found.to(self.device)
-            for notes in table.notes():
+            for notes in _notes(clients):
                 self.store.notes(notes.digest)
         except (KeyError, FlashError) as error:
             if self.simulated:
                 raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
             warn(f"the record of which masks clients have is lost ({error}): they are sent full masks again")
-            table = _Table()
-        self._now, self._saved = table, table.copy()
+            clients, history = {}, {}
+        self._saved = (clients, history)
+        self.rollback()
         self.sparse = bool(saved.get("sparse", False))
 
-    def _read(self, saved: Mapping[str, Any]) -> _Table:
-        masks, known = saved["masks"], saved["known"]
-        if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
-            raise ValueError(f"{known!s:.20} of {len(masks)} masks are known")
-        kept = [Kept(digest) for digest in masks]
-        table = _Table(history=dict.fromkeys(kept[:known], 0))
-        for client, ((phase, round, attempt), *places) in saved["clients"].items():
-            tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))
-            order, own, notes = (None if at is None else kept[_whole(at, len(kept))] for at in places)
-            held = _Round(tag, order or Kept(), own, notes)
-            if own is not None:
-                own.own = True
-            table.clients[_whole(int(client), 1 << 64)] = held
-            table.count(held, 1)
-        return table
+
+def _count(history: dict[Kept, int], held: _Round | None, step: int) -> None:
+    """A client holds the masks of this round from now on, or no longer (-1)."""
+    for kept in () if held is None else (held.order, held.own):
+        if kept in history:
+            history[kept] += step
+            if not history[kept]:
+                del history[kept]
+
+
+def _masks(clients: Mapping[int, _Round], history: Mapping[Kept, int]) -> list[Kept]:
+    """The masks in the history, then those that only clients keep."""
+    return [*history, *(held.own for held in clients.values() if held.own is not None and held.own not in history)]
+
+
+def _notes(clients: Mapping[int, _Round]) -> list[Kept]:
+    """What clients' parts remember."""
+    return [held.notes for held in clients.values() if held.notes is not None]
+
+
+def _read(saved: Mapping[str, Any]) -> _Table:
+    """What `save` gave as a table. Raises errors of many kinds if it is damaged."""
+    masks, known = saved["masks"], saved["known"]
+    if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
+        raise ValueError(f"{known!s:.20} of {len(masks)} masks are known")
+    kept = [Kept(digest) for digest in masks]
+    clients, history = dict[int, _Round](), dict.fromkeys(kept[:known], 0)
+    for client, ((phase, round, attempt), *places) in saved["clients"].items():
+        tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))
+        order, own, notes = (None if at is None else kept[_whole(at, len(kept))] for at in places)
+        held = _Round(tag, order or Kept(), own, notes)
+        if own is not None:
+            own.own = True
+        clients[_whole(int(client), 1 << 64)] = held
+        _count(history, held, 1)
+    return clients, history
 
 
 def _whole(value: object, end: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import FlashError
-from ..core.exchange import Client, Order, Update
+from ..core.exchange import Update
 from ..core.files import put
 from ..core.parts import to_json
-from ..core.state import State
 from ..data.sources import Source
 from ..privacy.client import Party, Self
 from ..privacy.errors import Malformed, Refused, WrongStep
@@ -29,9 +27,8 @@ from ..privacy.policy import Policy
 from ..privacy.vector import Packing
 from ..wire import Message
 from .client import ClientSide, Reply
-from .encoding import Server
 from .memory import Rounds
-from .private import LENGTH, PrivateRound
+from .private import LENGTH
 from .settings import EngineSettings
 from .train import ClientFailed
 from .vault import open_vault
@@ -188,10 +185,6 @@ class PrivateRun:
         self._temporary = TemporaryDirectory(prefix="flashfl-")  # used if the run has no folder
         own = Path(self._temporary.name) if vault.folder is None else vault.folder / "clients"
         self.simulated = Simulated(clients, config.policy, own)
-
-    def open(self, server: Server, s: State, orders: Sequence[tuple[Client, Order]]) -> PrivateRound:
-        """The account of a new round."""
-        return PrivateRound(self.vault, server, s, orders)
 
     def close(self) -> None:
         self._temporary.cleanup()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Order, Outcome, Traffic
+from ..core.precision import Precision
 from ..core.state import State
 from ..privacy.errors import Refused
 from ..privacy.keys import Words
@@ -23,8 +24,7 @@ from ..privacy.settings import Privacy
 from ..privacy.vector import Packing
 from ..wire import encode
 from .account import Account
-from .encoding import Server
-from .robust import PLAIN
+from .memory import ClientMemory
 from .vault import Vault
 
 LENGTH = struct.Struct("<BI")  # step, and the length of the part that follows
@@ -84,10 +84,12 @@ class PrivateRound(Account):
     it returns False the round is over: `close`.
     """
 
-    def __init__(self, vault: Vault, server: Server, s: State, orders: Sequence[tuple[Client, Order]]) -> None:
-        super().__init__(server.memory, PLAIN)
+    def __init__(
+        self, vault: Vault, memory: ClientMemory, values: Precision, s: State, orders: Sequence[tuple[Client, Order]]
+    ) -> None:
+        super().__init__(memory, values)
         check_common(orders)
-        self.vault, self.server, self.privacy, self.tag = vault, server, vault.privacy, s.tag
+        self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
         self.start = orders[0][1].weights
         self.packing = packing(self.privacy, orders[0][1], len(orders))
@@ -134,7 +136,7 @@ class PrivateRound(Account):
             parts = [self._round.request(client)]
         else:
             if order is None:
-                encoded = self.server.encode(self.server.message(*self.orders[client]))
+                encoded = self.encode(self.message(*self.orders[client]))
                 self.traffic += encoded.parts.traffic("order")
                 order = encoded.data
             parts = [b"" if self.privacy.secure else self.terms.to_bytes(), self._round.request(client)]
@@ -159,12 +161,12 @@ class PrivateRound(Account):
         """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
         self.reminded(client, data)
         self.memory.forget(client)
-        encoded = encode(self.server.message(*self.orders[client]), (), self.server.values)
+        encoded = encode(self.message(*self.orders[client]), (), self.values)
         self.traffic += encoded.parts.traffic("order")
         return self.request(client, encoded.data)
 
-    def largest(self) -> int:
-        """Bytes of the largest answer in this step."""
+    def largest_update(self, client: int) -> int:
+        """Bytes of the largest answer of a client in this step."""
         return 4096 + max(self.packing.length * self.packing.bits // 8, 256 * len(self.orders))
 
     def failed(self, client: int, why: str) -> None:

@@ -7,15 +7,22 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..core.client import Part, Place, Rows, overrides, step_parts
+from ..core.client import Part, Place, Rows, overrides
 from ..core.exchange import Adapt, Local
 from ..core.kernel import kernel
 from ..core.rng import words
 
+_HOOKS = ("view", "backward", "before", "after", "inputs")  # what parts do in steps
+_PLAIN = Local()
+
 
 def step_key(local: Local) -> Hashable:
     """What a step depends on, beside the learning rate. A captured step serves one such key."""
-    return (local.momentum, local.weight_decay, local.prox, local.lr_last, _rule(local), step_parts(local.parts))
+    return (local.momentum, local.weight_decay, local.prox, local.lr_last, _rule(local), _in_steps(local.parts))
+
+
+def _in_steps(parts: Sequence[Part]) -> tuple[Part, ...]:
+    return tuple(part for part in parts if overrides(part, *_HOOKS))
 
 
 def _rule(local: Local) -> Adapt | None:
@@ -40,7 +47,7 @@ class MaskedStep:
         place: Place | None = None,
     ) -> None:
         self.weights, self.prunable, self.masks, self.half = weights, prunable, masks, half
-        self.local = Local()
+        self.local = _PLAIN
         rows, device = len(weights), weights.device
         self.lr = torch.zeros(rows, 1, device=device)
         self.count, self.steps = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
@@ -57,6 +64,10 @@ class MaskedStep:
         # A kernel for plain SGD on one model: one pass over memory instead of several.
         self._fused = kernel("step", "masked_step") if weights.is_cuda and rows == 1 and prunable else None
 
+    @property
+    def key(self) -> Hashable:
+        return step_key(self.local)
+
     def begin(
         self,
         local: Local,
@@ -70,7 +81,7 @@ class MaskedStep:
         those given have none.
         """
         self.local = local
-        self._parts = step_parts(local.parts)
+        self._parts = _in_steps(local.parts)
         self._views = tuple(part for part in self._parts if overrides(part, "view"))
         self.lr.fill_(local.lr)
         self.count.zero_()

@@ -24,7 +24,6 @@ from .pipeline import Finished, Notes, close_clients, open_clients
 from .replica import EVALUATION_BATCH, Replica
 from .sparse import SparseTraining
 from .step import MaskedStep
-from .trust import all_finite
 from .work import Schedule
 
 NOT_FINITE = "its weights or its loss are not finite after training"
@@ -97,7 +96,7 @@ class Trainer:
         if opened is not None:
             mask, finished = self._close(schedule, mask, opened)
             [extra], [kept] = finished.extras, finished.notes
-        if not math.isfinite(loss) or not all_finite(self.vector):
+        if not math.isfinite(loss) or not _all_finite(self.vector):
             raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         update = Update.of(client, len(data), weights, mask.counts, {"loss": loss})
@@ -263,6 +262,11 @@ def starting_mask(order: Order, device: torch.device) -> Mask:
     if (recipe := order.local.start) is not None:
         return recipe_mask(order.weights.layout, recipe, device)
     return order.weights.mask
+
+
+def _all_finite(values: Tensor) -> bool:
+    """Found without a copy of the values."""
+    return not values.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(values))
 
 
 def _view(flat: Tensor, layer: Layer) -> Tensor:

@@ -6,8 +6,6 @@ know what was asked for. How far an update may move the model is another matter:
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -89,8 +87,3 @@ def _check_variances(update: Message) -> None:
 
 def _within(values: Tensor, most: float) -> bool:
     return not values.numel() or all(abs(float(x)) <= most for x in torch.aminmax(values))
-
-
-def all_finite(values: Tensor) -> bool:
-    """Whether all values are finite, found without a copy of them."""
-    return not values.numel() or all(math.isfinite(float(x)) for x in torch.aminmax(values))

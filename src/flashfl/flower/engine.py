@@ -19,16 +19,15 @@ from ..core.mask import Weights
 from ..core.record import Score
 from ..core.state import State
 from ..data.task import Task, accuracy
-from ..engine.encoding import Server
+from ..engine.encoding import Encoding
 from ..engine.memory import ClientMemory
 from ..engine.robust import Robust
 from ..engine.sparse import choose
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
 from ..run.config import TrainConfig
-from .records import printable
 from .registry import Registry
-from .round import ClientEvaluation, Exchange, Post, Round
+from .round import ClientEvaluation, Exchange, Post
 
 if TYPE_CHECKING:
     from ..engine.vault import Vault
@@ -47,7 +46,7 @@ class FlowerEngine:
         """`train` says how values travel and how updates are clipped and trimmed; `folder` is for masks."""
         self.task, self.registry, self.grid, self.options = task, registry, registry.grid, registry.options
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
-        self.server = Server(self.memory, train.down, Robust.of(train))
+        self.down, self.robust = train.down, Robust.of(train)
         self.vault = None
         if train.private:
             from ..engine.vault import open_vault  # only here, as it needs an extra
@@ -67,36 +66,38 @@ class FlowerEngine:
         began, self._tag = time.perf_counter(), s.tag
         if self.vault is not None:
             return self._train_privately(self.vault, s, list(orders))
-        this = Round(self.server, self.registry)
-        self._push(this.post(client, order) for client, order in orders)
+        account = Encoding(self.memory, self.down, self.robust)
+        this = Exchange(account, self.registry)
+        self._push(this.post(client, order, account.sent(client, order)) for client, order in orders)
         sent = time.perf_counter()
         silent = self._wait(this)
         waited = time.perf_counter()
-        outcome = this.close()
-        self.registry.attendance.round_over(silent)
-        self.registry.doubt(outcome.failures)
-        self.registry.stale = True
+        outcome = account.close()
+        for client, what in sorted(account.cohort.notes.items()) if account.cohort else ():
+            log.warning("client %d: %s", client, what)
         seconds = {"send": sent - began, "wait": waited - sent, "check": time.perf_counter() - waited}
-        return Outcome(outcome.sums, outcome.traffic, outcome.failures, seconds)
+        return replace(self._over(this, outcome, silent), seconds=seconds)
 
     def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
         """Every step of a private round. A client that is silent in one is not waited for in the next."""
         from ..engine.private import PrivateRound
-        from .private import PrivateStep
+        from ..privacy.messages import MASKED
 
-        account, silent = PrivateRound(vault, self.server, s, orders), list[int]()
+        account, silent = PrivateRound(vault, self.memory, self.down, s, orders), list[int]()
         while True:
-            this = PrivateStep(account, self.registry)
-            self._push(this.post(*this.ask(client, request)) for client, request in account.requests())
+            kind = "train" if account.step == MASKED else "query"
+            this = Exchange(account, self.registry, kind, "private", "answer")
+            self._push(this.post(*account.orders[client], request) for client, request in account.requests())
             silent += self._wait(this)
             if not account.advance():
-                break
-        this.dropped()
-        outcome = account.close()
+                return self._over(this, account.close(), silent)
+
+    def _over(self, this: Exchange, outcome: Outcome, silent: list[int]) -> Outcome:
+        """A round has ended, and these clients gave no reply in it."""
         self.registry.attendance.round_over(silent)
         self.registry.doubt(outcome.failures)
         self.registry.stale = True
-        return replace(outcome, failures={c: printable(why) for c, why in outcome.failures.items()})
+        return replace(outcome, failures=this.dropped())
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over the server's test samples, or over those that clients hold back."""
@@ -110,10 +111,12 @@ class FlowerEngine:
         order = Order(weights, Local(statistics=statistics), 0, self._tag)
         share = self.task.metric is accuracy and self.task.metric_known
         present = self.registry.present()  # before anything else: it may find other clients than the last look
-        this = ClientEvaluation(self.server, self.registry, share)
-        self._push(this.post(client, order) for client in present if this.entries[client.id].held)
+        account = Encoding(self.memory, self.down, self.robust)
+        this = ClientEvaluation(account, self.registry, share)
+        asked = (client for client in present if this.entries[client.id].held)
+        self._push(this.post(client, order, account.sent(client, order)) for client in asked)
         self.registry.attendance.missed(self._wait(this))
-        self.registry.doubt(this.failures)
+        self.registry.doubt(account.failures)
         return this.close()
 
     def _push(self, messages: Iterable[Message]) -> None:

@@ -1,4 +1,4 @@
-"""Private rounds on Flower: the messages of each step, and the node's half with its identity key.
+"""Private rounds on Flower: the node's half, with its identity key.
 
 A node that takes part in secure rounds has two settings. `identity`: the file of its private key. `identities`: the
 file with every client's public key, which must not come from the server. `python -m flashfl.flower.private` makes both.
@@ -11,55 +11,18 @@ import json
 import os
 from pathlib import Path
 
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import ConfigRecord, Context
 
 from ..core.errors import ConfigError, FlashError
-from ..core.exchange import Client, Order
 from ..core.parts import build
 from ..data.sources import Source
 from ..engine.client import ClientSide, Reply
 from ..engine.memory import Rounds
 from ..engine.party import PrivateSide
-from ..engine.private import PrivateRound
 from ..privacy.keys import Directory, Identity
-from ..privacy.messages import MASKED
 from ..privacy.policy import Policy
-from . import records
-from .registry import Registry
-from .round import Exchange, Post
 
 _STATE = "flashfl.private"  # the name of our record in a context's state
-
-
-class PrivateStep(Exchange):
-    """One step of a private round: a request to each client, and its answer."""
-
-    name, content = "round", "private"
-
-    def __init__(self, account: PrivateRound, registry: Registry) -> None:
-        super().__init__(account.server, registry)
-        self.account = account
-        self.failures = account.failures
-        self.kind = "train" if account.step == MASKED else "query"  # type: ignore[misc]  # each has its own pace
-        self._request = b""
-
-    def ask(self, client: int, request: bytes) -> tuple[Client, Order]:
-        """Prepare the next post: its client and order."""
-        self._request = request
-        return self.account.orders[client]
-
-    def encode(self, client: Client, order: Order) -> bytes:
-        return self._request
-
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
-        kind, data = records.read_blob(content, "answer", "lack", limit=self.account.largest())
-        if kind == "lack":
-            return self.account.lacking(post.client.id, data)
-        self.account.received(post.client.id, data)
-        return None
-
-    def fail(self, client: int, why: str) -> None:
-        self.account.failed(client, why)
 
 
 class ContextDrawer:

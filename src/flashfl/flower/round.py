@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 from flwr.app import Message, Metadata, RecordDict
 
 from ..core.errors import FlashError, RunStopped
-from ..core.exchange import Client, Evaluation, Order, Outcome, Traffic
-from ..engine.encoding import Server
+from ..core.exchange import Client, Evaluation, Order
+from ..engine.encoding import Encoding
 from ..engine.robust import most_samples
 from ..engine.trust import LARGEST_METRIC
-from ..wire import encode
 from . import records
 from .registry import Registry
+
+if TYPE_CHECKING:
+    from ..engine.private import PrivateRound
 
 log = logging.getLogger("flwr.flashfl")
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
@@ -36,50 +37,37 @@ class Post:
     done: bool = False
 
 
-class Exchange(ABC):
-    """Sends messages to clients and takes their replies. The first good reply of each client counts.
+class Exchange:
+    """Sends messages to clients and hands their replies to the account of a round. Each client's first good one counts.
 
     Each reply is compared to the message it answers. Any other reply is dropped, and the reason is logged.
     """
 
-    kind: ClassVar[str]  # of its messages
-    name: ClassVar[str]  # in the log
-    content: ClassVar[str] = "order"  # the name of what its messages carry
+    name: ClassVar[str] = "round"  # in the log
 
-    def __init__(self, server: Server, registry: Registry) -> None:
-        self.server, self.timeout = server, registry.options.timeout
+    def __init__(
+        self,
+        account: Encoding | PrivateRound,
+        registry: Registry,
+        kind: str = "train",
+        sends: str = "order",
+        takes: str = "update",
+    ) -> None:
+        """kind: of its messages. sends, takes: the names of what they carry, and of what replies carry."""
+        self.account, self.kind, self.sends, self.takes = account, kind, sends, takes
+        self.timeout = registry.options.timeout
         self.entries = registry.entries  # as of now: the registry replaces them when it looks again
         self.posts: list[Post] = []
-        self.failures: dict[int, str] = {}  # client -> why it was dropped
 
-    @abstractmethod
-    def encode(self, client: Client, order: Order) -> bytes:
-        """An order as it is sent to its client."""
-
-    @abstractmethod
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
-        """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
-
-    def fail(self, client: int, why: str) -> None:
-        """Drop a client, for a reason that may quote it."""
-        self.failures[client] = why
-
-    def dropped(self) -> dict[int, str]:
-        """Why clients were dropped, in words that are safe to print and store. The log is told too."""
-        reasons = {client: records.printable(why) for client, why in sorted(self.failures.items())}
-        for client, why in reasons.items():
-            log.warning("client %d is dropped from this %s: %s", client, self.name, why)
-        return reasons
-
-    def post(self, client: Client, order: Order) -> Message:
-        """The message that carries an order to its client."""
-        message = self._message(client, order, self.encode(client, order))
+    def post(self, client: Client, order: Order, data: bytes) -> Message:
+        """The message that carries the bytes of an order to its client."""
+        message = self._message(client, order, data)
         self.posts.append(Post(client, order, message.metadata))
         return message
 
     def _message(self, client: Client, order: Order, data: bytes) -> Message:
-        content, group = records.blob(self.content, data), ".".join(map(str, order.tag))
-        if self.server.memory.sparse:
+        content, group = records.blob(self.sends, data), ".".join(map(str, order.tag))
+        if self.account.memory.sparse:
             content.update(records.fields("compute", {"sparse": 1}))
         return Message(content, self.entries[client.id].node, self.kind, ttl=self.timeout, group_id=group)
 
@@ -91,7 +79,7 @@ class Exchange(ABC):
     @property
     def reply_times(self) -> list[float]:
         """Seconds that each good reply took."""
-        return [p.seconds for p in self.posts if p.seconds is not None and p.client.id not in self.failures]
+        return [p.seconds for p in self.posts if p.seconds is not None and p.client.id not in self.account.failures]
 
     def take(self, reply: Message) -> Message | None:
         """Deal with a reply; the message that must follow it, if the client lacks a mask."""
@@ -122,9 +110,18 @@ class Exchange(ABC):
         post.done, post.seconds = True, time.monotonic() - post.sent
         return None
 
+    def read(self, post: Post, content: RecordDict) -> bytes | None:
+        """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
+        client, account = post.client.id, self.account
+        kind, data = records.read_blob(content, self.takes, "lack", limit=account.largest_update(client) + SLACK)
+        if kind == "lack":
+            return account.lacking(client, data)
+        account.received(client, data)
+        return None
+
     def _drop(self, post: Post, why: str) -> None:
         post.done = True
-        self.fail(post.client.id, why)
+        self.account.failed(post.client.id, why)
 
     def stop_waiting(self) -> None:
         """Drop the clients that have not replied."""
@@ -132,60 +129,30 @@ class Exchange(ABC):
             if not post.done:
                 self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
 
-
-class Round(Exchange):
-    """One round of training."""
-
-    kind, name = "train", "round"
-
-    def __init__(self, server: Server, registry: Registry) -> None:
-        super().__init__(server, registry)
-        self.account = server.open()
-        self.failures = self.account.failures
-
-    def encode(self, client: Client, order: Order) -> bytes:
-        return self.account.sent(client, order)
-
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
-        client = post.client.id
-        kind, data = records.read_blob(content, "update", "lack", limit=self.account.largest_update(client) + SLACK)
-        if kind == "lack":
-            return self.account.lacking(client, data)
-        self.account.received(client, data)
-        return None
-
-    def fail(self, client: int, why: str) -> None:
-        self.account.failed(client, why)
-
-    def close(self) -> Outcome:
-        """What the good updates add up to."""
-        outcome = self.account.close()
-        for client, what in sorted(self.account.cohort.notes.items()) if self.account.cohort else ():
-            log.warning("client %d: %s", client, what)
-        return replace(outcome, failures=self.dropped())
+    def dropped(self) -> dict[int, str]:
+        """Why clients were dropped, in words that are safe to print and store. The log is told too."""
+        reasons = {client: records.printable(why) for client, why in sorted(self.account.failures.items())}
+        for client, why in reasons.items():
+            log.warning("client %d is dropped from this %s: %s", client, self.name, why)
+        return reasons
 
 
 class ClientEvaluation(Exchange):
     """Sends a model to the clients that hold samples back, and adds up what they find."""
 
-    kind, name = "evaluate", "evaluation"
+    name = "evaluation"
+    account: Encoding
 
-    def __init__(self, server: Server, registry: Registry, share: bool) -> None:
+    def __init__(self, account: Encoding, registry: Registry, share: bool) -> None:
         """`share`: the metric is a share of samples, so it is at most 1."""
-        super().__init__(server, registry)
-        self.share, self.traffic = share, Traffic()
+        super().__init__(account, registry, "evaluate")
+        self.share = share
         self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
-
-    def encode(self, client: Client, order: Order, full: bool = False) -> bytes:
-        message = self.server.message(client, order)
-        # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
-        encoded = encode(message, (), self.server.values) if full else self.server.encode(message)
-        self.traffic += encoded.parts.traffic("order")
-        return encoded.data
 
     def read(self, post: Post, content: RecordDict) -> bytes | None:
         if "lack" in content and not post.reminded:
-            return self.encode(post.client, post.order, full=True)
+            # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
+            return self.account.in_full(post.client.id)
         found, held = records.read_fields(content, "evaluated"), self.entries[post.client.id].held
         try:
             n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
@@ -204,7 +171,7 @@ class ClientEvaluation(Exchange):
         """The mean over all samples of the clients that replied. Samples are bounded as in training."""
         self.dropped()
         found = [self._found[c] for c in sorted(self._found)]
-        if self.server.robust.bounded and found:
+        if self.account.robust.bounded and found:
             most = most_samples([n for n, _, _ in found])
             found = [
                 (min(n, most), loss * min(1.0, most / n), metric * min(1.0, most / n)) for n, loss, metric in found
@@ -215,4 +182,4 @@ class ClientEvaluation(Exchange):
                 "no client could evaluate the model. The state before this round is kept: resume the run when clients "
                 "with held-back samples are present."
             )
-        return Evaluation(sum(f[1] for f in found) / total, sum(f[2] for f in found) / total, self.traffic.down)
+        return Evaluation(sum(f[1] for f in found) / total, sum(f[2] for f in found) / total, self.account.traffic.down)

@@ -73,11 +73,6 @@ class Keeper:
             for name in ("model.safetensors", "model.masks.safetensors"):
                 self.folder.with_name(name).unlink(missing_ok=True)
 
-    def snapshot(self) -> None:
-        """The state and what the engine remembers belong together now, whatever happens in the next round."""
-        if self.folder is not None:
-            self.engine.memory.snapshot()
-
     def due(self) -> bool:
         """Whether a checkpoint is due: after so many rounds, or seconds. Then it takes at most 2 % of the time."""
         every, waited = self.run.train.checkpoint_every, time.monotonic() - self._kept

@@ -19,8 +19,7 @@ from ..core.method import Method
 from ..core.parts import build
 from ..core.precision import Form, Precision, Rest, Rounding
 from ..core.rng import fold
-from ..core.server import ServerStep
-from ..core.state import Plan
+from ..core.state import Plan, ServerStep
 from ..data.task import Task
 from ..data.tasks import TaskConfig
 from ..measure.flops import weight_flops

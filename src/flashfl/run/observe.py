@@ -12,9 +12,9 @@ import torch
 
 from ..core.client import reports_another_mask
 from ..core.errors import warn
-from ..core.exchange import Outcome, Traffic
+from ..core.exchange import Client, Local, Traffic
 from ..core.layout import Layout
-from ..core.loop import Sent
+from ..core.loop import Trip
 from ..core.mask import Mask
 from ..core.method import Method
 from ..core.record import PaperBytes, RoundRecord
@@ -49,37 +49,6 @@ class Observer:
         self._costs: Mapping[str, Cost] | None = None
         self._before = state
         self._kept: tuple[Mask | None, str] = (None, "")
-        self._clear()
-
-    def _clear(self) -> None:
-        self._flops = self._seconds = 0.0
-        self._up = self._down = self._dense = 0.0
-        self._cohort: tuple[float, ...] = ()
-
-    def observe(self, sent: Sequence[Sent], outcome: Outcome) -> None:
-        """One call of the engine is over: add its FLOPs, and its bytes by the paper's formula."""
-        began = time.perf_counter()
-        sums, replied = outcome.sums, outcome.sums.clients
-        known = bool(replied and any(sums.counts))  # orders that ask for statistics report no counts
-        alike = len({mask.active for _, _, mask in sent}) == 1
-        for client, local, mask in sent:
-            # By layer only the cohort's mean is known. It fits no client if their models differ in size.
-            up = [c / replied for c in sums.counts] if known and alike else list(mask.counts)
-            bytes_down, bytes_up = paper_bytes(self.layout, local, up if local.personal else mask.counts, up)
-            self._down += bytes_down
-            self._dense += dense_bytes(self.layout)
-            if client.id in outcome.failures:
-                continue
-            self._up += bytes_up
-            self._dense += dense_bytes(self.layout)
-            trained = mask.counts if reports_another_mask(local.parts) else up
-            densities: Sequence[float] = [c / k for c, k in zip(trained, self.layout.sizes, strict=True)]
-            for part in local.parts:
-                densities = part.computes(densities)
-            self._flops += order_flops(self.layout, self.costs, local, client.n, densities)
-        if known:
-            self._cohort = tuple(round(d, 6) for d in sums.layer_densities)
-        self._seconds += time.perf_counter() - began
 
     @property
     def costs(self) -> Mapping[str, Cost]:
@@ -93,12 +62,13 @@ class Observer:
                 self._costs = {}
         return self._costs
 
-    def complete(self, record: RoundRecord, state: State, total: Traffic) -> RoundRecord:
-        """The record with everything that can be said about the state after its round."""
+    def complete(self, record: RoundRecord, state: State, total: Traffic, trips: Sequence[Trip] = ()) -> RoundRecord:
+        """The record with everything that can be said about the state after its round, and about its trips."""
         began = time.perf_counter()
         before, self._before = self._before, state
         densities = tuple(round(d, 6) for d in state.mask.layer_densities)
         moved, by_layer = _mismatch(before, state)
+        cohort, flops, counted = self._work(trips)
         record = replace(
             record,
             total=total,
@@ -106,19 +76,47 @@ class Observer:
             layer_densities=densities,
             mismatch=moved,
             layer_mismatch=by_layer,
-            cohort_densities=self._cohort if not record.counts or self._cohort != densities else (),
-            flops=float(f"{self._flops:.6g}"),
-            paper_bytes=PaperBytes(round(self._up), round(self._down), round(self._dense)),
+            cohort_densities=cohort if not record.counts or cohort != densities else (),
+            flops=flops,
+            paper_bytes=counted,
             snapshot=self._snapshot(state),
         )
-        seconds = {**record.seconds, "record": self._seconds + time.perf_counter() - began}
-        self._clear()
+        seconds = {**record.seconds, "record": time.perf_counter() - began}
         return replace(record, seconds={name: round(spent, 4) for name, spent in seconds.items()})
+
+    def _work(self, trips: Sequence[Trip]) -> tuple[tuple[float, ...], float, PaperBytes]:
+        """The clients' mean layer densities, their FLOPs, and their bytes by the paper's formula."""
+        cohort: tuple[float, ...] = ()
+        flops = up = down = dense = 0.0
+        for sent, outcome in trips:
+            sums, replied = outcome.sums, outcome.sums.clients
+            known = bool(replied and any(sums.counts))  # orders that ask for statistics report no counts
+            alike = len({mask.active for _, _, mask in sent}) == 1
+            for client, local, mask in sent:
+                # By layer only the cohort's mean is known. It fits no client if their models differ in size.
+                mean = [c / replied for c in sums.counts] if known and alike else list(mask.counts)
+                here, there = paper_bytes(self.layout, local, mean if local.personal else mask.counts, mean)
+                down, dense = down + here, dense + dense_bytes(self.layout)
+                if client.id not in outcome.failures:
+                    up, dense = up + there, dense + dense_bytes(self.layout)
+                    trained = mask.counts if reports_another_mask(local.parts) else mean
+                    flops += self._flops(client, local, trained)
+            if known:
+                cohort = tuple(round(d, 6) for d in sums.layer_densities)
+        return cohort, float(f"{flops:.6g}"), PaperBytes(round(up), round(down), round(dense))
+
+    def _flops(self, client: Client, local: Local, counts: Sequence[float]) -> float:
+        densities: Sequence[float] = [c / k for c, k in zip(counts, self.layout.sizes, strict=True)]
+        for part in local.parts:
+            densities = part.computes(densities)
+        return order_flops(self.layout, self.costs, local, client.n, densities)
 
     def _snapshot(self, state: State) -> str:
         """Store the mask if it is time to; its hash. Dense models need none."""
-        due = state.counted and (state.counted % snapshot_every(state) == 0 or self.method.done(state))
-        if self._snapshots is None or not due or state.mask.active == self.layout.prunable_size:
+        if self._snapshots is None or not state.counted:
+            return ""
+        due = state.counted % snapshot_every(state) == 0 or self.method.done(state)
+        if not due or state.mask.active == self.layout.prunable_size:
             return ""
         if self._kept[0] is not state.mask:
             try:

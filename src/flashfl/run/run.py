@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from html import escape
 from pathlib import Path
 
@@ -105,10 +106,15 @@ class Run:
         """Bytes sent to clients that evaluated the model, beside all training."""
         return sum(record.evaluation_bytes for record in self.history)
 
-    def over_budget(self, more: Traffic) -> bool:
-        """Whether this much more traffic reaches the run's limit."""
-        total = self.traffic + more
-        return bool(self.why_over) or (bool(self.train.max_bytes) and total.up + total.down >= self.train.max_bytes)
+    @property
+    def bytes_left(self) -> float:
+        """Bytes until the run's limit; infinite without one."""
+        return self.train.max_bytes - self.traffic.total if self.train.max_bytes else math.inf
+
+    @property
+    def over_budget(self) -> bool:
+        """Whether the run may not go on: no bytes are left, or its privacy budget is spent."""
+        return bool(self.why_over) or self.bytes_left <= 0
 
     @property
     def privacy(self) -> Spent | None:

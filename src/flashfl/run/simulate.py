@@ -13,7 +13,6 @@ from typing import Any
 
 from ..core.engine import JSON, Engine, FixedPopulation, Population
 from ..core.errors import ConfigError, FlashError, warn
-from ..core.exchange import Traffic
 from ..core.loop import Tick, checked, run_rounds
 from ..core.method import Method
 from ..core.parts import build
@@ -156,17 +155,17 @@ def _loop(
     config = run.train
     assert run.state is not None
     observer = Observer(run.method, run.task, run.state, run.folder)
-    keeper.snapshot()
+    engine.memory.snapshot()
     rounds = run_rounds(
         run.method, run.state, clients, engine, config.eval_every, config.min_replies, config.retries,
-        run.over_budget, observer.observe, tick,
+        run.bytes_left, tick,
     )  # fmt: skip
-    for state, found in () if run.over_budget(Traffic()) else rounds:
+    for state, found, trips in () if run.over_budget else rounds:
         traffic = run.traffic + found.bytes
-        record = observer.complete(found, state, traffic)
+        record = observer.complete(found, state, traffic, trips)
         # From here on the round counts, in all its parts.
         run.state, run.traffic, run.rounds = state, traffic, run.rounds + 1
-        keeper.snapshot()
+        engine.memory.snapshot()  # the state and what the engine remembers belong together
         run.results.append(record)
         tracking.log(state.counted, record)
         watch(state, record)
@@ -228,7 +227,7 @@ def _resume(run: Run, keeper: Keeper, plan: Plan) -> State | None:
         return None
     state = keeper.load(plan)
     _note_extension(run, state)
-    if not (run.method.done(state) or run.over_budget(Traffic())):
+    if not (run.method.done(state) or run.over_budget):
         _note_code(run)
     if run.results.header:
         run.results.rewrite()

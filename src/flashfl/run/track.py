@@ -125,7 +125,7 @@ class Tracking:
 
     def log(self, step: int, record: RoundRecord) -> None:
         """Show one round."""
-        values = values_of(record, self._metric)
+        values = values_of(record, self._metric) if self._trackers else {}
         for name, (log, _) in list(self._trackers.items()):
             self._try(name, partial(log, step, values))
 

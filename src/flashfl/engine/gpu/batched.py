@@ -90,7 +90,7 @@ class Batched:
             limits = [min(work.n, b * batch) for work, (_, b) in zip(works, spans, strict=True)]
             self._span([a * batch for a, _ in spans], limits)
             for _ in range(max(b - a for a, b in spans)):
-                if not self.graphs.replay((batch, step_key(self.step.local))):
+                if not self.graphs.replay((batch, self.step.key)):
                     self._step(batch)
 
     def moved(self, rows: int) -> None:

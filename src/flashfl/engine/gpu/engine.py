@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...core.client import Clients, overrides
+from ...core.client import Clients
 from ...core.engine import JSON
-from ...core.errors import ConfigError, warn
+from ...core.errors import warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
@@ -23,6 +24,7 @@ from ...core.record import Score
 from ...core.state import State
 from ...data.sources import classes_of, on_device
 from ...data.task import Task
+from ...sparsity import move
 from ...wire import round_values, segments, value_key
 from ...wire.values import Carries
 from ..counting import Counting, chunks, stacked
@@ -35,17 +37,13 @@ from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed, starting_mask
 from ..work import Work
-from .batchable import no_mixing_layers, why_not_batched
-from .batched import Batched, convolutions
-from .crew import Crew, faster, run_steps
+from .batched import Batched
+from .crew import Crew, choose_crew, make_stack, why_one_by_one
 from .evaluate import Evaluator
-from .lanes import Lanes
 from .stack import Stack
 
 if TYPE_CHECKING:
     from ..vault import Vault
-
-_SMALL = 4_000_000  # weights; in larger models a step is long enough that lanes never wait for launches
 
 
 class GPUEngine:
@@ -63,7 +61,7 @@ class GPUEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
-        self.vault = _vault(task, config, folder)
+        self.robust, self.vault = Robust.of(config), _vault(task, config, folder)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -92,7 +90,7 @@ class GPUEngine:
         return {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.down, Robust.of(self.config))
+        account = Counting(self.memory, self.config.down, self.robust)
         if self.vault is not None:
             from ..private_counting import PrivateCounting
 
@@ -104,8 +102,11 @@ class GPUEngine:
             if local.report == "statistics":
                 self._gather(works, account)
             else:
-                for chunk in chunks(works, self._rows(s)):
-                    self._train(chunk, account)
+                if self.stack is None:
+                    shared = (self.task, self.train_data, self.trainer.module, self.config, self.device)
+                    self.stack = make_stack(*shared, s.plan.per_round, self.capacity, self.half)
+                for chunk in chunks(works, len(self.stack)):
+                    self._train(chunk, self.stack, account)
         return account.close()
 
     def _works(self, s: State, orders: Iterable[tuple[Client, Order]], account: Counting) -> Iterator[Work]:
@@ -127,62 +128,23 @@ class GPUEngine:
             mask = own or starting_mask(order, self.device)
             yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, sent)
 
-    def _rows(self, s: State) -> int:
-        """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
-        if self.stack is not None:
-            return len(self.stack)
-        small = self.layout.size < _SMALL and no_mixing_layers(self.trainer.module)
-        wanted = self.config.lanes or min(64 if small and self.config.crew != "lanes" else 16, s.plan.per_round)
-        if self.cuda and not self.config.lanes and not self.config.deterministic:
-            free = torch.cuda.mem_get_info(self.device)[0]
-            sample = sum(x[0].nbytes for x in self.train_data[0].fetch(torch.zeros(1, dtype=torch.int64))[0])
-            each = 40 * self.layout.size + self.capacity * sample + (1 << 28)
-            wanted = max(1, min(wanted, int(free * 0.5 / each)))
-        self.stack = Stack(self.layout, wanted, self.device, channels_last=self.cuda, half=self.half)
-        return wanted
-
-    def _chosen_crew(self, stack: Stack, works: Sequence[Work], opened: Clients | None) -> Crew:
-        """Lanes or batched: as the setting says, else whichever is faster for these clients."""
-        whole = [type(part).__name__ for part in works[0].local.parts if overrides(part, "inputs")]
-        if self.crew is not None and not (
-            whole and isinstance(self.crew, Batched)
-        ):  # a later phase may have other parts
-            return self.crew
-        asked, module = self.config.crew, self.trainer.module
-        # Small models may be faster batched. The clock decides, which is not deterministic.
-        small = self.cuda and self.layout.size < _SMALL and not self.config.deterministic
-        why_not = "lanes are at least as fast"
-        if asked == "batched" or (asked == "auto" and small):
-            why_not = f"the part {whole[0]} ranks the inputs of a whole batch" if whole else ""
-            why_not = why_not or why_not_batched(self.task, module, self.train_data, self.capacity, self.device)
-        if asked == "batched" and why_not:
-            raise ConfigError(f"crew = 'batched': {why_not}. Use crew = 'lanes' or 'auto'.")
-        shared = (self.task, stack, self.train_data, self.capacity)
-        crews: list[Crew] = []
-        if not why_not:
-            crews.append(Batched(*shared))
-            if self.cuda and convolutions(module):
-                crews.append(Batched(*shared, products=True))
-        if asked != "batched":
-            crews.append(Lanes(*shared, self.config.compile))
-        self.crew = crews[0] if len(crews) == 1 else faster(crews, works, opened)
-        return self.crew
-
-    def _train(self, works: list[Work], account: Counting) -> None:
+    def _train(self, works: list[Work], stack: Stack, account: Counting) -> None:
         """Train a few clients side by side and add up their updates."""
-        assert self.stack is not None
-        stack, rows, local = self.stack, len(works), works[0].local
+        rows, local = len(works), works[0].local
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
         opened = None
         if local.parts:
             opened = self._open(stack, works, starts, masks)
             starts, masks = opened.vectors, opened.masks
-        crew = self._chosen_crew(stack, works, opened)
+        if self.crew is None or (isinstance(self.crew, Batched) and why_one_by_one(works[0])):  # in a later phase
+            shared = (self.task, self.train_data, self.trainer.module, self.config)
+            self.crew = choose_crew(*shared, stack, self.capacity, works, opened)
+        crew = self.crew
         crew.prepare(works, opened)
         stack.load(starts, masks, rows)
         crew.begin(works, opened)
-        run_steps(crew, stack, works)
+        self._run_steps(crew, stack, works)
         values = stack.read(rows)
         if not local.statistics:
             values[:, self.layout.trained_size :] = starts[:, self.layout.trained_size :]
@@ -201,6 +163,40 @@ class GPUEngine:
             for row, work in enumerate(works):
                 values[row] = self._decoded(work, values[row], how)
         account.received(works, values, crew.losses(rows))
+
+    def _run_steps(self, crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
+        """All steps of all clients, with a stop wherever masks move."""
+        moves = [list(work.moves.items()) for work in works]
+        done = [0] * len(works)
+        for j in range(max(map(len, moves))):
+            steps = [own[j][0] if j < len(own) else at for own, at in zip(moves, done, strict=True)]
+            crew.advance(works, done, steps)
+            by_rate: dict[Fraction, list[int]] = {}
+            for row, own in enumerate(moves):
+                if j < len(own):
+                    by_rate.setdefault(own[j][1], []).append(row)
+            for rate, rows in by_rate.items():
+                self._move(crew, stack, works, rows, rate, steps)
+            done = steps
+        crew.advance(works, done, [work.steps for work in works])
+
+    def _move(
+        self, crew: Crew, stack: Stack, works: Sequence[Work], rows: Sequence[int], rate: Fraction, steps: Sequence[int]
+    ) -> None:
+        """Move the masks of some rows at once."""
+        rule, every = works[0].local.adapt, len(works)
+        assert rule is not None  # else there are no moves
+        values, masks = stack.read(every), stack.logical(stack.masks[:every])
+        scores = stack.logical(crew.scores(every)) if rule.dense_gradient else None
+        keys, counts = [works[row].move_key(steps[row]) for row in rows], [works[row].counts for row in rows]
+        some = slice(None) if len(rows) == every else torch.tensor(rows).to(stack.device, non_blocking=True)
+        vectors, bits = values[some], masks[some]
+        found = move(rule, stack.layout, vectors, bits, None if scores is None else scores[some], rate, keys, counts)
+        values[some], masks[some] = vectors, bits
+        stack.load(values, masks, every)
+        crew.moved(every)
+        for row, new in zip(rows, found, strict=True):
+            works[row].counts = new
 
     def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
         """A trained model as the server will decode it."""

@@ -99,7 +99,7 @@ class Lane:
     def run(self, batch: int) -> None:
         """Enqueue one step on this lane's stream."""
         with torch.cuda.stream(self.stream):
-            if not self.graphs.replay((batch, step_key(self.step.local))):
+            if not self.graphs.replay((batch, self.step.key)):
                 with self._own_randomness():
                     self._step(batch)
 
@@ -112,7 +112,7 @@ class Lane:
             self.replica.check_buffers()
 
         with self._own_randomness():
-            self.graphs.capture((batch, step_key(self.step.local)), lambda: self._step(batch), tries, self.stream)
+            self.graphs.capture((batch, self.step.key), lambda: self._step(batch), tries, self.stream)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
