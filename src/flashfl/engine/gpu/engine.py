@@ -18,12 +18,10 @@ from ...core.errors import ConfigError, warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
-from ...core.precision import Precision
 from ...core.record import Score
 from ...core.state import State
 from ...data.sources import on_device
 from ...data.task import Task
-from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
 from ..cpu import drops
 from ..memory import ClientMemory
@@ -39,6 +37,7 @@ from .batched import Batched, convolutions
 from .crew import Crew, faster, run_steps
 from .evaluate import Evaluator
 from .lanes import Lanes
+from .rounded import decode, receive
 from .stack import Stack
 
 if TYPE_CHECKING:
@@ -121,10 +120,9 @@ class GPUEngine:
             except ClientFailed as error:
                 account.failed(client.id, str(error))
                 continue
-            sent, order = order.weights, self._received(client, order)
             own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
             mask = own or starting_mask(order, self.device)
-            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, sent)
+            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, order.weights)
 
     def _rows(self, s: State) -> int:
         """Clients at a time: as many as asked for, else those of a round, fewer if memory is short."""
@@ -169,6 +167,7 @@ class GPUEngine:
         """Train a few clients side by side and add up their updates."""
         assert self.stack is not None
         stack, rows, local = self.stack, len(works), works[0].local
+        receive(works, self.config.down)
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
         opened = None
@@ -193,22 +192,8 @@ class GPUEngine:
             values = self._close(works, opened, values)
         how = local.sends(self.config.down)
         if not how.exact and local.report == "weights":
-            for row, work in enumerate(works):
-                values[row] = self._decoded(work, values[row], how)
+            values = decode(works, values, how)
         account.received(works, values, crew.losses(rows))
-
-    def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
-        """A trained model as the server will decode it."""
-        key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
-        if not how.changes:
-            return self._rounded(Weights(work.mask, vector), key, work.local.statistics, how).vector
-        change, head = vector.clone(), slice(0, self.layout.prunable_size)
-        change[:trained] -= work.order.weights.vector[:trained]
-        change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
-        found = self._rounded(Weights(work.mask, change), key, work.local.statistics, how).vector
-        found[:trained] += work.sent.vector[:trained]
-        found[head].masked_fill_(~work.mask.bits, 0.0)
-        return found
 
     def _open(self, stack: Stack, works: Sequence[Work], starts: Tensor, masks: Tensor) -> Clients:
         """Run the parts of some clients before training. What they carry through the steps lies as in the stack."""
@@ -240,24 +225,10 @@ class GPUEngine:
             work.extra, work.notes = finished.extras[row], finished.notes[row]
         return opened.vectors
 
-    def _received(self, client: Client, order: Order) -> Order:
-        """The order as it arrives: with its values rounded if they travel in fewer bits."""
-        if self.config.down.exact:
-            return order
-        key = value_key(order.key, "order", order.tag, client.id)
-        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics, self.config.down))
-
-    def _rounded(self, weights: Weights, key: int, statistics: bool, how: Precision) -> Weights:
-        """A model as the other side will decode it."""
-        packed, counts = weights.packed(), weights.mask.counts
-        tail = 0 if statistics else self.layout.size - self.layout.trained_size
-        travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
-        parts = segments(self.layout, counts, "all" if statistics else "weights", how.values)
-        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, how, key), stays]))
-
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
         for work in works:
+            receive([work], self.config.down)
             client = work.client.id
             try:
                 update = self.trainer.train(work.order, client, self.train_data[client], work.mask)
