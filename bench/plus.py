@@ -37,6 +37,7 @@ from flashfl.data.dataset import DataSet
 from flashfl.data.sources import Arrays
 from flashfl.data.task import Task
 from flashfl.data.tasks import build_task, load_data
+from flashfl.paper.results import commit
 from flashfl.run.budget import within_budget
 from flashfl.run.config import RunConfig, make_config
 
@@ -139,6 +140,7 @@ def summary(run: fl.Run) -> dict[str, Any]:
         "mb_up": run.bytes_up / orders / 1e6,
         "last": {name: round(100 * curve[-1], 2) for name, curve in curves.items()},
         "tail": {name: round(100 * statistics.fmean(curve[-TAIL:]), 2) for name, curve in curves.items()},
+        "mean": {name: round(100 * statistics.fmean(curve[-10:]), 2) for name, curve in curves.items()},
         "spread": {name: round(100 * statistics.pstdev(curve[-10:]), 2) for name, curve in curves.items()},
         "loss": round(run.history[-1].loss, 4),
         "seconds": round(run.seconds, 1),
@@ -150,7 +152,8 @@ def summary(run: fl.Run) -> dict[str, Any]:
 def carry_out(name: str, seed: int, settings: dict[str, str], args: argparse.Namespace) -> None:
     """One run, in a process of its own."""
     config = config_of(settings, args, seed)
-    task, folder = task_of(config, args.test), args.out / f"{name}-seed{seed}"
+    task, images = task_of(config, args.test), "test" if args.test else "held"
+    folder = args.out / "-".join([name, images, f"alpha{args.alpha:g}", *args.set, f"seed{seed}"])
     method, train = config.method, config.train
     if train.budget:
         method, train, said = within_budget(method, task, train)
@@ -161,12 +164,13 @@ def carry_out(name: str, seed: int, settings: dict[str, str], args: argparse.Nam
             shown = ", ".join(f"{view} {100 * score.metric:.2f}" for view, score in record.metrics.items())
             print(f"{name} seed {seed}: round {state.counted}/{train.rounds}: {shown}", flush=True)
 
-    resume = (folder / "checkpoints").exists()
+    resume = any((folder / "checkpoints").glob("*"))
     run = fl.simulate(method, task, train=train, folder=folder, resume=resume, overwrite=not resume, watch=watch)
     if run.stopped:
         sys.exit(3)
     line = {"name": name, "seed": seed, "test": args.test, "alpha": args.alpha, "rounds": train.rounds,
-            "settings": settings, "set": args.set, **summary(run), "checksum": run.checksum}  # fmt: skip
+            "settings": settings, "set": args.set, **summary(run), "checksum": run.checksum,
+            "commit": commit()}  # fmt: skip
     with (args.out / "plus.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     for piece in (folder / "checkpoints").glob("*"):

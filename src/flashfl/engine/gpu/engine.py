@@ -19,14 +19,11 @@ from ...core.errors import warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
-from ...core.precision import Precision
 from ...core.record import Score
 from ...core.state import State
 from ...data.sources import classes_of, on_device
 from ...data.task import Task
 from ...sparsity import move
-from ...wire import round_values, segments, value_key
-from ...wire.values import Carries
 from ..counting import Counting, chunks, stacked
 from ..cpu import drops
 from ..memory import ClientMemory
@@ -40,6 +37,7 @@ from ..work import Work
 from .batched import Batched
 from .crew import Crew, choose_crew, make_stack, why_one_by_one
 from .evaluate import Evaluator
+from .rounded import decode, receive
 from .stack import Stack
 
 if TYPE_CHECKING:
@@ -123,14 +121,14 @@ class GPUEngine:
             except ClientFailed as error:
                 account.failed(client.id, str(error))
                 continue
-            sent, order = order.weights, self._received(client, order)
             own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
             mask = own or starting_mask(order, self.device)
-            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, sent)
+            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, order.weights)
 
     def _train(self, works: list[Work], stack: Stack, account: Counting) -> None:
         """Train a few clients side by side and add up their updates."""
         rows, local = len(works), works[0].local
+        receive(works, self.config.down)
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
         opened = None
@@ -160,8 +158,7 @@ class GPUEngine:
         if local.report == "mask":  # as the server decodes it: the values of active weights did not travel
             values[:, : self.layout.prunable_size] = 0.0
         if not how.exact and local.report in ("weights", "mask"):
-            for row, work in enumerate(works):
-                values[row] = self._decoded(work, values[row], how)
+            values = decode(works, values, how)
         account.received(works, values, crew.losses(rows))
 
     def _run_steps(self, crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
@@ -198,21 +195,6 @@ class GPUEngine:
         for row, new in zip(rows, found, strict=True):
             works[row].counts = new
 
-    def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
-        """A trained model as the server will decode it."""
-        key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
-        carries: Carries = "all" if work.local.statistics else "weights"
-        if not how.changes:
-            carries = "rest" if work.local.report == "mask" else carries
-            return self._rounded(Weights(work.mask, vector), key, carries, how).vector
-        change, head = vector.clone(), slice(0, self.layout.prunable_size)
-        change[:trained] -= work.order.weights.vector[:trained]
-        change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
-        found = self._rounded(Weights(work.mask, change), key, carries, how).vector
-        found[:trained] += work.sent.vector[:trained]
-        found[head].masked_fill_(~work.mask.bits, 0.0)
-        return found
-
     def _open(self, stack: Stack, works: Sequence[Work], starts: Tensor, masks: Tensor) -> Clients:
         """Run the parts of some clients before training. What they carry through the steps lies as in the stack."""
         vectors = starts.expand(len(works), -1).clone()
@@ -243,25 +225,10 @@ class GPUEngine:
             work.extra, work.notes = finished.extras[row], finished.notes[row]
         return opened.vectors
 
-    def _received(self, client: Client, order: Order) -> Order:
-        """The order as it arrives: with its values rounded if they travel in fewer bits."""
-        if self.config.down.exact:
-            return order
-        key = value_key(order.key, "order", order.tag, client.id)
-        carries: Carries = "all" if order.local.statistics else "weights"
-        return replace(order, weights=self._rounded(order.weights, key, carries, self.config.down))
-
-    def _rounded(self, weights: Weights, key: int, carries: Carries, how: Precision) -> Weights:
-        """A model as the other side will decode it. What does not travel stays."""
-        packed, layout, counts = weights.packed(), self.layout, weights.mask.counts
-        first = sum(counts) if carries == "rest" else 0
-        last = len(packed) - (layout.size - layout.trained_size if carries == "weights" else 0)
-        rounded = round_values(packed[first:last], segments(layout, counts, carries, how.values), how, key)
-        return Weights.unpack(weights.mask, torch.cat([packed[:first], rounded, packed[last:]]))
-
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
         for work in works:
+            receive([work], self.config.down)
             client = work.client.id
             try:
                 update = self.trainer.train(work.order, client, self.train_data[client], work.mask)
