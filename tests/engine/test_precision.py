@@ -137,7 +137,7 @@ def test_feedback_by_hand() -> None:
     part = Feedback(Precision("int8", rounding="nearest", changes=True))
     c = Clients(
         layout, [1], [1], 0.1, start, trained.clone(), masks, {}, {"rounding residual": torch.zeros(1, 4)},
-        validate=lambda row: 0.0, initial=lambda key: torch.zeros(4),
+        validate=lambda row: 0.0, initial=lambda key: torch.zeros(4), classes=lambda row: None,
     )  # fmt: skip
     part.finish(c)
     torch.testing.assert_close(c.vectors, trained)
