@@ -318,7 +318,8 @@ def test_gpu_engine_counts_the_same_bytes_and_the_same_model(
 @pytest.mark.parametrize("secure", [True, False])
 def test_gpu_engine_adds_noise_of_the_same_size(digits: fl.Task, secure: bool, as_gpu: Callable[[], None]) -> None:
     found = []
-    method, more = fl.PDST(density=0.3), {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6}
+    more = {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6, "lr_end": 1e-6}
+    method = fl.PDST(density=0.3)
     for engine in ("cpu", "gpu"):
         if engine == "gpu":
             as_gpu()

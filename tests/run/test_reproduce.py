@@ -22,7 +22,7 @@ from flashfl.paper import results as results_module
 from flashfl.paper.cells import Cell, chosen, load_table, table_names
 from flashfl.paper.reproduce import reproduce
 from flashfl.paper.results import RECIPE, Stored, command_of, settled, stale
-from flashfl.paper.tables import ABOUT, panels, table_of
+from flashfl.paper.tables import ABOUT, add_flashplus, panels, table_of
 from flashfl.report.page import table_page
 from flashfl.run import compare as comparing
 from flashfl.run.config import OUTSIDE, make_config
@@ -125,6 +125,10 @@ def test_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: A
     found = panels(chosen(load_table("main").cells, dataset="cifar10", alpha="1"), 1, Stored(Path("results")))
     assert [len(lines) for lines in found.values()] == [6, 6, 6]
     assert found["cifar10, alpha 1, density 0.01"]["dense"] == found["cifar10, alpha 1, density 0.1"]["dense"]
+    add_flashplus(found, Path("results/bench/plus.jsonl"))
+    assert [len(lines.get("flashplus", ())) for lines in found.values()] == [0, 2, 2]  # two budgets, two seeds each
+    for seed in (0, 1):
+        assert found["cifar10, alpha 1, density 0.01"]["flashplus"][seed][-1][1] > 0.91
     asked = ["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]
     assert main([*asked, "--out", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, FlashError
+from .errors import ConfigError, FlashError, warn
 from .exchange import Client, Local, Order, Tag
 from .layout import Layout
 from .mask import Mask, Weights
@@ -108,6 +108,8 @@ class Plan:
             )
         if not (math.isfinite(self.lr_end) and self.lr_end >= 0):
             raise ConfigError(f"lr_end = {self.lr_end}: must be a number of at least 0")
+        if 0 < self.local.lr < self.lr_end:
+            warn(f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. Set both")
 
     def initial(self, draw: int = 1) -> Tensor:
         """The model's initial weights, the same for every method with the same seed. Each `draw` gives others."""

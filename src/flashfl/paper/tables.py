@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import hypot
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -119,3 +121,19 @@ def panels(cells: Sequence[Cell], seeds: int | None, stored: Stored) -> dict[str
                 if curves:
                     lines[cell.column] = curves
     return {title: lines for title, lines in out.items() if lines}
+
+
+def add_flashplus(panels: dict[str, dict[str, list[Any]]], path: Path) -> None:
+    """Add flashplus to each panel in which SPDST takes the bytes that it was given, from its runs on the test set.
+
+    path: the lines of `bench/plus.py`. They hold the mean bytes of a client and round; rounds have 10 clients.
+    """
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for title, lines in panels.items():
+        spdst = sum(lines["SPDST"][0][-1][2:]) if "SPDST" in lines else 0
+        for x in found:
+            up, down = 1e7 * x["mb_up"], 1e7 * x["mb_down"]
+            mine = x["test"] and "budget" in x["settings"] and title.startswith(f"cifar10, alpha {x['alpha']:g}, ")
+            if mine and abs(x["rounds"] * (up + down) - spdst) < 0.01 * spdst:
+                scored = zip(x["rounds_at"], x["curves"]["average"], strict=True)
+                lines.setdefault("flashplus", []).append([[r, a / 100, r * up, r * down] for r, a in scored])

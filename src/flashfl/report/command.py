@@ -132,7 +132,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from ..paper.overview import every_cell
     from ..paper.reproduce import reproduce
     from ..paper.results import Stored, settled
-    from ..paper.tables import ABOUT, panels, table_of
+    from ..paper.tables import ABOUT, add_flashplus, panels, table_of
 
     _check_reproduce(args)
     filters = {name: getattr(args, name) for name in _FILTERS}
@@ -164,6 +164,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         from .figures import accuracy_bytes_of_cells
 
         shown = panels(cells, args.seeds, stored)
+        add_flashplus(shown, args.results / "bench" / "plus.jsonl")
         if not shown:
             raise ConfigError(f"--out {args.out}: there is nothing to draw, as none of these cells has been run")
         print(save(accuracy_bytes_of_cells(shown), args.out), file=sys.stderr)
