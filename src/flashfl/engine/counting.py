@@ -27,9 +27,10 @@ from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
 from .account import Account
+from .change import Start
 from .memory import ClientMemory, Kept
 from .pipeline import Notes, tallied
-from .robust import PLAIN, Robust, Start
+from .robust import PLAIN, Robust
 from .train import NOT_FINITE
 from .work import Work
 
@@ -112,8 +113,8 @@ class Counting(Account):
 
     def _update(self, seat: Work, values: Tensor) -> Update:
         """An update that is held until the cohort is known."""
-        if seat.order.local.report == "statistics":
-            values[: self.layout.trained_size] = 0
+        sizes = {"statistics": self.layout.trained_size, "mask": self.layout.prunable_size}
+        values[: sizes.get(seat.order.local.report, 0)] = 0  # these values do not travel
         # Not the seat's own mask, which may be replaced.
         mask = Mask(self.layout, seat.mask.bits.clone(), seat.counts)
         return Update.of(seat.client.id, seat.n, Weights.masked(mask, values), seat.counts)
@@ -161,7 +162,7 @@ class Counting(Account):
                     self._held.pop(seat.client.id, None)
                     self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
         if self.cohort is not None:
-            self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
+            self.cohort.add(self.sums, lambda: [self._held[client] for client in sorted(self._held)])
         return super().close()
 
     def _down(self, client: Client, order: Order) -> Traffic:

@@ -69,7 +69,7 @@ class TrainConfig:
     feedback: bool = False  # clients add what rounding to the nearest took from their last update; needs memory there
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
     robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
-    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 1 with robust, else never
+    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 2 with robust, else never
     trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
     secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
