@@ -45,7 +45,7 @@ def run_rounds(
         present = clients.present()
         cohort = method.cohort(state, present)
         outcome = trips.train(state, method.orders(state, sorted(cohort, key=lambda c: c.id)))
-        if outcome.sums.clients < max(1, min(min_replies, len(cohort))):
+        if outcome.sums.clients < min(min_replies, len(cohort)) or not outcome.sums.n:
             state = trips.repeat(state, outcome)
             continue
         trained = time.perf_counter()

@@ -84,7 +84,8 @@ class FlowerEngine:
         from ..engine.private import PrivateRound
         from .private import PrivateStep
 
-        account, silent = PrivateRound(vault, self.server, s, orders), list[int]()
+        present = [client.id for client in self.registry.present()]
+        account, silent = PrivateRound(vault, self.server, s, orders, present), list[int]()
         while True:
             this = PrivateStep(account, self.registry)
             self._push(this.post(*this.ask(client, request)) for client, request in account.requests())
