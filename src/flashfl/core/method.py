@@ -14,7 +14,7 @@ from .client import reports_changes
 from .errors import ConfigError, unknown
 from .exchange import Client, Extra, Local, Order, Sums
 from .mask import Weights
-from .rng import choose
+from .rng import choose, flip
 from .state import TRAINING, Phase, Plan, State
 
 
@@ -47,7 +47,8 @@ class Method:
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         """The clients that take part in this round."""
-        return sample(s, clients, s.plan.per_round)
+        chosen = set(draw(s, [c.id for c in clients]))
+        return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
 
     def work(self, s: State, client: Client) -> Local:
         """The work of one client in this round."""
@@ -105,6 +106,12 @@ class Method:
                 f"feedback = true: not possible with {self.name}, whose clients send changes. Set feedback = false."
             )
         return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), "parts": parts, **changes})
+
+
+def draw(s: State, clients: Sequence[int]) -> list[int]:
+    """The usual cohort among these clients, ascending: `per_round` of them, or as each one's coin falls."""
+    plan, key = s.plan, s.key("cohort")
+    return flip(key, clients, plan.per_round / plan.clients) if plan.poisson else choose(key, clients, plan.per_round)
 
 
 def sample(s: State, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:

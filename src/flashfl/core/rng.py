@@ -106,3 +106,8 @@ def choose(key: int, items: Sequence[int], count: int) -> list[int]:
     """`count` of `items`, each equally likely whatever their order, returned ascending."""
     ranked = sorted(items, key=lambda item: fold(key, item))
     return sorted(ranked[:count])
+
+
+def flip(key: int, items: Sequence[int], chance: float) -> list[int]:
+    """Those of `items` whose coin shows heads, ascending. Each has its own coin with this chance of heads."""
+    return sorted(item for item in items if fold(key, item) < chance * 2.0**64)

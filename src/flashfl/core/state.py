@@ -100,6 +100,7 @@ class Plan:
     flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
     server: ServerStep = field(default_factory=ServerStep)  # how the model follows the average
     average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
+    poisson: bool = False  # clients join a round independently of each other, `per_round` of them on average
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_round <= self.clients:

@@ -75,6 +75,7 @@ class TrainConfig:
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
     dp_delta: float = 1e-5  # the delta that epsilon is counted for
     dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
+    dp_sampling: Literal["fixed", "poisson"] = "fixed"  # poisson: clients join a round at random, per_round on average
     dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: what dp_epsilon allows for `rounds`
     ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
     policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
@@ -162,6 +163,7 @@ def plan_of(
     return Plan(
         task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
         weight_flops(task) if method is not None and method.counts_flops else (), train.server, train.average,
+        train.dp_sampling == "poisson",
     )  # fmt: skip
 
 

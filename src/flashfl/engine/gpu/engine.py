@@ -93,7 +93,8 @@ class GPUEngine:
             from ..private_counting import PrivateCounting
 
             orders = list(orders)
-            account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout)
+            everyone = range(len(self.task.train))
+            account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout, everyone)
         # A client's first mask is made by now: those that differ in nothing else train together.
         alike = itertools.groupby(self._works(s, orders, account), key=lambda work: replace(work.local, start=None))
         for local, works in alike:
