@@ -4,7 +4,7 @@ function frame(host, o, xs, ys) {
   const width = Math.max(240, host.clientWidth);
   const names = o.names || [], tallest = Math.max(0, ...names.map((name) => name.length)) * 6.3;
   const upright = names.length * (tallest + 12) < width - 70, below = names.length && !upright ? Math.min(118, tallest * 0.77 + 12) : 15;
-  const height = Math.round(Math.min(340, Math.max(210, width * 0.52))) + below - 15;
+  const height = Math.round(Math.min(o.tall ? 540 : 340, Math.max(210, width * 0.52))) + below - 15;
   const inner = { top: 12, bottom: height - 23 - below, right: width - 12 };
   const yCount = Math.max(3, Math.floor(height / 55));
   const ySpan = [inner.bottom, inner.top];
@@ -71,16 +71,20 @@ function drawCurve(svg, s, found) {
   svg.append(curve);
 }
 
-// Names beside the middle of each cloud of points, where nothing else stands.
+// Names beside the middle of each cloud of points, where nothing else stands; a thin line leads to one further away.
 function nameClouds(svg, series, x, y, inner) {
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
   const at = series.map((s) => ({ s, a: mean(s.x.map(x)), b: mean(s.y.map(y)) }));
   const taken = at.map(({ a, b }) => [a - 7, b - 7, a + 7, b + 7]);
+  const near = (a, b, w) => [[a + 9, b - 6], [a - 9 - w, b - 6], [a - w / 2, b - 22], [a - w / 2, b + 9], [a + 7, b - 19], [a + 7, b + 7], [a - 7 - w, b - 19], [a - 7 - w, b + 7]];
+  const far = (a, b, w) => Array.from({ length: 160 }, (_, i) => [20 + 6 * Math.floor(i / 16), (i % 16) * Math.PI / 8]).map(([d, turn]) => [a - w / 2 + (2.2 * d + w / 2) * Math.cos(turn), b - 6 + 1.6 * d * Math.sin(turn)]);
   for (const { s, a, b } of at) {
-    const name = s.name.length > 24 ? `${s.name.slice(0, 23)}…` : s.name, w = name.length * 7.5, boxes = [[a + 9, b - 6], [a - 9 - w, b - 6], [a - w / 2, b - 22], [a - w / 2, b + 9], [a + 7, b - 19], [a + 7, b + 7], [a - 7 - w, b - 19], [a - 7 - w, b + 7]].map(([l, t]) => [l, t, l + w, t + 12]);
+    const name = s.name.length > 24 ? `${s.name.slice(0, 23)}…` : s.name, w = name.length * 7.5;
+    const boxes = [...near(a, b, w), ...far(a, b, w)].map(([l, t]) => [l, t, l + w, t + 12]);
     const free = ([l, t, r, u]) => l > inner.left && r < inner.right + 8 && t > inner.top - 8 && u < inner.bottom && taken.every(([k, m, n, p]) => r < k || l > n || u < m || t > p);
-    const box = boxes.find(free) || boxes[a + w < inner.right ? 0 : 1];
+    const found = boxes.findIndex(free), box = boxes[found] || boxes[a + w < inner.right ? 0 : 1];
     taken.push(box);
+    if (found > 7) svg.append(shape("line", { class: "leader", x1: a, y1: b, x2: Math.max(box[0], Math.min(box[2], a)), y2: Math.max(box[1], Math.min(box[3], b)), style: { stroke: s.colour } }));
     svg.append(shape("text", { class: "point", x: box[0], y: box[1] + 10, style: { fill: s.colour } }, name));
   }
 }
