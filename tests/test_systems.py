@@ -206,6 +206,7 @@ def test_fedpm_sends_bits_and_averages_them_to_probabilities() -> None:
     close_clients(local, c)
     assert torch.equal(c.masks[0], bits("10101010"))
     method, s = state("fedpm", torch.zeros(9))
+    assert method.work(replace(s, counted=9), fl.Client(0, 1)).lr == s.plan.local.lr, "the rate does not fall"
     after = method.aggregate(s, sums((1, "11000000", [0.0] * 9), (1, "10000000", [0.0] * 9)))
     assert after.weights.vector[:3].sigmoid().tolist() == pytest.approx([0.99, 0.5, 0.01])
 
@@ -414,6 +415,9 @@ def test_sparsyfed_counts_missing_weights_as_zero_and_sends_down_the_union() -> 
     assert torch.equal(after.mask.bits, bits("11100000"))
     assert after.weights.vector.tolist() == [1, 8, 3, 0, 0, 0, 0, 0, 1]
     assert method.views(after)["after"].vector.tolist() == [1, 64, 9, 0, 0, 0, 0, 0, 1], "as the forward pass sees it"
+    first_model = method.init(s.plan)
+    seen = method.views(first_model)["after"].vector.tolist()
+    assert seen == pytest.approx(list(range(1, 10))), "it starts where every method does"
 
 
 def test_zerofl_averages_what_was_sent_and_evaluates_the_largest() -> None:

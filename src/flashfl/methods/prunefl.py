@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..aggregate import Aggregator, average
-from ..core.client import Clients, Field, Part, Rows
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
@@ -21,28 +20,20 @@ from ..core.parts import part
 from ..core.state import TRAINING, Phase, Plan, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import check_density
+from .common import AddedUp, check_density
 
 INITIAL = Phase("initial pruning", 1, counts=False)
 
 
 @part
 @dataclass(frozen=True)
-class SquaredGradients(Part):
-    """Adds up the squared gradients of all prunable weights, active or not, and reports them."""
+class SquaredGradients(AddedUp):
+    """Reports the squared gradients of all prunable weights, added up over the steps."""
 
-    def reports(self, layout: Layout) -> Mapping[str, Field]:
-        return {"squares": Field("dense", layout.prunable_size)}
+    name: ClassVar[str] = "squares"
 
-    def begin(self, c: Clients) -> None:
-        c.state["squares"] = c.start.new_zeros(len(c.start), c.layout.prunable_size)
-
-    def before(self, r: Rows, gradient: Tensor) -> None:
-        total = r.state["squares"]
-        total.add_(gradient[:, : total.shape[1]].square())
-
-    def finish(self, c: Clients) -> None:
-        c.report["squares"] = c.state["squares"]
+    def amount(self, weights: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.square()
 
 
 @dataclass(frozen=True)

@@ -143,10 +143,12 @@ function densities() {
     series: groups.filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
 }
 
+const MANY = 9; // points with names that need the whole width
+
 function costs() {
   const points = shown().filter((g) => g.points.some((p) => p.flops)), metric = measured();
   if (points.length) {
-    const node = section("FLOPs and bytes", "What each run cost in all, a point for each seed: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: true });
+    const node = section("FLOPs and bytes", "What each run cost in all, a point for each seed: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: points.length < MANY });
     chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: "FLOPs", xType: "log", yType: "log", xTick: text.bytes, yTick: text.flops, nearest: true, xDomain: padded(points, "bytes"), yDomain: padded(points, "flops"), title: (v, s) => s.label,
       series: points.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
         more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", metric.name, g.points[i].accuracy === null ? "–" : metric.axis.yText(g.points[i].accuracy)], ["", "seed", String(g.points[i].seed)]] })) }));
@@ -162,7 +164,7 @@ function costs() {
 function ends() {
   const groups = shown().filter((g) => g.points.some((p) => p.accuracy !== null)), metric = measured();
   if (!groups.length) return;
-  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. " + (metric.direction.includes("lower") ? "Lower" : "Upper") + " left is better.", { half: true });
+  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. " + (metric.direction.includes("lower") ? "Lower" : "Upper") + " left is better.", { half: groups.length < MANY });
   chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: metric.name, xType: "log", xTick: text.bytes, nearest: true, ...metric.axis, xDomain: padded(groups, "bytes"), title: (v, s) => s.label,
     series: groups.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
       more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "seed", String(g.points[i].seed)]] })) }));
