@@ -20,8 +20,8 @@ from flashfl.core.mask import Mask, Weights
 from flashfl.core.parts import part
 from flashfl.core.state import ServerStep
 from flashfl.engine.gpu import GPUEngine
-from flashfl.engine.inputs import largest
 from flashfl.engine.pipeline import close_clients, open_clients
+from flashfl.engine.replica import largest
 from flashfl.engine.step import MaskedStep
 from flashfl.methods.topk import LargestChanges
 from flashfl.run.config import TrainConfig

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from .errors import unknown
 from .exchange import Client, Extra, Local, Order, Sums
 from .mask import Weights
-from .rng import choose
 from .state import TRAINING, Phase, Plan, State
 
 
@@ -46,7 +45,7 @@ class Method:
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         """The clients that take part in this round."""
-        return sample(s, clients, s.plan.per_round)
+        return s.sample(clients, s.plan.per_round)
 
     def work(self, s: State, client: Client) -> Local:
         """The work of one client in this round."""
@@ -60,7 +59,7 @@ class Method:
         """The orders of a round, made as they are needed."""
         extra = self.download(s)
         for client, weights in self.models(s, cohort):
-            yield client, replace(s.order(client, self.work(s, client), weights), extra=extra)
+            yield client, s.order(client, self.work(s, client), weights, extra)
 
     def download(self, s: State) -> Mapping[str, Extra]:
         """What clients are sent beside the weights, by name. Their parts find it in `Clients.given`."""
@@ -98,9 +97,3 @@ class Method:
     def local(self, s: State, **changes: Any) -> Local:
         """The plan's training settings at this round's learning rate, with changes."""
         return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), **changes})
-
-
-def sample(s: State, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
-    """`count` of the clients, each equally likely, ascending by id; all of them if there are fewer."""
-    chosen = set(choose(s.key(purpose), [c.id for c in clients], count))
-    return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
