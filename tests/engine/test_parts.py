@@ -26,8 +26,8 @@ from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.gpu.batched import Batched
 from flashfl.engine.gpu.lanes import Lanes
 from flashfl.engine.gpu.stack import Stack
-from flashfl.engine.inputs import largest
 from flashfl.engine.pipeline import close_clients, open_clients
+from flashfl.engine.replica import largest
 from flashfl.engine.step import MaskedStep
 from flashfl.engine.store import Folder
 from flashfl.methods.topk import LargestChanges

@@ -57,7 +57,7 @@ def make() -> Callable[[Any], Any]:
 
 def results(pool: Pool, jobs: Any) -> list[Any]:
     """All results, in the order of the jobs."""
-    found = dict(pool.each(jobs))
+    found = dict(pool.each(enumerate(jobs)))
     return [found[number] for number in range(len(found))]
 
 
@@ -90,7 +90,7 @@ def pool() -> Iterator[Pool]:
 
 def test_results_come_as_they_are_ready(pool: Pool) -> None:
     naps = [0.5, 0.0, 0.05, 0.0, 0.1, 0.0]
-    found = list(pool.each([("sleep", nap) for nap in naps]))
+    found = list(pool.each(enumerate([("sleep", nap) for nap in naps])))
     assert sorted(found) == list(enumerate(naps))
     assert found[-1] == (0, 0.5)
 
@@ -104,7 +104,7 @@ def test_one_job_per_worker_is_out_at_a_time(pool: Pool) -> None:
             given += 1
             yield ("sleep", 0.1 if i == 0 else 0.0)
 
-    for _ in pool.each(jobs()):
+    for _ in pool.each(enumerate(jobs())):
         most = max(most, given - got)
         got += 1
     assert got == given == 30
@@ -166,7 +166,7 @@ def test_errors_that_cannot_be_pickled_are_sent_as_text(pool: Pool, kind: str, s
 
 
 def test_abandoned_run_leaves_nothing_behind(pool: Pool) -> None:
-    running = pool.each([("echo", "old"), ("sleep", 60), ("sleep", 61), ("sleep", 62)])
+    running = pool.each(enumerate([("echo", "old"), ("sleep", 60), ("sleep", 61), ("sleep", 62)]))
     assert next(running) == (0, "old")
     running.close()  # type: ignore[attr-defined]
     assert results(pool, [("echo", i) for i in range(5)]) == [0, 1, 2, 3, 4]
@@ -196,7 +196,7 @@ def test_workers_have_a_fixed_number_of_threads(pool: Pool) -> None:
 def test_close_ends_busy_workers() -> None:
     made = Pool(make, 2, 1)
     processes = [process for process, _ in made._workers]
-    running = made.each([("echo", 1), ("sleep", 60)])
+    running = made.each(enumerate([("echo", 1), ("sleep", 60)]))
     next(running)
     running.close()  # type: ignore[attr-defined]
     processes += [process for process, _ in made._workers]

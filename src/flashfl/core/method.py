@@ -14,7 +14,6 @@ from .client import reports_changes
 from .errors import ConfigError, unknown
 from .exchange import Client, Extra, Local, Order, Sums
 from .mask import Weights
-from .rng import choose, flip
 from .state import TRAINING, Phase, Plan, State
 
 
@@ -47,7 +46,7 @@ class Method:
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         """The clients that take part in this round."""
-        chosen = set(draw(s, [c.id for c in clients]))
+        chosen = set(s.drawn([c.id for c in clients]))
         return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
 
     def work(self, s: State, client: Client) -> Local:
@@ -62,7 +61,7 @@ class Method:
         """The orders of a round, made as they are needed."""
         extra = self.download(s)
         for client, weights in self.models(s, cohort):
-            yield client, replace(s.order(client, self.work(s, client), weights), extra=extra)
+            yield client, s.order(client, self.work(s, client), weights, extra)
 
     def download(self, s: State) -> Mapping[str, Extra]:
         """What clients are sent beside the weights, by name. Their parts find it in `Clients.given`."""
@@ -106,15 +105,3 @@ class Method:
                 f"feedback = true: not possible with {self.name}, whose clients send changes. Set feedback = false."
             )
         return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), "parts": parts, **changes})
-
-
-def draw(s: State, clients: Sequence[int]) -> list[int]:
-    """The usual cohort among these clients, ascending: `per_round` of them, or as each one's coin falls."""
-    plan, key = s.plan, s.key("cohort")
-    return flip(key, clients, plan.per_round / plan.clients) if plan.poisson else choose(key, clients, plan.per_round)
-
-
-def sample(s: State, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
-    """`count` of the clients, each equally likely, ascending by id; all of them if there are fewer."""
-    chosen = set(choose(s.key(purpose), [c.id for c in clients], count))
-    return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, FlashError, warn
-from .exchange import Client, Local, Order, Tag
+from .exchange import Client, Extra, Local, Order, Tag
 from .layout import Layout
 from .mask import Mask, Weights
 from .parts import part
-from .rng import fold
+from .rng import choose, flip, fold
 
 T = TypeVar("T")
 _MOMENTUM, _VARIANCE = "server momentum", "server variance"
@@ -167,6 +167,16 @@ class State:
         """A random key for one purpose in this round."""
         return fold(self.plan.key, *parts, *self.tag)
 
+    def sample(self, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
+        """`count` of the clients, each equally likely, ascending by id; all of them if there are fewer."""
+        chosen = set(choose(self.key(purpose), [c.id for c in clients], count))
+        return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
+
+    def drawn(self, ids: Sequence[int]) -> list[int]:
+        """The usual cohort among these clients, ascending: `per_round` of them, or as each one's coin falls."""
+        plan, key = self.plan, self.key("cohort")
+        return flip(key, ids, plan.per_round / plan.clients) if plan.poisson else choose(key, ids, plan.per_round)
+
     def kept(self, kind: type[T], name: str) -> T:
         """The mask or tensor that the method stored under this name."""
         found = self.extra.get(name)
@@ -232,7 +242,13 @@ class State:
         """The next round with the same model, as clients take no further part in this one."""
         return replace(self, round=self.round + 1, attempt=self.attempt + 1)
 
-    def order(self, client: Client, local: Local, weights: Weights | None = None) -> Order:
+    def order(
+        self,
+        client: Client,
+        local: Local,
+        weights: Weights | None = None,
+        extra: Mapping[str, Extra] | None = None,
+    ) -> Order:
         """An order of this round for one client, with a random key for this client."""
         key = self.key("client", client.id)
-        return Order(weights if weights is not None else self.weights, local, key, self.tag)
+        return Order(weights if weights is not None else self.weights, local, key, self.tag, extra or {})

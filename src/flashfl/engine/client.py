@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -41,12 +40,12 @@ class Reply:
     lacks: bool = False
 
 
-class Held(NamedTuple):
-    """What a client holds from one round: the order's mask, its own, and the notes of its parts."""
+class Remembered(NamedTuple):
+    """What a client remembers of one round: the order's mask, its own, and the notes of its parts."""
 
     order: Mask | None = None
     own: Mask | None = None
-    notes: Notes = MappingProxyType({})
+    notes: Notes = {}  # noqa: RUF012 (never written to)
 
 
 class ClientSide:
@@ -74,21 +73,12 @@ class ClientSide:
         local, coding = message.local, message.coding
         assert local is not None
         assert coding is not None
-        # Values and weights may each be as large as the model: release them before training.
-        how, orders = (
-            local.sends(coding.values),
-            [Order(message.weights(), local, message.key, message.tag, message.extra)],
-        )
+        how, own = local.sends(coding.values), held.own if "mask" in local.keep else None
+        orders = [Order(message.weights(), local, message.key, message.tag, message.extra)]
+        # Values and weights may each be as large as the model: those that the answer does not need are released now.
         start = message if how.changes or pack is not None else None
         message = replace(message, values=None)
-        own = held.own if "mask" in local.keep else None
-        try:
-            update = self.trainer.train(orders.pop(), client, data, own, held.notes)
-        except (FlashError, MemoryError):
-            raise
-        except Exception as error:  # most likely in the user's model, loss or data: other clients may still work
-            log.debug("client %d failed", client, exc_info=True)
-            raise ClientFailed(said(error)) from error
+        update = self._train(orders, client, data, own, held.notes)
         if pack is not None and start is not None and start.values is not None:
             data_up = pack(update, message, start.values)
         else:
@@ -97,27 +87,37 @@ class ClientSide:
                 answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
             known = (message.mask, held.own if message.own is not None else None)  # to the server too
             data_up = encode(answer, tuple(mask for mask in known if mask is not None), how).data
-        now = Held(message.mask, update.mask if "mask" in local.keep else None, update.notes)
+        now = Remembered(message.mask, update.mask if "mask" in local.keep else None, update.notes)
         return Reply(data_up, self._keep({message.start: held, message.tag: now}))
 
-    def _read(self, order_bytes: bytes, memory: Rounds) -> tuple[Message, Held]:
+    def _train(self, orders: list[Order], client: int, data: Source, own: Mask | None, notes: Notes) -> Update:
+        """Train on the one order, which is taken from its list so that nobody else holds it."""
+        try:
+            return self.trainer.train(orders.pop(), client, data, own, notes)
+        except (FlashError, MemoryError):
+            raise
+        except Exception as error:  # most likely in the user's model, loss or data: other clients may still work
+            log.debug("client %d failed", client, exc_info=True)
+            raise ClientFailed(said(error)) from error
+
+    def _read(self, order_bytes: bytes, memory: Rounds) -> tuple[Message, Remembered]:
         """The order, and what the client holds from the round that it starts from.
 
         A mask that is lost or damaged is as good as none: it raises UnknownMask if the order needs it.
         """
         rounds = {
-            tag: Held(self._find(order), self._find(own), self.store.find_notes(notes) if notes else {})
+            tag: Remembered(self._find(order), self._find(own), self.store.find_notes(notes) if notes else {})
             for tag, order, own, notes in memory
         }
         masks = [mask for one in rounds.values() for mask in one[:2] if mask is not None]
         order = decode(order_bytes, self.layout, known={mask.hash: mask for mask in masks})
-        held = rounds.get(order.start, Held()) if order.start is not None else Held()
+        held = rounds.get(order.start, Remembered()) if order.start is not None else Remembered()
         extra = dict(order.extra)
         given = extra.pop(OWN, None)  # the server gives back the client's own mask
         if given is not None and order.start is not None and order.mask is not None:
             if given.value.numel() != self.layout.prunable_size:
                 raise WrongContent(f"a mask of {given.value.numel()} weights, expected {self.layout.prunable_size}")
-            held = Held(order.mask, Mask(self.layout, given.value), held.notes)
+            held = Remembered(order.mask, Mask(self.layout, given.value), held.notes)
         if order.own is not None and (held.own is None or held.own.hash != order.own):
             raise UnknownMask(order.own)
         return replace(order, extra=extra), held
@@ -125,7 +125,7 @@ class ClientSide:
     def _find(self, digest: str | None) -> Mask | None:
         return None if digest is None else self.store.find(digest)
 
-    def _keep(self, rounds: Mapping[Tag | None, Held]) -> Rounds:
+    def _keep(self, rounds: Mapping[Tag | None, Remembered]) -> Rounds:
         """Store what the client holds of these rounds, and name it by hash."""
         return [
             (tag, self._put(held.order), self._put(held.own), self.store.put_notes(held.notes) if held.notes else None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,37 +35,43 @@ if TYPE_CHECKING:
     from .private import PrivateRound
 
 
-@dataclass(frozen=True)
-class Training:
-    """An order on its way to the process that plays the client."""
-
-    client: int
-    data: bytes
-    memory: Rounds
-    sparse: bool  # compute active weights only, where possible
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request of a private round."""
-
-    client: int
-    request: bytes
-    memory: Rounds
-
-
-@dataclass(frozen=True)
-class Evaluating:
-    """Some samples, [start, stop) of evaluation set `which`, on which the engine's shared model is evaluated."""
-
-    which: int
-    start: int
-    stop: int
-    statistics: bool
-
-
-Job = Training | Asked | Evaluating
 Result = Reply | tuple[float, float] | ClientFailed  # of evaluating: loss and metric, summed over samples
+Job = Callable[["Worker"], Result]  # a method of the worker that does it, and its arguments
+
+
+class Worker:
+    """Plays clients in one process."""
+
+    def __init__(self, task: Task, store: MaskStore, path: str, simulated: Simulated | None) -> None:
+        """path: of the model that is evaluated."""
+        self.task, self.trainer, self.model, self.simulated = task, Trainer(task), _shared_model(task, path), simulated
+        self.side = ClientSide(self.trainer, store)
+
+    def __call__(self, job: Job) -> Result:
+        try:
+            return job(self)
+        except ClientFailed as error:
+            return error
+
+    def train(self, client: int, order: bytes, memory: Rounds, sparse: bool) -> Reply:
+        """Carry out an order. sparse: compute active weights only, where possible."""
+        self.trainer.sparse = sparse
+        return self.side.work(client, self.task.train[client], order, memory)
+
+    def answer(self, client: int, request: bytes, memory: Rounds) -> Reply:
+        """Answer a request of a private round."""
+        assert self.simulated is not None
+        return self.simulated.side(self.side, client).answer(self.task.train[client], request, memory)
+
+    def evaluate(self, which: int, start: int, stop: int, statistics: bool) -> tuple[float, float]:
+        """Loss and metric of the shared model on the samples [start, stop) of evaluation set `which`."""
+        index = torch.arange(start, stop)
+        try:
+            return self.trainer.evaluate(self.model, self.task.evaluation[which], index, statistics)
+        except Exception as error:
+            if self.task.test is not None:
+                raise
+            raise ClientFailed(said(error)) from error  # the samples of one client: others may still work
 
 
 class CPUEngine:
@@ -91,7 +96,7 @@ class CPUEngine:
             count = 1
         self.private = _private(task, config, folder)
         simulated = None if self.private is None else self.private.simulated
-        make = functools.partial(_worker, task, self.memory.store, self._file.name, simulated)
+        make = partial(Worker, task, self.memory.store, self._file.name, simulated)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
@@ -102,17 +107,17 @@ class CPUEngine:
         if self.private is not None:
             return self._train_privately(self.private, s, list(orders))
         account = Encoding(self.memory, self.down, self.robust)
-        asked, died = list[int](), list[int]()
-        for number, result in self.pool.each(self._jobs(s, orders, account, asked)):
+        died: list[int] = []
+        for client, result in self.pool.each(self._jobs(s, orders, account)):
             if isinstance(result, Died):
-                died.append(asked[number])
+                died.append(client)
             else:
-                _take(account, asked[number], result)
+                _take(account, client, result)
         # A worker may have died for lack of memory, so its client gets a second try when the others are done. No real
         # client died, so nothing is counted twice.
-        again = (self._training(client, account.again(client)) for client in died)
-        for number, result in self.pool.each(again):
-            _take(account, died[number], result)
+        again = ((client, self._training(client, account.again(client))) for client in died)
+        for client, result in self.pool.each(again):
+            _take(account, client, result)
         return account.close()
 
     def _train_privately(self, run: PrivateRun, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
@@ -121,52 +126,52 @@ class CPUEngine:
 
         account = PrivateRound(run.vault, self.memory, s, orders, run.clients)
         while True:
-            asked: list[int] = []
-            for number, result in self.pool.each(self._requests(account, s, asked)):
-                _take(account, asked[number], result)
+            for client, result in self.pool.each(self._requests(account, s)):
+                _take(account, client, result)
             if not account.advance():
                 return account.close()
 
-    def _requests(self, account: PrivateRound, s: State, asked: list[int]) -> Iterator[Job]:
+    def _requests(self, account: PrivateRound, s: State) -> Iterator[tuple[int, Job]]:
         for client, request in account.requests():
             if self.dropout and drops(s, client, self.dropout) and account.step >= dropout_step(s, client):
                 account.failed(client, DROPPED)
                 continue
-            asked.append(client)
-            yield Asked(client, request, self.memory.rounds(client))
+            yield client, partial(Worker.answer, client=client, request=request, memory=self.memory.rounds(client))
 
-    def _jobs(
-        self, s: State, orders: Iterable[tuple[Client, Order]], account: Encoding, asked: list[int]
-    ) -> Iterator[Job]:
+    def _jobs(self, s: State, orders: Iterable[tuple[Client, Order]], account: Encoding) -> Iterator[tuple[int, Job]]:
         for client, order in orders:
             data = account.sent(client, order)
             if self.dropout and drops(s, client.id, self.dropout):
                 account.failed(client.id, DROPPED)
                 continue
-            asked.append(client.id)
-            yield self._training(client.id, data)
+            yield client.id, self._training(client.id, data)
 
-    def _training(self, client: int, data: bytes) -> Training:
-        return Training(client, data, self.memory.rounds(client), self.memory.sparse)
+    def _training(self, client: int, order: bytes) -> Job:
+        memory, sparse = self.memory.rounds(client), self.memory.sparse
+        return partial(Worker.train, client=client, order=order, memory=memory, sparse=sparse)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
         self._model.vector.copy_(weights.vector)
-        jobs = [
-            Evaluating(which, start, stop, statistics)
+        spans = [
+            (which, start, stop)
             for which, data in enumerate(self.task.evaluation)
             for start, stop in evaluation_batches(len(data))
         ]
-        results = dict(self.pool.each(jobs))
+        jobs: list[Job] = [
+            partial(Worker.evaluate, which=which, start=start, stop=stop, statistics=statistics)
+            for which, start, stop in spans
+        ]
+        results = dict(self.pool.each(enumerate(jobs)))
         for number, result in results.items():
             if isinstance(result, Died):  # perhaps for lack of memory: try once more
-                [(_, results[number])] = self.pool.each([jobs[number]])
-        failed = {jobs[i].which: str(found) for i, found in results.items() if isinstance(found, ClientFailed | Died)}
+                [(_, results[number])] = self.pool.each([(number, jobs[number])])
+        failed = {spans[i][0]: str(found) for i, found in results.items() if isinstance(found, ClientFailed | Died)}
         self._report(failed)
         total, n = [0.0, 0.0], sum(len(data) for which, data in enumerate(self.task.evaluation) if which not in failed)
-        for number, job in enumerate(jobs):  # in this order, as sums depend on it
+        for number, (which, _, _) in enumerate(spans):  # in this order, as sums depend on it
             found = results[number]
-            if job.which not in failed and isinstance(found, tuple):
+            if which not in failed and isinstance(found, tuple):
                 total = [total[0] + found[0], total[1] + found[1]]
         return Evaluation(total[0] / n, total[1] / n)
 
@@ -205,31 +210,6 @@ def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) 
 def _shared_model(task: Task, path: str) -> Weights:
     """The model in a file that several processes map into memory."""
     return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
-
-
-def _worker(task: Task, store: MaskStore, path: str, simulated: Simulated | None) -> Callable[[Job], Result]:
-    """The function that does jobs; `path` leads to the model that is evaluated."""
-    trainer, model = Trainer(task), _shared_model(task, path)
-    side = ClientSide(trainer, store)
-
-    def work(job: Job) -> Result:
-        try:
-            if isinstance(job, Training):
-                trainer.sparse = job.sparse
-                return side.work(job.client, task.train[job.client], job.data, job.memory)
-            if isinstance(job, Asked):
-                assert simulated is not None
-                return simulated.side(side, job.client).answer(task.train[job.client], job.request, job.memory)
-            index = torch.arange(job.start, job.stop)
-            return trainer.evaluate(model, task.evaluation[job.which], index, job.statistics)
-        except ClientFailed as error:
-            return error
-        except Exception as error:
-            if not isinstance(job, Evaluating) or task.test is not None:
-                raise
-            return ClientFailed(said(error))  # the samples of one client: others may still work
-
-    return work
 
 
 def _private(task: Task, config: EngineSettings, folder: Path | None) -> PrivateRun | None:

@@ -38,9 +38,9 @@ class InProcess(Generic[J, R]):
     def __init__(self, make: Make[J, R], threads: int) -> None:
         self._work, self._threads = make(), threads
 
-    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R]]:
-        """Results with the number of their job."""
-        for number, job in enumerate(jobs):
+    def each(self, jobs: Iterable[tuple[int, J]]) -> Iterator[tuple[int, R]]:
+        """Results, each with its job's number."""
+        for number, job in jobs:
             before = torch.get_num_threads()
             torch.set_num_threads(self._threads)
             try:
@@ -89,13 +89,13 @@ class Pool(Generic[J, R]):
             "top of a module, or use threads = 1."
         )
 
-    def each(self, jobs: Iterable[J]) -> Iterator[tuple[int, R | Died]]:
-        """Results as they come, with the number of their job.
+    def each(self, jobs: Iterable[tuple[int, J]]) -> Iterator[tuple[int, R | Died]]:
+        """Results as they come, each with its job's number.
 
         A job is taken from `jobs` when a worker is free, and one result is here at a time: memory does not grow with
         the jobs.
         """
-        source, idle, busy = enumerate(jobs), list(range(len(self._workers))), dict[int, int]()
+        source, idle, busy = iter(jobs), list(range(len(self._workers))), dict[int, int]()
         try:
             while True:
                 for number, job in itertools.islice(source, len(idle)):

@@ -16,11 +16,6 @@ _HOOKS = ("view", "backward", "before", "after", "inputs")  # what parts do in s
 _PLAIN = Local()
 
 
-def step_key(local: Local) -> Hashable:
-    """What a step depends on, beside the learning rate. A captured step serves one such key."""
-    return (local.momentum, local.weight_decay, local.prox, local.lr_last, _rule(local), _in_steps(local.parts))
-
-
 def _in_steps(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(part for part in parts if overrides(part, *_HOOKS))
 
@@ -64,9 +59,14 @@ class MaskedStep:
         # A kernel for SGD with weight decay on one model: one pass over memory instead of several.
         self._fused = kernel("step", "masked_step") if weights.is_cuda and rows == 1 and prunable else None
 
+    @staticmethod
+    def key_of(local: Local) -> Hashable:
+        """What a step depends on, beside the learning rate. A captured step serves one such key."""
+        return (local.momentum, local.weight_decay, local.prox, local.lr_last, _rule(local), _in_steps(local.parts))
+
     @property
     def key(self) -> Hashable:
-        return step_key(self.local)
+        return self.key_of(self.local)
 
     def begin(
         self,

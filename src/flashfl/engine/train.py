@@ -68,7 +68,7 @@ class Trainer:
         """
         local = order.local
         schedule = Schedule(local, order.key, len(data), self.batches(data, local))
-        mask = remembered or starting_mask(order, self.device)
+        mask = remembered or self.starting_mask(order)
         tail = self.vector[self.layout.trained_size :]
         self.load(order.weights.vector)
         if mask is not order.weights.mask:
@@ -101,6 +101,11 @@ class Trainer:
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         update = Update.of(client, len(data), weights, mask.counts, {"loss": loss})
         return replace(update, extra=extra, notes=kept) if extra or kept else update
+
+    def starting_mask(self, order: Order) -> Mask:
+        """The mask of a client that remembers none: a random one if the order has a recipe, else the order's."""
+        recipe = order.local.start
+        return order.weights.mask if recipe is None else recipe_mask(self.layout, recipe, self.device)
 
     def _open(self, schedule: Schedule, data: Source, mask: Mask, given: Notes, notes: Notes) -> Clients:
         """Run the parts of the client in this replica, before training."""
@@ -255,13 +260,6 @@ class Trainer:
             part = self.evaluate(weights, data, torch.arange(start, stop), statistics)
             loss, metric = loss + part[0], metric + part[1]
         return loss, metric
-
-
-def starting_mask(order: Order, device: torch.device) -> Mask:
-    """The mask of a client that remembers none: a random one if the order has a recipe, else the order's."""
-    if (recipe := order.local.start) is not None:
-        return recipe_mask(order.weights.layout, recipe, device)
-    return order.weights.mask
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -15,7 +15,6 @@ import numpy as np
 from ..core.errors import CheckpointError, RunStopped
 from ..core.exchange import Spent
 from ..core.files import put
-from ..core.method import draw
 from ..core.state import State
 from ..privacy.accounting import Draw, Ledger, epsilon_known
 from ..privacy.keys import Words
@@ -65,7 +64,7 @@ class Vault:
         if (ledger := self.ledger) is not None:
             planned = self.privacy.draw
             how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
-            usual = s.phase.counts and draw(s, present) == sorted(cohort)
+            usual = s.phase.counts and s.drawn(present) == sorted(cohort)
             ledger.spend(chosen, how if usual else Draw(poisson=planned.poisson))
         return chosen
 

@@ -16,7 +16,6 @@ from ..core.errors import ConfigError, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
-from ..core.method import sample
 from ..core.rng import fold
 from ..core.state import State
 from ..sparsity import PruneRegrow, random_mask, share_out, top_mask
@@ -99,12 +98,12 @@ def sample_each_density(s: State, clients: Sequence[Client]) -> tuple[Client, ..
         groups.setdefault(c.density or 0.0, []).append(c)
     count = min(s.plan.per_round, len(clients))
     if count < len(groups):
-        return sample(s, clients, count)
+        return s.sample(clients, count)
     sizes = [len(group) for group in groups.values()]
     each = list(share_out(sizes, sizes, count))
     while 0 in each:
         each[each.index(0)], each[each.index(max(each))] = 1, max(each) - 1
-    picked = [c for (d, group), k in zip(groups.items(), each, strict=True) for c in sample(s, group, k, f"cohort {d}")]
+    picked = [c for (d, group), k in zip(groups.items(), each, strict=True) for c in s.sample(group, k, f"cohort {d}")]
     return tuple(sorted(picked, key=lambda c: c.id))
 
 

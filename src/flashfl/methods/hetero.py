@@ -12,7 +12,6 @@ from ..aggregate import Aggregator
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Sums
 from ..core.mask import Mask, Weights
-from ..core.method import sample
 from ..core.state import State
 from ..sparsity import nested, pattern_budgets, top_mask
 from .common import check_shares, inner_mask, keep_statistics, sample_each_density, share_densities, warn_of_pattern
@@ -58,7 +57,7 @@ class HeteroSPDST(SPDST):
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         if s.phase == SENSITIVITY:
-            return sample(s, [c for c in clients if c.density == self.density] or clients, self.warmup_clients)
+            return s.sample([c for c in clients if c.density == self.density] or clients, self.warmup_clients)
         return sample_each_density(s, clients)
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:

@@ -10,7 +10,7 @@ from ..aggregate import Aggregator, average
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Weights
-from ..core.method import Method, sample
+from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import TRAINING, Phase, Plan, State
 from ..sparsity import PruneRegrow, allocate, calibrate, check_pattern, pattern_budgets, random_mask, top_mask
@@ -70,7 +70,7 @@ class SPDST(Method):
         return s if self.warmup_clients else self.begin(s, [self.density] * len(budgets))
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        return sample(s, clients, self.warmup_clients) if s.phase == SENSITIVITY else super().cohort(s, clients)
+        return s.sample(clients, self.warmup_clients) if s.phase == SENSITIVITY else super().cohort(s, clients)
 
     def work(self, s: State, client: Client) -> Local:
         if s.phase == SENSITIVITY:

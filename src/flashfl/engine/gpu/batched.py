@@ -18,8 +18,8 @@ from ...core.client import Clients
 from ...core.rng import permutations
 from ...data.sources import Arrays, Inputs, Source, Subset
 from ...data.task import Task
-from ..inputs import PrunedInputs
-from ..step import MaskedStep, step_key
+from ..replica import PrunedInputs
+from ..step import MaskedStep
 from ..work import Work
 from .graphs import Graphs
 from .stack import Stack
@@ -54,7 +54,7 @@ class Batched:
 
     def prepare(self, works: Sequence[Work], opened: Clients | None = None) -> None:
         """Capture what is needed, before any client's weights are in place."""
-        settings, batch = step_key(works[0].local), works[0].local.batch
+        settings, batch = MaskedStep.key_of(works[0].local), works[0].local.batch
         if self.graphs.lacks((batch, settings)):
             self._stage(works, 0)
             self.begin(works, opened)

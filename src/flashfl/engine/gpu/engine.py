@@ -32,7 +32,7 @@ from ..pipeline import close_clients, open_clients
 from ..robust import Robust
 from ..settings import EngineSettings
 from ..store import MaskStore
-from ..train import ClientFailed, starting_mask
+from ..train import ClientFailed
 from ..work import Work
 from .batched import Batched
 from .crew import Crew, choose_crew, make_stack, why_one_by_one
@@ -123,7 +123,7 @@ class GPUEngine:
                 account.failed(client.id, str(error))
                 continue
             own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
-            mask = own or starting_mask(order, self.device)
+            mask = own or self.trainer.starting_mask(order)
             yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, order.weights)
 
     def _train(self, works: list[Work], stack: Stack, account: Counting) -> None:

@@ -12,7 +12,7 @@ from ...core.client import Clients
 from ...data.sources import Inputs, Source
 from ...data.task import Task
 from ..replica import Replica
-from ..step import MaskedStep, step_key
+from ..step import MaskedStep
 from ..work import Work
 from .graphs import Graphs
 from .stack import Stack
@@ -147,7 +147,7 @@ class Lanes:
 
     def prepare(self, works: Sequence[Work], opened: Clients | None = None) -> None:
         """Capture what is needed, before any client's weights are in place."""
-        settings = step_key(works[0].local)
+        settings = MaskedStep.key_of(works[0].local)
         sizes = sorted({work.size(b) for work in works for b in range(work.batches)})
         for lane, work in zip(self.lanes, works, strict=False):
             if any(lane.graphs.lacks((size, settings)) for size in sizes):
