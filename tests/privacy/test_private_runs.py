@@ -219,6 +219,25 @@ def test_static_batchnorm_gathers_its_statistics_securely(task: fl.Task) -> None
     assert torch.allclose(secure.weights.statistics, usual.weights.statistics, atol=1e-3)
 
 
+@pytest.mark.parametrize("settings", [{}, {"dp_noise": 1.0}], ids=["plain", "noise"])
+def test_sum_that_honest_clients_cannot_reach_is_not_used(
+    task: fl.Task, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = PrivateSide._words
+
+    def lying(self: PrivateSide, *rest: object) -> np.ndarray:
+        words = original(self, *rest)  # type: ignore[arg-type]
+        if self.client == 3 and settings:
+            return np.random.default_rng(1).integers(0, 1 << 32, len(words), np.uint32)
+        if self.client == 3:
+            words[-2] = np.uint32(1 << 30)  # the number of samples
+        return words
+
+    monkeypatch.setattr(PrivateSide, "_words", lying)
+    with pytest.raises(RunStopped, match=r"cannot have: at least one of them does not"):
+        simulated(task, fl.PDST(density=0.3), secure=True, rounds=1, retries=0, **settings)
+
+
 # Differential privacy.
 
 

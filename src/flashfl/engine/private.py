@@ -204,6 +204,8 @@ class PrivateRound(Account):
             total, counted = self._before
         else:
             total, counted = self._opened()
+        if not self._why and counted:
+            self._why = self.packing.problem(signed(total), len(counted))
         if self._why or (self.orders and not counted):
             self._accepted.clear()
             why = f"the sum could not be opened ({self._why or 'nobody answered'})"

@@ -200,6 +200,26 @@ class Packing:
         behind = torch.tensor(rest, dtype=torch.float64, device=change.device)
         return torch.cat([*(part.double() * n for part in held), behind]), clamped
 
+    def problem(self, total: Tensor, clients: int) -> str:
+        """Why so many clients within the declared ranges cannot have this sum; empty if they can.
+
+        This is all that a server can check in a secure round.
+        """
+        for s in self.sections:
+            part, most = total[s.start : s.stop].double(), clients * (s.scale * s.range + 1)
+            if self.noise is None:
+                found, low = float(part.abs().max()), s.name == "samples" and float(part[0]) < clients
+            else:  # the length of all changes; if everybody's share of noise comes, up to three times its variance
+                found, low, root = float(part.norm()), False, math.sqrt(self.length)
+                spread = math.sqrt(3) * self.noise.deviation(s.scale, self.length)
+                most += clients * root + spread * (root + _ROOM)
+            if found > most or low:
+                return (
+                    f"the sum of '{s.name}' is {found / s.scale:.4g}, which {clients} clients that keep to the "
+                    "declared ranges cannot have: at least one of them does not"
+                )
+        return ""
+
     def decode(self, total: Tensor, start: Weights, clients: int) -> tuple[Sums, int]:
         """The sums of a round from those of its vectors (int64), and how many values clients clamped.
 
