@@ -87,14 +87,15 @@ def digits_net() -> nn.Module:
 
 
 def shares(split: str, labels: np.ndarray[Any, Any], seed: int) -> partition.Partition:
-    """Which samples each client has. `lone`: one client has all nines and nothing else."""
+    """Which samples each client has. `lone`: one client alone has nines, beside its share of everything else."""
     key = fold(seed, "split")
     if split != "lone":
         return partition.split(
             "dirichlet" if "uneven" in split else "lda", labels, CLIENTS, key, alpha=float(split[:3])
         )
     nines, rest = np.flatnonzero(labels == 9), np.flatnonzero(labels != 9)
-    return [nines, *(rest[part] for part in partition.split("iid", labels[rest], CLIENTS - 1, key))]
+    first, *others = (rest[part] for part in partition.split("iid", labels[rest], CLIENTS, key))
+    return [np.concatenate([first, nines]), *others]
 
 
 METHODS: dict[str, fl.Method] = {
@@ -129,10 +130,10 @@ SETUPS = {
     "no BatchNorm, dense": Setup(NoNorm, "1.0", "dense"),
     "digits, SPDST, alpha 0.1": Setup(digits_net, "0.1", "spdst"),
     "digits, SPDST, alpha 0.5, unequal": Setup(digits_net, "0.5 uneven", "spdst"),
-    "digits, SPDST, one client has all nines": Setup(digits_net, "lone", "spdst"),
+    "digits, SPDST, one client alone has nines": Setup(digits_net, "lone", "spdst"),
     "no BatchNorm, dense, alpha 0.1": Setup(NoNorm, "0.1", "dense"),
     "no BatchNorm, dense, alpha 0.5, unequal": Setup(NoNorm, "0.5 uneven", "dense"),
-    "no BatchNorm, dense, one client has all nines": Setup(NoNorm, "lone", "dense"),
+    "no BatchNorm, dense, one client alone has nines": Setup(NoNorm, "lone", "dense"),
 }
 
 # -- attacks --------------------------------------------------------------------------------------------------------

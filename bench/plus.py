@@ -1,8 +1,8 @@
 """Experiments for flashplus: accuracy at given bytes on CIFAR-10, judged on 5,000 training images that no client has.
 
-    python bench/plus.py --out FOLDER [--only bar,s-a-int8] [--processes 3] [--budget-minutes 20] [--root DATA]
+    python bench/plus.py --out FOLDER [--only steps,s-a-int8] [--processes 3] [--budget-minutes 20] [--root DATA]
     python bench/plus.py --out FOLDER --add 'mine: budget=545000 values=int4 upload=changes weight_decay=0.001'
-    python bench/plus.py --out FOLDER --only bar --test --seeds 1,2        # the figures to report
+    python bench/plus.py --out FOLDER --only final --test --seeds 1,2        # the figures to report
     python bench/plus.py --list
 
 Every run adds one line to FOLDER/plus.jsonl when it ends. A run that is there already is skipped, and one that was
@@ -37,6 +37,7 @@ from flashfl.data.dataset import DataSet
 from flashfl.data.sources import Arrays
 from flashfl.data.task import Task
 from flashfl.data.tasks import build_task, load_data
+from flashfl.paper.results import commit
 from flashfl.run.budget import within_budget
 from flashfl.run.config import RunConfig, make_config
 
@@ -44,49 +45,55 @@ HELD = 5000
 TAIL = 6  # evaluations whose mean is the tail
 A, B = {"budget": "2330000"}, {"budget": "545000"}  # bytes of SPDST at density 0.05 and 0.01
 INT8, INT4 = {"values": "int8", "rest": "fp16"}, {"values": "int4", "rest": "fp16", "upload": "changes"}
+CHANGES = {**INT8, "upload": "changes"}
 FALL, SHORT = {"lr": "0.2", "lr_end": "0.002", "lr_last": "0"}, {"rounds": "300"}
 AHEAD = {"look_ahead": "0.85"}
+SLOW = {**AHEAD, "lr_end": "0.01", "average": "0.98"}  # with INT4, this is flashplus's recipe
+# What experiments have unless they say something else: weight decay, the paper's schedule, weights upward.
+BASE = {"method": "flashplus", "look_ahead": "0", "average": "0.95", "lr_end": "0.001", "upload": "weights"}
 
-# Each experiment differs from its base by one change. `a` has SPDST 0.05's bytes, `b` SPDST 0.01's. LOG.md says what a
-# first screening found: looking ahead gains 2.3 points after 300 rounds, a falling learning rate loses 4.7.
+# `a` has SPDST 0.05's bytes, `b` SPDST 0.01's. docs/flashplus.md and LOG.md say what was found.
 GROUPS: dict[str, dict[str, dict[str, str]]] = {
-    "bar": {  # 600 rounds, beside the bars of 88.0 and 86.0
+    "final": {  # run once on the test set, beside the bars: --test --seeds 1,2
+        "final-a4": {**A, **INT4, **SLOW},
+        "final-b": {**B, **INT4, **SLOW},
+        "final-equal-a": {"density": "0.05", "values": "fp32", **SLOW},  # SPDST 0.05 with the recipe
+        "final-equal-b": {"density": "0.01", "values": "fp32", "r_int": "5", **SLOW},  # JMWST r5 0.01 with it
+        "final-dense": {"density": "1", "values": "fp32", **SLOW, "warmup_clients": "0"},  # dense FedAvg with it
+    },
+    "steps": {  # 600 rounds, the way to the recipe
         "a-ahead": {**A, **INT8, **AHEAD},
         "b-ahead": {**B, **INT4, **AHEAD},
-        "a-int8": {**A, **INT8},
-        "b-int4": {**B, **INT4},
-        "a-ahead-int4": {**A, **INT4, **AHEAD},
-        "b-ahead-int8": {**B, **INT8, **AHEAD},
+        "a-epochs2": {**A, **INT8, **AHEAD, "epochs": "2"},
+        "a-lr-end": {**A, **INT8, **AHEAD, "lr_end": "0.01"},
+        "a-changes": {**A, **CHANGES, **AHEAD},
+        "a-lr01-98": {**A, **CHANGES, **SLOW},
+        "b-lr01-98": {**B, **INT4, **SLOW},
+        "a-lr03-98": {**A, **CHANGES, **SLOW, "lr_end": "0.03"},
+        "a-int4-lr01-98": {**A, **INT4, **SLOW},
+    },
+    "next": {  # 600 rounds, not tried yet
+        "n-lr03": {**A, **INT4, **SLOW, "lr_end": "0.03"},
+        "n-epochs2": {**A, **INT4, **SLOW, "epochs": "2"},
+        "n-batch16": {**A, **INT4, **SLOW, "batch": "16"},  # twice the steps
+        "n-ahead0": {**A, **INT4, **SLOW, "look_ahead": "0"},
+        "n-ahead95": {**A, **INT4, **SLOW, "look_ahead": "0.95"},
+        "n-decay": {**A, **INT4, **SLOW, "weight_decay": "0.001"},
+        "n-grow": {**A, **INT4, **SLOW, "grow": "0.5"},
+        "n-momentum": {**A, **INT4, **SLOW, "look_ahead": "0", "server.momentum": "0.8"},
+        "n-b-int8": {**B, **CHANGES, **SLOW},
+        "n-b-move": {**B, **INT4, **SLOW, "r_int": "5", "freeze_after": "300"},
+        "n-b-feedback": {**B, **INT4, **SLOW, "rounding": "nearest", "feedback": "true"},
     },
     "screen": {  # 300 rounds, to be compared among each other
         "s-a-int8": {**SHORT, **A, **INT8},
         "s-a-ahead": {**SHORT, **A, **INT8, **AHEAD},
-        "s-a-ahead95": {**SHORT, **A, **INT8, "look_ahead": "0.95"},
-        "s-a-ahead-decay": {**SHORT, **A, **INT8, **AHEAD, "weight_decay": "0.001"},
-        "s-a-ahead-batch": {**SHORT, **A, **INT8, **AHEAD, "batch": "16"},  # twice the steps
-        "s-a-momentum": {**SHORT, **A, **INT8, "server.momentum": "0.8"},
+        "s-a-fall": {**SHORT, **A, **INT8, **FALL},
+        "s-a-fall-step": {**SHORT, **A, **INT8, **FALL, "server.lr": "1.5"},
         "s-a-ham": {**SHORT, **A, **INT8, "multiply": "1", "shrink": "0.001"},
         "s-b-int8": {**SHORT, **B, **INT8},
         "s-b-int4": {**SHORT, **B, **INT4},
-        "s-b-int4-feedback": {**SHORT, **B, **INT4, "rounding": "nearest", "feedback": "true"},
         "s-b-scale": {**SHORT, **B, **INT8, "init_scale": "0.5"},
-        "s-a-fall": {**SHORT, **A, **INT8, **FALL},
-        "s-a-fall-step": {**SHORT, **A, **INT8, **FALL, "server.lr": "1.5"},
-    },
-    "more": {
-        "a-grow": {**A, **INT8, **AHEAD, "grow": "0.5"},
-        "a-average98": {**A, **INT8, **AHEAD, "average": "0.98"},
-        "b-move": {**B, **INT8, **AHEAD, "r_int": "5", "freeze_after": "300"},
-        "b-uneven": {
-            "density": "0.0625",
-            **INT8,
-            **AHEAD,
-            "values_up": "int4",
-            "upload": "changes",
-        },  # 1.09 MB both ways
-        "equal-a": {"density": "0.05", "values": "fp32", **AHEAD},  # SPDST 0.05 with the recipe: the bar is 86.4
-        "equal-b": {"density": "0.01", "values": "fp32", **AHEAD, "r_int": "5"},  # JMWST r5 0.01 with it: 83.2
-        "dense": {"density": "1", "values": "fp32", **AHEAD, "warmup_clients": "0"},  # dense FedAvg with the recipe
     },
     "control": {
         "spdst-0.05": {"method": "spdst", "density": "0.05", "average": "0.95"},
@@ -104,8 +111,7 @@ def config_of(settings: dict[str, str], args: argparse.Namespace, seed: int) -> 
     if args.alpha_file:
         paper["task"]["partition_file"] = args.alpha_file
     paper["train"] |= {"seed": seed, "checkpoint_every": 100, "device": args.device}
-    plain = {} if "method" in settings else {"method": "flashplus", "look_ahead": "0"}
-    chosen = {**plain, **settings, **dict(word.split("=", 1) for word in args.set)}
+    chosen = {**({} if "method" in settings else BASE), **settings, **dict(word.split("=", 1) for word in args.set)}
     return make_config(paper, chosen)
 
 
@@ -139,6 +145,7 @@ def summary(run: fl.Run) -> dict[str, Any]:
         "mb_up": run.bytes_up / orders / 1e6,
         "last": {name: round(100 * curve[-1], 2) for name, curve in curves.items()},
         "tail": {name: round(100 * statistics.fmean(curve[-TAIL:]), 2) for name, curve in curves.items()},
+        "mean": {name: round(100 * statistics.fmean(curve[-10:]), 2) for name, curve in curves.items()},
         "spread": {name: round(100 * statistics.pstdev(curve[-10:]), 2) for name, curve in curves.items()},
         "loss": round(run.history[-1].loss, 4),
         "seconds": round(run.seconds, 1),
@@ -150,7 +157,8 @@ def summary(run: fl.Run) -> dict[str, Any]:
 def carry_out(name: str, seed: int, settings: dict[str, str], args: argparse.Namespace) -> None:
     """One run, in a process of its own."""
     config = config_of(settings, args, seed)
-    task, folder = task_of(config, args.test), args.out / f"{name}-seed{seed}"
+    task, images = task_of(config, args.test), "test" if args.test else "held"
+    folder = args.out / "-".join([name, images, f"alpha{args.alpha:g}", *args.set, f"seed{seed}"])
     method, train = config.method, config.train
     if train.budget:
         method, train, said = within_budget(method, task, train)
@@ -161,12 +169,13 @@ def carry_out(name: str, seed: int, settings: dict[str, str], args: argparse.Nam
             shown = ", ".join(f"{view} {100 * score.metric:.2f}" for view, score in record.metrics.items())
             print(f"{name} seed {seed}: round {state.counted}/{train.rounds}: {shown}", flush=True)
 
-    resume = (folder / "checkpoints").exists()
+    resume = any((folder / "checkpoints").glob("*"))
     run = fl.simulate(method, task, train=train, folder=folder, resume=resume, overwrite=not resume, watch=watch)
     if run.stopped:
         sys.exit(3)
     line = {"name": name, "seed": seed, "test": args.test, "alpha": args.alpha, "rounds": train.rounds,
-            "settings": settings, "set": args.set, **summary(run), "checksum": run.checksum}  # fmt: skip
+            "settings": settings, "set": args.set, **summary(run), "checksum": run.checksum,
+            "commit": commit()}  # fmt: skip
     with (args.out / "plus.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     for piece in (folder / "checkpoints").glob("*"):
@@ -197,7 +206,7 @@ def wanted(args: argparse.Namespace) -> dict[str, dict[str, str]]:
         name, _, words = text.partition(":")
         added[name.strip()] = dict(word.split("=", 1) for word in words.split())
     chosen: dict[str, dict[str, str]] = dict(added)
-    for name in args.only.split(",") if args.only else () if added else ("bar",):
+    for name in args.only.split(",") if args.only else () if added else ("steps",):
         if name not in GROUPS and name not in every:
             raise ConfigError(f"--only {name}: --list shows the groups and experiments")
         chosen |= GROUPS.get(name, {name: every.get(name, {})})
@@ -251,7 +260,7 @@ def _over(name: str, process: subprocess.Popen[bytes]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/plus"), help="folder (default: runs/plus)")
-    parser.add_argument("--only", default="", help="groups or experiments, separated by commas (default: bar)")
+    parser.add_argument("--only", default="", help="groups or experiments, separated by commas (default: steps)")
     parser.add_argument("--add", action="append", default=[], metavar="'NAME: k=v ...'", help="another experiment")
     parser.add_argument("--set", action="append", default=[], metavar="k=v", help="a setting for all runs")
     parser.add_argument("--seeds", default="0", help="separated by commas (default: 0)")

@@ -345,7 +345,7 @@ def entropies() -> None:
     places, trained = run.weights.mask.places, run.weights.vector
     for what, values in (("weights", trained[places]), ("changes", (trained - before[-2].vector)[places])):
         for form in ("int8", "int4"):
-            levels = to_levels(values, run.weights.mask.counts, form, "unbiased", 1).levels.long()
+            levels = to_levels(values, run.weights.mask.counts, form, "unbiased", [1]).levels.long()
             counts = torch.bincount(levels + TOPS[form]).double()
             shares = counts[counts > 0] / counts.sum()
             entropy, huffman = float(-(shares * shares.log2()).sum()), _huffman(shares.tolist())

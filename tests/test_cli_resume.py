@@ -57,6 +57,20 @@ def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
     assert len(Results.read(Path(out)).rounds) == 1
 
 
+def test_resume_reads_the_settings_of_a_run_killed_in_its_first_round(tmp_path: Path) -> None:
+    """Its folder has a header and nothing else. Without settings, another method was run for 60 rounds."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(["run", "--method", "pdst", "--density", "0.3", "--rounds", "2", *TINY, "--out", str(whole)]) == 0
+    cut.mkdir()
+    (cut / "results.jsonl").write_text((whole / "results.jsonl").read_text().splitlines(keepends=True)[0])
+    assert main(["run", "--out", str(cut), "--resume"]) == 0
+    found, wanted = Results.read(cut), Results.read(whole)
+    assert found.header["config"] == wanted.header["config"]
+    assert found.end is not None
+    assert wanted.end is not None
+    assert found.end["checksum"] == wanted.end["checksum"]
+
+
 def test_run_killed_between_checkpoints_is_extended(tmp_path: Path) -> None:
     """Checkpoints are due after some time too: a run whose rounds are slow loses little when it is killed."""
     out, words = tmp_path / "run", ["run", "--method", "pdst", "--density", "0.1", "--rounds", "1000", *TINY]

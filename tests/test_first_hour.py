@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import flashfl as fl
-from flashfl.core.errors import ConfigError
+from flashfl.core.errors import ConfigError, DataError
 from tests.conftest import blobs, make_task
 
 QUICK: dict[str, Any] = {"per_round": 2, "batch": 4, "workers": 1}
@@ -102,10 +102,13 @@ def rmse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target).sqrt()
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
 def regression(**more: Any) -> fl.Task:
     draw = torch.Generator().manual_seed(0)
     made = [(torch.rand(12, 6, generator=draw), torch.rand(12, 1, generator=draw)) for _ in range(5)]
-    wide = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
     settings = {"metric": rmse, "metric_name": "rmse", "higher_is_better": False, **more}
     return fl.Task(wide, made[:4], made[4], loss=nn.functional.mse_loss, **settings)
 
@@ -125,6 +128,34 @@ def test_metric_that_is_not_accuracy_keeps_its_name_and_direction(
     shown = capsys.readouterr().err
     assert "rmse" in shown
     assert "accuracy" not in shown
+
+
+@pytest.mark.parametrize("held_back", [False, True], ids=["test samples", "held back"])
+def test_float_targets_without_a_metric_are_evaluated_by_the_loss(held_back: bool) -> None:
+    """They were reported as "accuracy 0.00 %"."""
+    made = [(torch.rand(12, 6), torch.rand(12, 1)) for _ in range(5)]
+    task = fl.Task(wide, made[:4], None if held_back else made[4], loss=nn.functional.mse_loss)
+    run = fl.simulate(fl.Dense(), task, 3, eval_every=1, **QUICK)
+    losses = [record.score.loss for record in run.history if record.score]
+    assert (task.metric_name, task.higher_is_better) == ("loss", False)
+    assert run.metric == losses[-1]
+    assert run.best == min(losses)
+    assert "accuracy" not in repr(run)
+
+
+def test_loss_as_the_metric_is_better_if_lower() -> None:
+    mse = nn.functional.mse_loss
+    made = [(torch.rand(12, 6), torch.rand(12, 1)) for _ in range(3)]
+    assert not fl.Task(wide, made, loss=mse, metric=mse).higher_is_better
+    assert fl.Task(wide, made, loss=mse, metric=lambda output, target: -mse(output, target)).higher_is_better
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    assert fl.Task(wide, data(), loss=smooth).metric is fl.accuracy
+
+
+@pytest.mark.parametrize("shape", [(12,), (12, 1)])
+def test_float_targets_with_the_loss_for_classes_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match=r"targets are single floats.*loss=torch\.nn\.functional\.mse_loss"):
+        fl.Task(wide, [(torch.rand(12, 6), torch.rand(shape)) for _ in range(4)])
 
 
 def test_nan_in_the_test_set_is_reported() -> None:

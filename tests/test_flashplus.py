@@ -24,7 +24,9 @@ from tests.conftest import blobs, make_task
 from tests.engine.test_lanes import Plain, agree, devices
 from tests.test_every_method import SETTINGS, small
 
-PLAIN: dict[str, Any] = {**SETTINGS, "average": 0.0, "weight_decay": 0.0, "values": "fp32"}
+PLAIN: dict[str, Any] = {
+    **SETTINGS, "average": 0.0, "weight_decay": 0.0, "lr_end": 0.001, "values": "fp32", "upload": "weights"
+}  # fmt: skip
 
 
 def states_of(method: fl.Method, rounds: int = 4, **more: Any) -> list[State]:
@@ -48,7 +50,7 @@ def test_recipe_applies_unless_it_is_set_otherwise() -> None:
     task = make_task("norm")
     run = fl.simulate(fl.FlashPlus(density=0.3, warmup_clients=2, warmup_epochs=1), task, 1, **SETTINGS)
     assert {name: getattr(run.train, name) for name in fl.FlashPlus.recipe} == dict(fl.FlashPlus.recipe)
-    assert make_config({}, {"method": "flashplus"}).train.average == 0.95
+    assert make_config({}, {"method": "flashplus"}).train.average == 0.98
     assert make_config({}, {"method": "flashplus", "average": "0.9"}).train.average == 0.9
     assert make_config({"train": {"average": 0.0}}, {"method": "flashplus"}).train.average == 0.0
     assert make_config({}, {"method": "spdst"}).train == TrainConfig()
@@ -124,3 +126,9 @@ def test_crews_take_the_same_steps(changes: dict[str, Any], crew: str, device: s
         weight_decay=0.01,
         lr_last=0.0,
     )
+
+
+def test_learning_rate_below_the_last_one_is_warned_about() -> None:
+    """The recipe sets the last learning rate. Who sets only a smaller first one learns that it would grow."""
+    with pytest.warns(RuntimeWarning, match=r"lr = 0.005 is below lr_end = 0.01"):
+        fl.simulate(small("flashplus"), make_task("norm"), 1, **{**SETTINGS, "lr": 0.005})

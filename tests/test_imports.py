@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from flashfl.methods import METHODS
+
 ROOT = Path(__file__).parents[1] / "src" / "flashfl"
 ORDER = (
     "core", "kernels", "native", "sparsity", "aggregate", "methods", "wire", "privacy", "models", "data", "measure",
@@ -55,3 +57,42 @@ def test_only_the_flower_package_imports_flower() -> None:
             names = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom)]
             modules = [getattr(n, "module", None) or n.names[0].name for n in names]
             assert not any(module.split(".")[0] == "flwr" for module in modules), path
+
+
+KNOWING = ("methods", "aggregate", "paper")  # every other package runs and reports methods without knowing any
+WORDS = {"dense", "sparse"}  # methods whose names are words for other things too
+
+
+def names_compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Comparisons with the name of a method."""
+    for node in ast.walk(tree):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        sides += [node.subject, *node.cases] if isinstance(node, ast.Match) else []  # type: ignore[list-item]
+        found = {x.value for side in sides for x in ast.walk(side) if isinstance(x, ast.Constant)} & set(METHODS)
+        text = " ".join(map(ast.unparse, sides[:-1]))
+        yield from ((node.lineno, name) for name in found if name not in WORDS or "method" in text or ".name" in text)
+
+
+def test_nothing_that_runs_or_reports_knows_a_method() -> None:
+    """Engines, wire, Flower, runs and reports import the registry at most, and never compare a method's name."""
+    wrong = []
+    for path in sorted(ROOT.rglob("*.py")):
+        if package_of(path) in KNOWING or (path.parent == ROOT and path.stem == "__init__"):
+            continue
+        tree, where = ast.parse(path.read_text()), path.relative_to(ROOT)
+        wrong += [f"{where}:{line} compares {name!r}" for line, name in names_compared(tree)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and "methods" in (node.module or "").split("."):
+                taken = {alias.name for alias in node.names}
+                wrong += [f"{where}:{node.lineno} imports {name} of methods" for name in sorted(taken - {"METHODS"})]
+            elif isinstance(node, ast.ImportFrom | ast.Import):
+                wrong += [
+                    f"{where}:{node.lineno} imports methods" for x in node.names if "methods" in x.name.split(".")
+                ]
+    assert wrong == []
+
+
+def test_comparison_with_a_methods_name_is_found() -> None:
+    code = "if method.name == 'spdst': pass\nif x in ('nst', 'y'): pass\nif form == 'dense': pass\nok = 'spdst'"
+    assert sorted(names_compared(ast.parse(code))) == [(1, "spdst"), (2, "nst")]
+    assert list(names_compared(ast.parse("if method.name == 'dense': pass"))) == [(1, "dense")]

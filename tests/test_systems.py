@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +22,7 @@ from flashfl.methods import METHODS
 from flashfl.methods.fedpm import Scores, frozen
 from flashfl.methods.fedrts import FedRTS, Votes
 from flashfl.methods.fjord import OrderedDropout
+from flashfl.methods.heterofl import Slice
 from flashfl.methods.lotteryfl import Ticket
 from flashfl.methods.prunefl import SquaredGradients, best_per_time
 from flashfl.methods.scaffold import ControlVariate
@@ -29,7 +31,7 @@ from flashfl.methods.ssfl import SALIENCY, Saliency
 from flashfl.methods.zerofl import Largest, Swat
 from flashfl.sparsity import LayerRegrow
 from flashfl.sparsity.width import levels, width_mask
-from tests.conftest import make_task
+from tests.conftest import blobs, make_task
 
 EIGHT = Layout.build({"prunable": [("w", (2, 4))], "dense": [("b", (1,))]})
 TRAINED = torch.tensor([[0.5, -4.0, 1.0, 0.1, 3.0, -0.2, 2.0, 0.0, 7.0]])
@@ -42,7 +44,7 @@ def bits(text: str) -> Tensor:
 def client(*parts: Part, start: Tensor | None = None, mask: str = "11111111", **more: Any) -> tuple[Local, Clients]:
     local = Local(lr=0.5, parts=parts)
     begin = torch.zeros(1, 9) if start is None else start
-    asked = (lambda row: more.get("metric", 0.9), lambda key: torch.full((9,), 0.25))
+    asked = (lambda row: more.get("metric", 0.9), lambda key: torch.full((9,), 0.25), lambda row: more.get("classes"))
     given, notes = more.get("given", {}), more.get("notes", {})
     return local, open_clients(EIGHT, local, [1], [4], begin, bits(mask)[None], [given], [notes], *asked)
 
@@ -204,6 +206,7 @@ def test_fedpm_sends_bits_and_averages_them_to_probabilities() -> None:
     close_clients(local, c)
     assert torch.equal(c.masks[0], bits("10101010"))
     method, s = state("fedpm", torch.zeros(9))
+    assert method.work(replace(s, counted=9), fl.Client(0, 1)).lr == s.plan.local.lr, "the rate does not fall"
     after = method.aggregate(s, sums((1, "11000000", [0.0] * 9), (1, "10000000", [0.0] * 9)))
     assert after.weights.vector[:3].sigmoid().tolist() == pytest.approx([0.99, 0.5, 0.01])
 
@@ -211,10 +214,13 @@ def test_fedpm_sends_bits_and_averages_them_to_probabilities() -> None:
 def test_prunefl_takes_what_is_worth_its_time() -> None:
     layout = Layout.build({"prunable": [("a", (4,)), ("b", (4,))]})
     squares = torch.tensor([4.0, 1, 0.5, 0, 8, 2, 0, 0], dtype=torch.float64)
-    capped = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1e9, 0.375)
+    none = bits("00000000")
+    capped = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1e9, 0.375, none)
     assert torch.equal(capped, bits("11001000")), "4, 2 and 1 per unit of time; the cap is three"
-    few = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1.0, 1.0)
+    few = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1.0, 1.0, none)
     assert torch.equal(few, bits("10001000")), "1 is below the 12 / 6 of the first two"
+    safe = best_per_time(layout, squares, (1.0, 4.0, 0.0), 1.0, 0.375, bits("00010001"))
+    assert torch.equal(safe, bits("10010001")), "two are safe, and the cap has room for the best other one"
     local, c = client(SquaredGradients())
     SquaredGradients().before(rows(TRAINED, state=c.state), TRAINED)
     assert close_clients(local, c).extras[0]["squares"].value.tolist() == pytest.approx(
@@ -318,3 +324,155 @@ def test_personal_accuracy_weights_classes_by_the_clients_shares() -> None:
     loss, metric = _weighted(Trainer(make_task("norm")), output, classes, [0.75, 0.25, 0.0])
     assert metric == 0.75, "always class 0, of which three quarters of the client's samples are"
     assert loss == pytest.approx(0.25 * 9, abs=0.01)
+
+
+def test_heterofl_scales_narrow_layers_and_hides_absent_classes() -> None:
+    part = Slice((0.5, 1.0), 0.5, scaler=True, masked_loss=True)
+    local = Local(lr=0.5, parts=(part,))
+    ones, mask = torch.ones(1, WIDE.size), width_mask(WIDE, 0.5).bits[None]
+    asked = (lambda row: 0.0, lambda key: ones[0], lambda row: torch.tensor([0, 2, 2]))
+    c = open_clients(WIDE, local, [1], [4], ones, mask, [{}], [{}], *asked)
+    seen = part.view(rows(ones, WIDE, c.state), ones)[0]
+    level = levels(WIDE, (0.5, 1.0))
+    assert seen[:36].tolist() == torch.where(level[:36] == 0, 2.0, 0.0).tolist(), "1 / 0.5 in the slice, 0 outside"
+    assert seen[36:40].tolist() == [2, 2, 0, 0], "a layer's bias is part of its output"
+    assert seen[40:44].tolist() == [1, 1, 0, 0], "BatchNorm is not scaled"
+    assert seen[44:50].tolist() == [1, 1, 0, 0, 1, 1], "class 1 has no samples: its row is hidden"
+    assert seen[50:].tolist() == [1, 0, 1], "so is its bias"
+    gradient = torch.ones(1, WIDE.size)
+    part.backward(rows(ones, WIDE, c.state), gradient)
+    assert torch.equal(gradient[0], seen), "the gradient of a product with a constant"
+    c.vectors = torch.full_like(ones, 3.0)
+    done = close_clients(local, c)
+    assert done.extras[0]["classes"].value.tolist() == [True, False, True]
+    assert c.vectors[0, 44:].tolist() == [3, 3, 1, 1, 3, 3, 3, 1, 3], "what it did not train is as it was sent"
+
+
+def test_heterofl_factors_are_the_scaler_and_the_masked_cross_entropy() -> None:
+    """The forward pass on the factored weights is the paper's: activations over p, absent outputs 0."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    task = fl.Task(lambda: net, [blobs(6, (4,), 1)], blobs(6, (4,), 2), prunable="0.weight")
+    part, layout = Slice((0.5, 1.0), 0.5, True, True), task.layout
+    vector = task.draw(1)[None]
+    asked = (lambda row: 0.0, lambda key: vector[0], lambda row: torch.tensor([1, 2]))
+    local, mask = Local(parts=(part,)), width_mask(layout, 0.5).bits[None]
+    c = open_clients(layout, local, [1], [1], vector, mask, [{}], [{}], *asked)
+    seen = layout.views(part.view(rows(vector, layout, c.state), vector)[0])
+    plain, x = layout.views(vector[0]), torch.rand(5, 4)
+    hidden = (torch.nn.functional.linear(x, plain["0.weight"][:3], plain["0.bias"][:3]) / 0.5).relu()
+    expected = torch.nn.functional.linear(hidden, plain["2.weight"][:, :3], plain["2.bias"])
+    expected[:, 0] = 0.0
+    torch.testing.assert_close(torch.func.functional_call(net, dict(seen), x), expected)
+
+
+def test_heterofl_averages_rows_of_the_last_layer_over_clients_with_the_class() -> None:
+    plan = fl.Plan(WIDE, lambda key: torch.ones(WIDE.size), 1, 10, 4, 2)
+    method = METHODS["heterofl"](widths=(0.5, 1.0), shares=(0.5, 0.5))
+    s, total = method.init(plan), fl.Sums(WIDE, counts=[0, 0, 0])
+    for i, (n, width, value, classes) in enumerate([(1, 0.5, 3.0, [1, 0, 1]), (3, 1.0, 7.0, [0, 0, 1])]):
+        kept = levels(WIDE, (0.5, 1.0)) <= (width == 1.0)
+        vector = torch.full((WIDE.size,), value) * kept
+        for span in (vector[44:50].view(3, 2), vector[50:].view(3, 1)):
+            span[~torch.tensor(classes).bool()] = 1.0  # as it was sent
+        weights = Weights.masked(width_mask(WIDE, width), vector)
+        extra = {"kept": Extra("bits", kept), "classes": Extra("bits", torch.tensor(classes).bool())}
+        update = Update.of(i, n, weights, weights.mask.counts)
+        add(total, Update(i, n, update.mask, update.values, update.counts, {}, extra))
+    after = method.aggregate(s, total).weights.vector
+    assert after[:4].tolist() == [6, 6, 7, 7], "(3 + 3 * 7) / 4 in both slices; the wide client alone beyond"
+    assert after[36:44].tolist() == [6, 6, 7, 7] * 2
+    assert after[44:50].tolist() == pytest.approx([3, 3, 1, 1, 6, 6]), (
+        "class 0: one client; class 1: none; class 2: both"
+    )
+    assert after[50:].tolist() == pytest.approx([3, 1, 6])
+
+
+def test_feddst_adjusts_every_few_rounds_of_the_first_part_of_the_run() -> None:
+    method, s = state("feddst", torch.ones(9), "11110000", rounds=12, density=0.5, interval=3, until=0.5)
+    rounds = [r for r in range(12) if method.work(replace(s, round=r), fl.Client(0, 1)).adapt is not None]
+    assert rounds == [0, 3]
+    assert method.work(s, fl.Client(0, 1)).adapt == LayerRegrow(0.5)
+    plain = method.aggregate(replace(s, round=1), sums((1, "11110000", [2.0] * 9), (3, "11110000", [6.0] * 9)))
+    assert plain.weights.vector.tolist() == [5, 5, 5, 5, 0, 0, 0, 0, 5]
+    assert torch.equal(plain.mask.bits, bits("11110000"))
+
+
+def test_fedspa_moves_masks_at_a_rate_that_falls_by_a_cosine() -> None:
+    method, s = state("fedspa", torch.ones(9), density=0.5, moving=True, adapt=LayerRegrow(0.4))
+    rates = [method.work(replace(s, round=r), fl.Client(0, 1)).adapt.rate for r in (0, 5, 10)]
+    assert rates == pytest.approx([0.4, 0.2, 0.0])
+    work = method.work(s, fl.Client(0, 1))
+    assert work.keep == ("mask",)
+    assert work.personal
+    frozen_work = state("fedspa", torch.ones(9), density=0.5)[0].work(s, fl.Client(0, 1))
+    assert (frozen_work.adapt, frozen_work.keep, frozen_work.personal) == (None, (), True)
+
+
+def test_sparsyfed_counts_missing_weights_as_zero_and_sends_down_the_union() -> None:
+    method, s = state("sparsyfed", torch.ones(9), density=0.25, power=2.0)
+    first, second = (1, "11000000", [4.0, 8, 0, 0, 0, 0, 0, 0, 4]), (3, "01100000", [0.0, 8, 4, 0, 0, 0, 0, 0, 0])
+    after = method.aggregate(s, sums(first, second))
+    assert torch.equal(after.mask.bits, bits("11100000"))
+    assert after.weights.vector.tolist() == [1, 8, 3, 0, 0, 0, 0, 0, 1]
+    assert method.views(after)["after"].vector.tolist() == [1, 64, 9, 0, 0, 0, 0, 0, 1], "as the forward pass sees it"
+    first_model = method.init(s.plan)
+    seen = method.views(first_model)["after"].vector.tolist()
+    assert seen == pytest.approx(list(range(1, 10))), "it starts where every method does"
+
+
+def test_zerofl_averages_what_was_sent_and_evaluates_the_largest() -> None:
+    method, s = state("zerofl", torch.full((9,), 5.0), density=0.25, mask_ratio=0.25)
+    first, second = (1, "11110000", [1.0, -9, 2, 2, 0, 0, 0, 0, 4]), (3, "00001111", [0.0, 0, 0, 0, 7, 6, 1, 1, 0])
+    after = method.aggregate(s, sums(first, second, (1, "11110000", [3.0, -9, 2, 2, 0, 0, 0, 0, 4])))
+    assert after.weights.vector[:8].tolist() == [2, -9, 2, 2, 7, 6, 1, 1], "the mean over those who sent a weight"
+    kept = method.aggregate(s, sums((1, "11110000", [1.0] * 9)))
+    assert kept.weights.vector[:8].tolist() == [1] * 4 + [5] * 4, "a weight that nobody sent keeps its value"
+    assert method.views(after)["after"].vector[:8].tolist() == [0, -9, 0, 0, 7, 0, 0, 0]
+    changes, s = state("zerofl", torch.full((9,), 5.0), density=0.25, upload="largest changes")
+    moved = changes.aggregate(s, sums((1, "11000000", [4.0] * 9), (3, "01100000", [-4.0] * 9)))
+    assert moved.weights.vector.tolist() == [6, 3, 2, 5, 5, 5, 5, 5, 3], "changes are averaged over all"
+
+
+def test_topk_adds_the_mean_of_what_was_sent() -> None:
+    method, s = state("topk", torch.full((9,), 1.0), density=0.25)
+    after = method.aggregate(s, sums((1, "11000000", [4.0] * 9), (3, "01100000", [-4.0] * 9)))
+    assert after.weights.vector.tolist() == [2, -1, -2, 1, 1, 1, 1, 1, -1]
+    assert after.mask.active == 8, "the server's model is dense"
+
+
+def test_lotteryfl_averages_over_holders_and_keeps_the_rest() -> None:
+    method, s = state("lotteryfl", torch.full((9,), 5.0), density=0.25)
+    after = method.aggregate(s, sums((1, "11000000", [1.0] * 9), (3, "01100000", [3.0] * 9)))
+    assert after.weights.vector.tolist() == [1, 2.5, 3, 5, 5, 5, 5, 5, 2.5]
+    work = method.work(s, fl.Client(0, 1))
+    assert work.personal
+    assert work.keep == ("mask",)
+    assert work.parts[0].active(EIGHT, 7) == (2, 7)
+
+
+def test_fedrts_keeps_what_the_betas_favour() -> None:
+    """With many pseudo-votes a draw is its mean, so the mask is the four weights with the highest X."""
+    method, s = state("fedrts", torch.ones(9), "11110000", density=0.5, scale=1e6, rate=0.5)
+    assert method._kappa(s) == (2,), "half of the four weights at t = 0"
+    vectors = [9.0, 8, 1, 2, 0, 0, 0, 0, 1]
+    kept = [bits("11000000").float(), bits("01010000").float()]
+    wanted = [bits("00001100").float(), bits("00001010").float()]
+    after = method.aggregate(s, sums((1, "11110000", vectors), (3, "11110000", vectors), kept=kept, wanted=wanted))
+    x = torch.tensor([0.625, 1.0, 0.0, 0.375, 1.0, 0.25, 0.75, 0.0])
+    assert after.extra["a"].tolist() == pytest.approx((1 + 1e6 * x).tolist())
+    assert after.extra["b"].tolist() == pytest.approx((1 + 1e6 * (1 - x)).tolist())
+    assert torch.equal(after.mask.bits, bits("11001010")), "weights 1, 4, 6 and 0"
+    assert after.weights.vector[:8].tolist() == [9, 8, 0, 0, 0, 0, 0, 0], "a regrown weight starts at 0"
+
+
+def test_prunefl_prunes_the_average_by_what_its_gradients_promise() -> None:
+    method, s = state("prunefl", torch.ones(9), density=0.375)
+    found = sums((1, "11111111", [1.0, 2, 3, 4, 5, 6, 7, 8, 9]), squares=[[0.0, 9, 1, 8, 0, 7, 2, 0]])
+    after = method.aggregate(s, found)
+    assert after.phase.counts, "the first pruning ends the first phase"
+    assert after.weights.vector.tolist() == [0, 2, 0, 4, 0, 6, 0, 0, 9]
+    later = replace(after, round=49)
+    found = sums((1, "01010100", [0.0, 3, 0, 1, 0, 2, 0, 0, 9]), squares=[[9.0, 0, 8, 0, 0, 0, 0, 0]])
+    assert torch.equal(method.aggregate(later, found).mask.bits, bits("11000100")), (
+        "a third may be dropped: weight 3, the smallest. Weight 0 has the largest gradient"
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,25 +16,30 @@ from torch import Tensor
 import flashfl as fl
 from flashfl.core.client import Clients, Field, Part, Place, Rows, draw, draw_one
 from flashfl.core.engine import FixedPopulation
-from flashfl.core.errors import FlashError
+from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.core.parts import part
 from flashfl.core.state import ServerStep
 from flashfl.engine.gpu import GPUEngine
+from flashfl.engine.gpu.batched import Batched
+from flashfl.engine.gpu.lanes import Lanes
+from flashfl.engine.gpu.stack import Stack
 from flashfl.engine.pipeline import close_clients, open_clients
 from flashfl.engine.replica import largest
 from flashfl.engine.step import MaskedStep
+from flashfl.engine.store import Folder
 from flashfl.methods.topk import LargestChanges
 from flashfl.run.config import TrainConfig
+from flashfl.run.loaded import load_file
 from flashfl.run.simulate import drive
 from flashfl.sparsity.steps import Multiply
 from flashfl.wire import Message, decode, encode, size_with
-from tests.conftest import make_task
-from tests.engine.test_lanes import run_lanes
+from tests.conftest import blobs, make_task
+from tests.engine.test_lanes import Plain, agree, run_lanes
 from tests.run.run_support import After, Killed, killed
-from tests.test_every_method import small
+from tests.test_every_method import SETTINGS, small
 
 
 def opened(layout: Layout, parts: tuple[Part, ...], start: list[float], **more: Any) -> tuple[Local, Clients]:
@@ -39,7 +47,7 @@ def opened(layout: Layout, parts: tuple[Part, ...], start: list[float], **more: 
     local = Local(lr=0.1, parts=parts)
     masks = torch.ones(1, layout.prunable_size, dtype=torch.bool)
     given, notes = more.get("given", {}), more.get("notes", {})
-    asked = (lambda row: 0.5, lambda key: torch.full((layout.size,), float(key)))
+    asked = (lambda row: 0.5, lambda key: torch.full((layout.size,), float(key)), lambda row: None)
     return local, open_clients(layout, local, [1], [4], torch.tensor([start]), masks, [given], [notes], *asked)
 
 
@@ -232,17 +240,32 @@ def test_repeated_round_rolls_memory_back() -> None:
     assert any(line.attempt for line in lines), "some round was repeated"
 
 
-def test_checkpoints_write_only_notes_that_changed(tmp_path: Any) -> None:
-    task = make_task("norm")
-    config = TrainConfig(device="cpu", rounds=4, per_round=2, batch=4, workers=1, checkpoint_every=1)
-    counts = []
+@pytest.mark.parametrize("lanes", [False, True])
+def test_checkpoints_write_only_notes_that_changed(lanes: bool, tmp_path: Any, monkeypatch: Any) -> None:
+    """Bytes are counted as they are written: each round those of its own two clients, though eight remember."""
+    task, method, written = make_task("norm"), fl.METHODS["topk"](0.3), [0]
+    config = TrainConfig(device="cpu", rounds=8, per_round=2, batch=4, workers=1, checkpoint_every=1)
+    each = 4 * task.layout.prunable_size
+    real = Folder.__setitem__
+
+    def count(folder: Folder, digest: str, data: bytes) -> None:
+        written[-1] += len(data) if len(data) > each else 0  # masks are smaller
+        real(folder, digest, data)
 
     def watch(state: Any, line: Any) -> None:
-        counts.append(len(line.cohort))
+        written.append(0)
 
-    fl.simulate(fl.METHODS["topk"](0.3), task, train=config, folder=tmp_path, watch=watch)
-    notes = [path for path in (tmp_path / "masks").iterdir() if path.stat().st_size > 4 * task.layout.prunable_size]
-    assert len(notes) <= sum(counts), "one file for each client and round, and none written twice"
+    monkeypatch.setattr(Folder, "__setitem__", count)
+    engine = GPUEngine(task, replace(config, precision="fp32", lanes=2), "cpu", tmp_path / "masks") if lanes else None
+    if engine is None:
+        run = fl.simulate(method, task, train=config, folder=tmp_path / "run", watch=watch)
+    else:
+        run = drive(method, task, config, engine, FixedPopulation(task.clients), tmp_path / "run", watch=watch)
+        engine.close()
+    assert len({client for line in run.history for client in line.cohort}) > 4, "many clients remember by the end"
+    assert sum(written) < 1.1 * each * sum(len(line.cohort) for line in run.history)
+    assert sum(written) >= each * sum(len(line.cohort) for line in run.history), "and none is forgotten"
+    assert max(written) < 1.1 * each * 4, "a checkpoint of the GPU engine may come one round later"
 
 
 @pytest.mark.parametrize("name", ["topk", "scaffold", "fedspa", "lotteryfl"])
@@ -317,33 +340,149 @@ def test_wrong_parts_are_refused_before_the_first_round() -> None:
         Local(report="mask", statistics=False)
 
 
-def test_part_of_a_users_file_works_with_load(tmp_path: Any) -> None:
-    """A file given with --load has the powers of a built-in method: memory, reports, worker processes."""
-    import subprocess
-    import sys
+@part
+@dataclass(frozen=True)
+class BadState(Part):
+    def begin(self, c: Clients) -> None:
+        c.state["a"] = torch.zeros(len(c.start), 3)
 
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from dataclasses import dataclass\n"
-        "from typing import ClassVar\n"
-        "import flashfl as fl\n"
-        "from flashfl.core.client import Field, Part\n"
-        "from flashfl.core.parts import part\n\n"
-        "@part\n@dataclass(frozen=True)\nclass Count(Part):\n"
-        "    def remembers(self, layout):\n        return {'rounds': Field('scalar')}\n\n"
-        "    reports = remembers\n\n"
-        "    def finish(self, c):\n"
-        "        c.memory['rounds'] = c.memory['rounds'] + 1\n"
-        "        c.report['rounds'] = c.memory['rounds']\n\n"
-        "@dataclass(frozen=True)\nclass Mine(fl.PDST):\n"
-        "    name: ClassVar[str] = 'mine'\n\n"
-        "    def work(self, s, client):\n        return self.local(s, parts=(Count(),))\n\n"
-        "    def aggregate(self, s, sums):\n"
-        "        assert float(sums.extra['rounds']) == (s.round + 1) * sums.n\n"
-        "        return super().aggregate(s, sums)\n\n"
-        "fl.METHODS['mine'] = Mine\n"
-    )
+    def before(self, r: Rows, gradient: Tensor) -> None:
+        gradient.add_(r.state["a"].sum())
+
+
+@part
+@dataclass(frozen=True)
+class BadReport(Part):
+    def reports(self, layout: Layout) -> Mapping[str, Field]:
+        return {"a": Field("dense", 4)}
+
+    def finish(self, c: Clients) -> None:
+        c.report["a"] = torch.zeros(len(c.start), 5)
+
+
+@part
+@dataclass(frozen=True)
+class BadMemory(Part):
+    def remembers(self, layout: Layout) -> Mapping[str, Field]:
+        return {"a": Field("bits", 4)}
+
+    def finish(self, c: Clients) -> None:
+        c.memory["a"] = c.memory["a"].float()
+
+
+@part
+@dataclass(frozen=True)
+class BadMask(Part):
+    def finish(self, c: Clients) -> None:
+        c.masks = c.masks & (torch.arange(c.masks.shape[1]) < 3)
+
+
+@part
+@dataclass(frozen=True)
+class BadForm(Part):
+    def remembers(self, layout: Layout) -> Mapping[str, Field]:
+        return {"a": Field("sparse", 4)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Unregistered(Part):
+    pass
+
+
+@part
+class NotData(Part):
+    rate: float = 1.0
+
+
+@part
+@dataclass(frozen=True)
+class OddField(Part):
+    value: Any = None
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (BadState(), "put 'a' of shape .* into `c.state`: it must be"),
+        (BadReport(), "declares 'a' as dense, .* but it is torch.float32 of shape"),
+        (BadMemory(), "declares 'a' as bits, .* but it is torch.float32"),
+        (BadMask(), "but its `active` declares"),
+        (BadForm(), "the form must be one of masked, dense, bits, scalar, indices"),
+        (Unregistered(), "Unregistered is not registered, so clients would not know it: put @part"),
+        (NotData(), "NotData is not a dataclass, so its settings rate would be lost"),
+        (OddField(torch.zeros(2)), "OddField has a field that cannot be sent to clients"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Part) else "",
+)
+def test_mistakes_in_a_custom_part_are_errors_on_every_engine(wrong: Part, said: str, lanes: bool) -> None:
+    @dataclass(frozen=True)
+    class Wrong(fl.PDST):
+        def work(self, s: fl.State, client: fl.Client) -> Local:
+            return self.local(s, parts=(wrong,))
+
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
+    task = make_task("norm")
+    with pytest.raises(FlashError, match=said):
+        run_lanes(Wrong(0.3), task, "cpu", config) if lanes else fl.simulate(Wrong(0.3), task, train=config)
+
+
+@part
+@dataclass(frozen=True)
+class HalfInputs(Part):
+    def inputs(self, weight: Tensor) -> Tensor:
+        return torch.full((), 0.5)
+
+
+@dataclass(frozen=True)
+class LaterInputs(fl.PDST):
+    """Prunes inputs from the second round on."""
+
+    def work(self, s: fl.State, client: fl.Client) -> Local:
+        return self.local(s, parts=(HalfInputs(),) if s.round else ())
+
+
+def test_batched_clients_never_ignore_a_part_that_needs_lanes() -> None:
+    """The crew is chosen in the first round; a part that comes later is obeyed, or refused if batched was asked for."""
+    task = fl.Task(Plain, [blobs(11 + i, (1, 5, 5), 100 + i) for i in range(8)], blobs(30, (1, 5, 5), 7))
+    config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
+    with pytest.raises(ConfigError, match="the part HalfInputs ranks the inputs of a whole batch"):
+        run_lanes(LaterInputs(0.3), task, "cpu", config, crew="batched")
+    settings = replace(config, precision="fp32", lanes=4)
+    engine = GPUEngine(task, settings, "cpu")
+    first = Batched(task, Stack(task.layout, 4, torch.device("cpu"), False), engine.train_data, engine.capacity)
+    engine.stack, engine.crew = first.stack, first
+    run = drive(LaterInputs(0.3), task, config, engine, FixedPopulation(task.clients))
+    assert isinstance(engine.crew, Lanes)
+    plain = fl.simulate(LaterInputs(0.3), task, train=config).weights.vector
+    assert float((run.weights.vector - plain).norm() / plain.norm()) < 1e-4
+
+
+CUSTOM = Path(__file__).with_name("custom_method.py")
+
+
+def custom() -> fl.Method:
+    """The method of a user's file, which is loaded as --load does. Other tests must not find it in the registry."""
+    load_file(CUSTOM)
+    fl.METHODS.pop("mine", None)
+    found: fl.Method = sys.modules["custom_method"].Mine()
+    return found
+
+
+def test_custom_part_agrees_on_both_engines_and_resumes(tmp_path: Path) -> None:
+    task, method = make_task("norm"), custom()
+    agree(method, task, "cpu", crew="lanes")
+    agree(method, task, "cpu", values="int8", robust="on")
+    whole = fl.simulate(method, task, 4, **SETTINGS)
+    with killed():
+        fl.simulate(method, task, 4, folder=tmp_path, watch=After(3, Killed), **SETTINGS)
+    again = fl.simulate(method, task, 4, folder=tmp_path, resume=True, **SETTINGS)
+    assert (again.checksum, again.traffic) == (whole.checksum, whole.traffic)
+
+
+def test_part_of_a_users_file_works_with_load(tmp_path: Path) -> None:
+    """On the command line, with worker processes that import the file by themselves."""
     words = ["--method", "mine", "--rounds", "2", "--clients", "3", "--per-round", "3", "--max-steps", "1"]
-    command = [sys.executable, "-m", "flashfl.cli", "run", "--load", str(file), *words, "--workers", "2"]
+    command = [sys.executable, "-m", "flashfl.cli", "run", "--load", str(CUSTOM), *words, "--workers", "2"]
     done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

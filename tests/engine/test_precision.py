@@ -36,6 +36,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"values_up": "int8", "rounding": "nearest", "feedback": True},
     {"values_down": "bf16", "values_up": "int8"},
     {"values": "int8", "upload": "changes", "static_bn": True},
+    {"values": "int8", "robust": "on"},
 ]
 
 
@@ -44,6 +45,29 @@ COMBINATIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("name", ["spdst", "jmwst", "nst", "dense"])
 def test_engines_round_and_count_alike(name: str, settings: dict[str, Any], device: str) -> None:
     agree(small(name), make_task("norm"), device, **settings)
+
+
+@devices
+@pytest.mark.parametrize(
+    "settings", [{"values": "int8"}, {"values_up": "fp16", "rest": "fp16", "upload": "changes"}], ids=str
+)
+@pytest.mark.parametrize("name", ["fedpm", "topk", "sparsyfed", "zerofl", "heterofl"])
+def test_engines_round_and_count_reports_of_parts_alike(name: str, settings: dict[str, Any], device: str) -> None:
+    """FedPM sends bits and the dense tensors: these are rounded too."""
+    agree(small(name), make_task("norm"), device, **settings)
+
+
+def test_rounding_feedback_works_beside_the_parts_of_a_method() -> None:
+    settings = {**SETTINGS, "values_up": "int4", "rounding": "nearest"}
+    plain, fed = (
+        fl.simulate(small("ssfl"), make_task("norm"), 3, **settings, feedback=feedback) for feedback in (False, True)
+    )
+    other = fl.simulate(small("flashplus", multiply=1.0), make_task("norm"), 2, **settings, feedback=True)
+    assert not torch.equal(plain.weights.vector, fed.weights.vector)
+    assert other.state is not None
+    assert len(other.method.work(other.state, other.task.clients[0]).parts) == 2
+    with pytest.raises(ConfigError, match="feedback = true: not possible with topk"):
+        fl.simulate(small("topk"), make_task("norm"), 2, **settings, feedback=True)
 
 
 @pytest.mark.parametrize("name", ["spdst", "jmwst"])
@@ -113,7 +137,7 @@ def test_feedback_by_hand() -> None:
     part = Feedback(Precision("int8", rounding="nearest", changes=True))
     c = Clients(
         layout, [1], [1], 0.1, start, trained.clone(), masks, {}, {"rounding residual": torch.zeros(1, 4)},
-        validate=lambda row: 0.0, initial=lambda key: torch.zeros(4),
+        validate=lambda row: 0.0, initial=lambda key: torch.zeros(4), classes=lambda row: None,
     )  # fmt: skip
     part.finish(c)
     torch.testing.assert_close(c.vectors, trained)

@@ -16,12 +16,13 @@ from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
 from flashfl.data.task import Task
+from flashfl.engine.change import Others, Start
 from flashfl.engine.client import update_message
 from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import Cohort, Robust, Start, trimmed_mean
+from flashfl.engine.robust import Cohort, Robust, trimmed_mean
 from flashfl.engine.store import MaskStore
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
@@ -43,7 +44,7 @@ def sums_of(updates: Iterable[Update], robust: Robust, start: Start | None = Non
     given = list(updates)
     for each in given:
         cohort.see(each, start)
-    cohort.add(sums, given)
+    cohort.add(sums, lambda: given)
     return sums
 
 
@@ -222,6 +223,67 @@ def test_extras_are_bounded_by_the_cohorts_median() -> None:
     assert float(sums.extra["c"] / sums.n) == pytest.approx(3 / 4)
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64])
+def test_extras_are_bounded_whatever_their_type(kind: torch.dtype) -> None:
+    """The sender chooses the type of a tensor, so whole numbers must not escape the bound."""
+    lie = torch.tensor([10**18]).to(kind)
+    values = [torch.tensor([1.0]), torch.tensor([1.0]), torch.tensor([1.0]), lie]
+    made = [
+        replace(update(i, 10, [1] * 9, [1.0] * 12), extra={"c": Extra("dense", value)})
+        for i, value in enumerate(values)
+    ]
+    assert float(sums_of(made, Robust(clip=1.0)).extra["c"] / 40) <= 2
+
+
+ZERO = Start(MASK, torch.zeros(12))
+
+
+def agreed(changes: list[list[float]], most: float = 2.0) -> torch.Tensor:
+    """The average of clients that move the first weights by these changes, with the bounds of `robust`."""
+    updates = [update(i, 10, [1] * 9, [*change, *[0.0] * (12 - len(change))]) for i, change in enumerate(changes)]
+    return average("fedavg", sums_of(updates, Robust(True, most), ZERO))
+
+
+def test_client_that_undoes_the_others_change_does_not_slow_them_down() -> None:
+    """Four go one step ahead and one goes back. Blended with the others by half, it stands still."""
+    assert float(agreed([[1.0]] * 4 + [[-1.0]])[0]) == pytest.approx(4 / 5)
+    assert float(agreed([[1.0]] * 8 + [[-1.0]] * 2)[0]) == pytest.approx(8 / 10), "two of ten are held too"
+    assert float(agreed([[1.0]] * 7 + [[-1.0]] * 3)[0]) == pytest.approx(4 / 10), "three are more than a fifth"
+
+
+def test_change_across_the_others_is_left_alone() -> None:
+    """What only one client has learnt is kept, unless it undoes what the others have learnt."""
+    assert agreed([[1.0]] * 4 + [[0.0, 1.0]])[:2].tolist() == pytest.approx([4 / 5, 1 / 5])
+    mean = agreed([[1.0, 0.0]] * 4 + [[-0.6, 0.8]])
+    share = 0.6 / 1.6  # (1 - share) * -0.6 + share * 1 = 0
+    assert mean[:2].tolist() == pytest.approx([4 / 5, 0.8 * (1 - share) / 5])
+
+
+def test_clients_that_all_differ_are_left_alone() -> None:
+    """Near the end of training, unlike clients pull in different directions: none goes along with the others."""
+    changes = [[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0], [0.1, 0.0]]
+    plain = [sum(change[i] for change in changes) / 5 for i in range(2)]
+    assert agreed(changes)[:2].tolist() == pytest.approx(plain, abs=0.06)
+
+
+def test_blended_change_is_no_longer_than_before() -> None:
+    torch.manual_seed(5)
+    for _ in range(20):
+        changes = torch.randn(6, 9)
+        changes[5] = -changes[:5].sum(0)
+        updates = [update(i, 10, [1] * 9, [*row, 0.0, 0.0, 0.0]) for i, row in enumerate(changes.tolist())]
+        others = Others(LAYOUT, dict.fromkeys(range(6), ZERO))
+        for each in updates:
+            others.add(each)
+        for each in updates:
+            others.compare(each)
+        for each in updates:
+            assert each.values is not None
+            blended = others.blend(each, 1).values
+            assert blended is not None
+            assert float(blended[:9].norm()) <= float(each.values[:9].norm()) * (1 + 1e-6)
+
+
 def test_trimmed_account_drops_the_extremes() -> None:
     sums = account_sums(Robust(trim=0.25), (1.0, 2.0, 3.0, 100.0))
     assert float(average("fedavg", sums)[4]) == pytest.approx(2.5)
@@ -229,8 +291,8 @@ def test_trimmed_account_drops_the_extremes() -> None:
 
 def test_settings_choose_the_bounds() -> None:
     assert Robust.of(TrainConfig()) == Robust(), "in a simulation, plain averages unless asked for"
-    assert Robust.of(TrainConfig(robust="on")) == Robust(True, 1.0, 0.0)
-    assert Robust.of(TrainConfig(robust="on", clip=2.0)) == Robust(True, 2.0, 0.0)
+    assert Robust.of(TrainConfig(robust="on")) == Robust(True, 2.0, 0.0)
+    assert Robust.of(TrainConfig(robust="on", clip=3.0)) == Robust(True, 3.0, 0.0)
     assert Robust.of(TrainConfig(robust="on", trim=0.1)) == Robust(True, 0.0, 0.1)
     assert Robust.of(TrainConfig(robust="off", clip=2.0)) == Robust(False, 2.0, 0.0)
 

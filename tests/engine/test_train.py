@@ -16,6 +16,7 @@ import flashfl as fl
 from flashfl.core.engine import FixedPopulation
 from flashfl.core.exchange import Local, Order, Update
 from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.parts import part
 from flashfl.data.sources import Subset
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
@@ -132,6 +133,7 @@ def test_every_sample_is_seen_once_an_epoch_in_another_order() -> None:
     assert seen[:20] != seen[20:]
 
 
+@part
 @dataclass(frozen=True)
 class Watching(PruneRegrow):
     """Says after how many batches, and at what rate, the mask was moved."""

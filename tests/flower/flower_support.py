@@ -86,7 +86,7 @@ def rogue(task: Task, change: Callable[[Update, Order], Update]) -> ClientApp:
 
 
 def scaled(factor: float) -> Callable[[Update, Order], Update]:
-    """Moves as an honest client does, `factor` times as far."""
+    """Moves as an honest client does, `factor` times as far. Extra numbers are as many times too large."""
 
     def change(update: Update, order: Order) -> Update:
         if update.weights is None:
@@ -94,7 +94,9 @@ def scaled(factor: float) -> Callable[[Update, Order], Update]:
         mask, trained = update.weights.mask, update.weights.layout.trained_size
         start, vector = order.weights.restrict(mask).vector, update.weights.vector.clone()
         vector[:trained] = start[:trained] + (vector[:trained] - start[:trained]) * factor
-        return Update.of(update.client, update.n, Weights(mask, vector), update.counts, update.metrics)
+        numbers = {name: e for name, e in update.extra.items() if e.value.dtype != torch.bool}
+        extra = {name: replace(e, value=e.value * factor) for name, e in numbers.items()}
+        return replace(update, values=Weights(mask, vector).packed(), extra={**update.extra, **extra})
 
     return change
 

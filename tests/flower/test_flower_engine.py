@@ -29,6 +29,7 @@ from flashfl.flower import FlashStrategy, client_app, server_task
 from flashfl.run.config import TrainConfig
 from flashfl.run.results import Results
 from tests.conftest import DropoutNet, NormNet, blobs, make_task
+from tests.engine.test_parts import custom
 from tests.test_every_method import VARIANTS, small
 
 methods = pytest.mark.parametrize("name", list(fl.METHODS))
@@ -46,6 +47,16 @@ def test_every_method_is_bit_identical_to_the_cpu_engine(name: str, changes: dic
     assert here.traffic == there.traffic
     assert here.accuracy == there.accuracy
     assert [r.cohort for r in here.history] == [r.cohort for r in there.history]
+
+
+def test_custom_part_is_bit_identical_to_the_cpu_engine(tmp_path: Path) -> None:
+    """A user's file has the powers of ours: memory in `context.state`, reports, downloads, a mask of its own."""
+    task, method = make_task("norm"), custom()
+    here = fl.simulate(method, task, ROUNDS, **SETTINGS)
+    grid = federation(task)
+    there = train(method, task, grid, folder=tmp_path)
+    assert_equal(here, there)
+    assert here.traffic == there.traffic
 
 
 @pytest.mark.parametrize(

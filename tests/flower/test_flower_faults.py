@@ -279,13 +279,13 @@ def test_wrong_evaluation_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert f"client {BAD} is dropped from this evaluation" in caplog.text
 
 
-# Clients of these hold different weights, or report bits or control variates: docs/security.md promises nothing.
-_NOT_BOUNDED = ("feddst", "fedspa", "fedrts", "zerofl", "fedpm", "scaffold", "fjord")
+# Clients of these choose which weights they hold or send. Where few hold a weight, there is nothing to trim.
+_NOT_TRIMMED = ("feddst", "fedspa", "zerofl", "fjord")
 
 
-@pytest.mark.parametrize("name", [name for name in fl.METHODS if name not in _NOT_BOUNDED])
-def test_trimming_and_clipping_work_for_methods_with_one_mask(name: str) -> None:
-    """Two of eight clients lie: the defaults, trimming or clipping limit the damage."""
+@pytest.mark.parametrize("name", fl.METHODS)
+def test_liars_are_bounded_in_every_method(name: str) -> None:
+    """Two of eight clients send 40 times their change, backwards. The defaults, clip and trim limit the damage."""
     task = make_task("norm")
     one = train(small(name), task, federation(task), rounds=1, robust="off", **EVERY)
     off, far = {"robust": "off"}, {}
@@ -299,9 +299,11 @@ def test_trimming_and_clipping_work_for_methods_with_one_mask(name: str) -> None
         for bad in (2, 5):
             grid.join(node_of(bad), rogue(task, scaled(-40.0)), {"partition-id": bad})
         run = train(small(name), task, grid, rounds=1, **EVERY, **robust)
+        assert not run.history[0].failures, "these lies are well-formed"
         trained = task.layout.trained_size
         far[kind] = float((run.weights.vector - one.weights.vector)[:trained].norm())
     # Where densities differ, some weights are held by few, and a rogue may be most of them.
-    assert far["trim"] < far["plain"] / (1.2 if name.startswith("hetero") else 4)
+    if name not in _NOT_TRIMMED:
+        assert far["trim"] < far["plain"] / (1.2 if name.startswith("hetero") else 4)
     assert far["clip"] < far["plain"] / 4
     assert far["defaults"] < far["plain"] / 4

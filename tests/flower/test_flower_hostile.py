@@ -260,6 +260,11 @@ def test_clients_may_evaluate_by_a_metric_unknown_to_the_server() -> None:
     assert run.accuracy == 700.0
 
 
+def test_server_with_a_loss_alone_asks_for_the_metric() -> None:
+    with pytest.raises(ConfigError, match=r"but neither test samples nor a metric.*metric=flashfl\.accuracy"):
+        server_task(make_task("norm")._model, loss=torch.nn.functional.mse_loss)
+
+
 @pytest.mark.parametrize("said_of", [{"loss": 1.7e308}, {"metric": 1e29}, {"metric": -1.0}])
 def test_impossible_evaluation_is_dropped(said_of: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
     task = Task(make_task("norm")._model, [blobs(12 + i, (1, 5, 5), i) for i in range(3)], name="held")

@@ -148,6 +148,7 @@ LIES: dict[str, Callable[[], Lie]] = {
     "variances": lambda: variances,
     "replay": replay,
     "reversed": lambda: scaled(-9.0),
+    "undone": lambda: scaled(-1.0),
     "flipped": lambda: flipped,
     "shifted": lambda: shifted,
     "far": lambda: scaled(1e6),

@@ -13,11 +13,12 @@ pytest.importorskip("flwr", reason="Flower is not installed: pip install 'flashf
 pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
 
 from flower_support import PATIENT, QUICK, federation, node_of, train
-from flwr.app import Message
+from flwr.app import Context, Message, RecordDict
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.flower import FlashStrategy, records
+from flashfl.flower.host import Host
 from flashfl.flower.private import make_identity
 from flashfl.flower.testing import InProcessGrid
 from flashfl.privacy.messages import HEADER, STEPS, flags
@@ -155,6 +156,17 @@ def test_clients_with_an_identity_tell_no_sample_count_and_refuse_plain_rounds(
     strategy = FlashStrategy(fl.PDST(density=0.05), task, fl.TrainConfig(per_round=10), PATIENT, quiet=True)
     engine = strategy.connect(grid)
     assert {client.n for client in engine.registry.present()} == {1}
+
+
+def test_clients_with_an_identity_send_no_input_without_masks(task: fl.Task, nodes: dict[int, dict[str, str]]) -> None:
+    with pytest.raises(RunStopped, match="Unmasked: the server asks for an input without masks"):
+        train(fl.PDST(density=0.05), task, federation(task, nodes=nodes), retries=0, dp_noise=1.0, **SETTINGS)
+
+
+def test_clients_with_an_identity_do_not_evaluate_models_for_the_server(task: fl.Task) -> None:
+    context = Context(run_id=1, node_id=1, node_config={"identity": "k"}, state=RecordDict(), run_config={})
+    with pytest.raises(ConfigError, match="secure rounds only"):
+        Host(task).evaluate(context, b"")
 
 
 def test_clients_without_keys_cannot_take_part_in_secure_rounds(task: fl.Task) -> None:

@@ -138,14 +138,16 @@ def test_normalising_adding_and_cutting_off(shape: tuple[int, int, int, int], ad
         torch.testing.assert_close(other.cpu(), one, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.01])
 @pytest.mark.parametrize("half", [True, False])
-def test_step(half: bool) -> None:
+def test_step(half: bool, decay: float) -> None:
     weights, grad, mask = rng.uniform(1, 5000), rng.uniform(2, 5000), rng.uniform(3, 5000) < 0.3
     weights *= mask
     w, g, m, lr = (t.clone().to(DEVICE) for t in (weights, grad, mask, torch.tensor(0.1)))
     copy = w.to(torch.bfloat16) if half else None
-    masked_step(w, copy, g.to(torch.bfloat16) if half else g, m, lr)
-    expected = weights - 0.1 * (grad.to(torch.bfloat16).float() if half else grad) * mask
+    masked_step(w, copy, g.to(torch.bfloat16) if half else g, m, lr, decay)
+    followed = (grad.to(torch.bfloat16).float() if half else grad) + decay * weights
+    expected = weights - 0.1 * followed * mask
     torch.testing.assert_close(w.cpu(), expected)
     if copy is not None:
         torch.testing.assert_close(copy.float(), w, rtol=2**-7, atol=0)  # Triton's interpreter cuts where a GPU rounds

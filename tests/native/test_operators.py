@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -195,6 +197,25 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         found.append((out.detach(), weight.values.grad))
     torch.set_num_threads(1)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_threads_serve_forked_processes_and_several_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # ours only: torch's own threads do not survive a fork
+    torch.manual_seed(0)
+    weight = torch.randn(16, 8, 3, 3)
+    ours, x = sparse(weight, torch.rand(weight.shape) < 0.2), torch.randn(32, 8, 12, 12)
+
+    def run(_: object = None) -> Tensor:
+        with torch.no_grad():
+            return plain(F.conv2d(Planes.of(x, 1), ours, padding=1))  # type: ignore[arg-type]
+
+    expected = run()
+    with ThreadPoolExecutor(4) as callers:
+        assert all(torch.equal(out, expected) for out in callers.map(run, range(40)))
+    child = os.fork()
+    if child == 0:  # the parent's threads are not there
+        os._exit(0 if torch.equal(run(), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_weight_without_a_kernel_acts_as_the_whole_tensor() -> None:

@@ -17,13 +17,13 @@ Tamper = Callable[[int, int, bytes], bytes]  # step, client, an honest server's 
 
 
 class World:
-    """Clients with identity keys that know each other's, and a memory of the rounds they opened."""
+    """Clients with identity keys that know each other's, and a memory of the rounds they gave inputs to."""
 
     def __init__(self, clients: int, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         identities = {client: Identity.new() for client in range(clients)}
         directory = Directory({client: identity.public for client, identity in identities.items()})
-        self._opened: dict[int, set[str]] = {client: set() for client in identities}
+        self._gave: dict[int, set[str]] = {client: set() for client in identities}
         self.selves = {
             client: Self(client, identity, directory, self._remember(client)) for client, identity in identities.items()
         }
@@ -32,13 +32,18 @@ class World:
         self.parties: dict[int, Party] = {}
 
     def _remember(self, client: int) -> Callable[[str, int, int], bool]:
-        def opened(run: str, phase: int, round: int) -> bool:
+        def gives(run: str, phase: int, round: int) -> bool:
             name = f"{run} {phase} {round}"
-            new = name not in self._opened[client]
-            self._opened[client].add(name)
+            new = name not in self._gave[client]
+            self._gave[client].add(name)
             return new
 
-        return opened
+        return gives
+
+    def forget(self) -> None:
+        """Clients no longer know which rounds they gave inputs to."""
+        for rounds in self._gave.values():
+            rounds.clear()
 
     def round(
         self,
@@ -47,10 +52,11 @@ class World:
         tamper: Tamper = lambda step, client, data: data,
         attempt: int = 0,
         common: Mapping[int, bytes] | None = None,
+        round: int = 0,
     ) -> Collector:
         """Run all steps. killed: client -> the step in which it no longer answers. Raises what the server raises."""
         first = next(iter(vectors.values()))
-        terms = Terms("test", (2, 0, attempt), len(first), first.itemsize * 8, self.policy)
+        terms = Terms("test", (2, round, attempt), len(first), first.itemsize * 8, self.policy, len(vectors))
         server, self.refused = Collector(terms), {}
         self.parties = {client: Party(terms, self.selves[client]) for client in vectors}
         for step in range(5):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashfl.core.errors import CheckpointError
-from flashfl.privacy.accounting import Ledger, epsilon_known, epsilon_sampled, most_rounds, multiplier_for
+from flashfl.privacy.accounting import Draw, Ledger, epsilon_known, epsilon_sampled, most_rounds, multiplier_for
 from flashfl.privacy.noise import LEAST, discrete_gaussian
 from flashfl.privacy.vector import Noise
 
@@ -49,7 +49,7 @@ def test_secret_cohorts_amplify_and_full_cohorts_do_not() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_calibrated_noise_spends_the_budget_and_hardly_less(known: bool) -> None:
     rounds, clients, cohort = 40, 60, 20
-    multiplier = multiplier_for(8.0, 1e-5, rounds, clients, cohort, known)
+    multiplier = multiplier_for(8.0, 1e-5, rounds, Draw(clients, cohort), known)
 
     def spent(m: float) -> float:
         if known:
@@ -69,7 +69,7 @@ def test_most_rounds_bounds_how_often_a_client_is_drawn() -> None:
 
 
 def test_ledger_counts_the_client_with_most_rounds_and_every_attempt() -> None:
-    ledger = Ledger(4.0, 1e-5, 100, 10)
+    ledger = Ledger(4.0, 1e-5, Draw(100, 10))
     ledger.spend([1, 2, 3])
     ledger.spend([3, 4, 5])  # perhaps a repeated attempt: it spends too
     found = ledger.epsilon()
@@ -80,15 +80,15 @@ def test_ledger_counts_the_client_with_most_rounds_and_every_attempt() -> None:
 
 def test_ledger_survives_an_interruption(tmp_path: Path) -> None:
     path = tmp_path / "privacy.json"
-    first = Ledger(4.0, 1e-5, 100, 10, path)
+    first = Ledger(4.0, 1e-5, Draw(100, 10), path)
     first.spend([1, 2])
     first.spend([2, 3])
-    again = Ledger(4.0, 1e-5, 100, 10, path)
+    again = Ledger(4.0, 1e-5, Draw(100, 10), path)
     assert again.epsilon() == first.epsilon()
-    assert Ledger(8.0, 1e-5, 100, 10, path).epsilon() == first.epsilon()  # earlier rounds had less noise
+    assert Ledger(8.0, 1e-5, Draw(100, 10), path).epsilon() == first.epsilon()  # earlier rounds had less noise
     path.write_text("{")
     with pytest.raises(CheckpointError, match="nobody knows how much privacy is spent"):
-        Ledger(4.0, 1e-5, 100, 10, path)
+        Ledger(4.0, 1e-5, Draw(100, 10), path)
 
 
 # Noise.

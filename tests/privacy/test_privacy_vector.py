@@ -13,6 +13,8 @@ from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Local, Sums, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
+from flashfl.privacy.noise import LARGEST, LEAST
+from flashfl.privacy.policy import Policy
 from flashfl.privacy.vector import Noise, Packing, Ranges
 
 LAYOUT = Layout.build(
@@ -189,6 +191,36 @@ def test_noise_and_sum_fit_into_the_numbers() -> None:
         how = packing(start, cohort=300, noise=Noise(1.0, multiplier), honest=171)
         spread = how.deviation * math.sqrt(300)
         assert 300 * how.sections[0].scale + 11 * spread < 2 ** (how.bits - 1)
+
+
+@pytest.mark.parametrize("honest", [None, 1], ids=["secure", "server"])
+@pytest.mark.parametrize("cohort", [3, 10, 300, 5000, 100_000])
+def test_noise_of_every_size_can_be_drawn_for_every_cohort(cohort: int, honest: int | None) -> None:
+    start = model()
+    for multiplier in (0.05, 0.7, 3.1, 50.0, 700.0):
+        for clip in (1e-3, 0.3, 7.0):
+            how = packing(start, cohort, noise=Noise(clip, multiplier), honest=honest or Policy().honest(cohort))
+            assert LEAST <= how.deviation <= LARGEST
+            spread = how.deviation * math.sqrt(1 if honest else cohort)
+            assert cohort * (how.sections[0].scale * clip + math.sqrt(how.length)) + 10 * spread < 2 ** (how.bits - 1)
+
+
+def test_statistics_are_clipped_and_noised_with_the_weights() -> None:
+    start = model()
+    how = packing(start, noise=Noise(1.0, 1.0))
+    assert how.length == start.mask.active + 40 + 16
+    far = start.packed().clone()
+    far[-16:] += 1e6
+    change = how.encode(Update(0, 5, start.mask, far, ()), start.packed(), 1).double() / how.sections[0].scale
+    assert float(change.norm()) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_change_that_overflows_counts_as_none() -> None:
+    start = model()
+    how = packing(start, noise=Noise(1.0, 1.0))
+    far = torch.full_like(start.packed(), 3e38)
+    change = how.encode(Update(0, 5, start.mask, far, ()), -far, 1)
+    assert int(change.abs().max()) <= 1
 
 
 def test_layer_counts_are_refused_under_differential_privacy() -> None:

@@ -19,13 +19,15 @@ from flashfl.core.errors import ConfigError, FlashError, RunStopped
 from flashfl.core.exchange import Client, Local
 from flashfl.core.method import Method
 from flashfl.core.state import State
-from flashfl.engine import cpu, private_counting
+from flashfl.engine import cpu, party, private_counting
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.party import PrivateSide
 from flashfl.engine.private import PrivateRound
+from flashfl.privacy import plain
 from flashfl.privacy.accounting import epsilon_known
 from flashfl.privacy.messages import STEPS
 from flashfl.privacy.plain import Gatherer
+from flashfl.privacy.vector import Packing
 from flashfl.run.config import TrainConfig
 from tests.conftest import make_task
 
@@ -58,6 +60,13 @@ def plain_engine(monkeypatch: pytest.MonkeyPatch, dropped: int = 0) -> None:
         self._round = Gatherer(self.terms, 0)
 
     monkeypatch.setattr(PrivateRound, "__init__", made)
+    answer = PrivateSide._answer
+
+    def trusting(self: PrivateSide, *rest: object) -> object:
+        self.secure = False
+        return answer(self, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PrivateSide, "_answer", trusting)
 
 
 def test_secure_model_equals_plain_fixed_point_sum_bit_for_bit(task: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +120,7 @@ def test_round_with_too_few_survivors_is_repeated_and_opens_nothing(
     [record] = run.history
     assert opened == [[], list(range(10))]
     assert record.attempt == 1
-    assert record.round == (0 if step < 4 else 1)  # shares were given away in round 0: clients open no other sum of it
+    assert record.round == (0 if step < 2 else 1)  # inputs were given to round 0: clients give no other to it
     assert "TooFew" in record.missed[9]
 
 
@@ -249,7 +258,7 @@ def test_epsilon_survives_kill_and_resume_and_repeated_rounds_spend_too(
         with pytest.warns(RuntimeWarning, match="interrupted"):
             simulated(task, method, **more)
     found = json.loads((tmp_path / "run" / "private" / "spent.json").read_text())
-    assert found["attempts"] == 2
+    assert found["draws"] == [[10, 10, False, 2]]
     run = simulated(task, method, resume=True, **more)
     # Under secure aggregation clients refuse to open round 1 a second time, so one more attempt is spent.
     spent = (1, 4, 5) if secure else (1, 3, 4)
@@ -315,10 +324,47 @@ def test_gpu_engine_counts_the_same_bytes_and_the_same_model(
 
 
 @pytest.mark.filterwarnings("ignore:secure = true is only simulated")
+@pytest.mark.parametrize(
+    "settings",
+    [{"secure": True}, {"secure": True, "dp_noise": 1.0, "dp_clip": 0.02}, {"dp_noise": 1.0, "dp_clip": 0.02}],
+    ids=["secure", "secure-dp", "dp"],
+)
+def test_gpu_engine_adds_up_the_same_whole_numbers_of_the_same_clipped_changes(
+    task: fl.Task, settings: dict[str, object], as_gpu: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without noise, the sum that is decoded is the same in every number, up to the last bits of training."""
+    found: list[tuple[torch.Tensor, list[float]]] = []
+    decode = Packing.decode
+
+    def watched(self: Packing, total: torch.Tensor, start: object, clients: int) -> object:
+        found.append((total.clone(), [section.scale for section in self.sections]))
+        return decode(self, total, start, clients)  # type: ignore[arg-type]
+
+    def silence(deviation: int, count: int) -> np.ndarray:
+        return np.zeros(count, np.int64)
+
+    monkeypatch.setattr(Packing, "decode", watched)
+    monkeypatch.setattr(party, "discrete_gaussian", silence)
+    monkeypatch.setattr(plain, "discrete_gaussian", silence)
+    monkeypatch.setattr(private_counting.PrivateCounting, "_noise", lambda self, cohort, counted: 0)
+    method = fl.PDST(density=0.3)
+    real = simulated(task, method, rounds=1, **settings)
+    as_gpu()
+    counted = simulated(task, method, rounds=1, **settings)
+    assert [r.bytes for r in counted.history] == [r.bytes for r in real.history]
+    (total, scales), (other, same) = found
+    assert scales == same
+    assert int((total - other).abs().max()) <= max(2, int(1e-6 * scales[0] * SETTINGS["batch"] * 10))
+    if "dp_clip" in settings:
+        assert float(total.double().norm()) / scales[0] <= 10 * 0.02 + 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:secure = true is only simulated")
 @pytest.mark.parametrize("secure", [True, False])
 def test_gpu_engine_adds_noise_of_the_same_size(digits: fl.Task, secure: bool, as_gpu: Callable[[], None]) -> None:
     found = []
-    method, more = fl.PDST(density=0.3), {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6}
+    more = {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6, "lr_end": 1e-6}
+    method = fl.PDST(density=0.3)
     for engine in ("cpu", "gpu"):
         if engine == "gpu":
             as_gpu()

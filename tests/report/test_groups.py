@@ -185,7 +185,7 @@ def test_unfinished_run_is_not_averaged(compared: Path, tmp_path: Path) -> None:
     rows = rows_of(found)
     assert list(rows) == ["nst", "nst · seed 1 (unfinished, round 2 of 5)"]
     assert rows["nst"] == alone
-    data = page_data(found)
+    [data] = page_data(found)["parts"]
     assert [(g["label"], g["state"]) for g in data["groups"]] == [
         ("nst", "finished"),
         ("nst · seed 1", "unfinished"),
@@ -239,11 +239,11 @@ def test_watch_follows_run_at_any_depth(compared: Path, tmp_path: Path) -> None:
     shutil.copytree(compared / "nst-seed0", deep / "a")
     edited(compared / "nst-seed1", deep / "b", rounds=2)
     feed = Feed(tmp_path)
-    shown = {g["label"]: g["accuracy"]["round"] for g in feed.data()["groups"]}
+    shown = {g["label"]: g["accuracy"]["round"] for g in feed.data()["parts"][0]["groups"]}
     assert shown == {"nst": [1, 2, 3, 4, 5], "nst · seed 1": [1, 2]}
-    assert feed.data()["groups"][1]["rounds"] == "2 of 5"
+    assert feed.data()["parts"][0]["groups"][1]["rounds"] == "2 of 5"
     shutil.copy(compared / "nst-seed1" / "results.jsonl", deep / "b" / "results.jsonl")
-    assert [(g["label"], g["seeds"]) for g in feed.data()["groups"]] == [("nst", 2)]
+    assert [(g["label"], g["seeds"]) for g in feed.data()["parts"][0]["groups"]] == [("nst", 2)]
 
 
 @pytest.mark.parametrize("change", [

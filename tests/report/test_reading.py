@@ -108,7 +108,7 @@ def test_flops_points_are_labelled_without_overlap(page: str, open_page: Open) -
 
 def test_heatmaps_have_a_key_to_their_colours(page: str, open_page: Open) -> None:
     browser = open_page(page)
-    most = browser.execute_script("return Math.max(...data.tasks[0].counts.flat())")
+    most = browser.execute_script("return Math.max(...data.parts[0].splits[0].counts.flat())")
     assert texts(browser, "#who-holds-what .keys") == [f"0{most} samples"]
     shade = browser.execute_script("return document.querySelector('#who-holds-what .ramp').style.background")
     assert "gradient" in shade
@@ -161,3 +161,49 @@ def test_figure_says_that_lower_is_better(regression: Path) -> None:
     pytest.importorskip("matplotlib")
     [axes] = figures.figure("accuracy-rounds", load([regression]).runs).axes
     assert axes.get_ylabel() == "rmse (lower is better)"
+
+
+def test_page_of_several_tasks_has_a_part_for_each(regression: Path, compared: Path, open_page: Open) -> None:
+    """An error and an accuracy have no axis in common, and a page must not average or scale them together."""
+    browser = open_page(write(load([regression, compared]), regression / "both.html").as_uri())
+    assert texts(browser, "#legend a") == texts(browser, ".task h2") == ["houses · Net · rmse", "digits · accuracy"]
+    assert texts(browser, "header dd") == []
+    assert texts(browser, "#task-1 dd")[:2] == ["houses", "Net 401 weights"]
+    assert texts(browser, "#task-1 .legend button") == ["pdst"]
+    assert texts(browser, "#task-2 .legend button") == ["dense", "nst", "spdst", "jmwst"]
+    assert texts(browser, "h2").count("Summary") == 2
+    assert "rmse (lower is better)" in texts(browser, "#summary th")
+    assert "accuracy %" in texts(browser, "#summary-2 th")
+    assert len(texts(browser, "#rmse-by-round .line")) == 1
+    assert len(texts(browser, "#accuracy-by-round-2 .line")) == 4
+    browser.execute_script("document.querySelectorAll('#task-2 .legend button')[1].click()")
+    assert len(texts(browser, "#rmse-by-round .line")) == 1
+    assert len(texts(browser, "#accuracy-by-round-2 .line")) == 3
+    assert not browser.get_log("browser")
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_long_labels_are_whole_and_apart(compared: Path, tmp_path: Path, open_page: Open, width: int) -> None:
+    """Labels with the same beginning were cut to the same text beside bars, and lay over one another beside points."""
+
+    def named(header: dict[str, Any], i: int) -> dict[str, Any]:
+        method = {"name": f"a method with a long name and so many words that nothing fits {i}"}
+        return header | {"config": header["config"] | {"method": method}}
+
+    for i in range(6):
+        edited(compared / "nst-seed0", tmp_path / str(i), lambda h, i=i: named(h, i))
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri(), width)
+    assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    bars = "".join(texts(browser, "#wall-time-by-phase text.strong")).replace(" ", "")
+    points = "".join(texts(browser, "#flops-and-bytes text.point")).replace(" ", "")
+    for i in range(6):
+        assert f"amethodwithalongnameandsomanywordsthatnothingfits{i}" in bars
+        assert f"amethodwithalongnameandsomanywordsthatnothingfits{i}" in points
+    for selector in ("#wall-time-by-phase text.strong", "#flops-and-bytes text.point"):
+        boxes = browser.execute_script(
+            "return [...document.querySelectorAll(arguments[0])].map((t) => t.getBoundingClientRect())"
+            ".map((b) => [b.left, b.right, b.top + 2, b.bottom - 2])", selector
+        )  # fmt: skip
+        for i, (left, right, top, bottom) in enumerate(boxes):
+            assert 0 <= left < right <= width
+            assert all(right <= a or b <= left or bottom <= c or d <= top for a, b, c, d in boxes[:i])

@@ -22,7 +22,7 @@ from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.record import Score
 from flashfl.report import curves, figures
 from flashfl.report.command import page_for
-from flashfl.report.groups import groups_of, groups_table, rounds_table, summary_of
+from flashfl.report.groups import groups_of, groups_table, rounds_table, summary_of, task_tables
 from flashfl.report.load import Found, load
 from flashfl.report.page import page, page_data, script_json
 from flashfl.report.watch import Feed, serve
@@ -34,6 +34,7 @@ def test_comparison_writes_a_page(compared: Path) -> None:
     text = (compared / "report.html").read_text()
     assert text.startswith("<!doctype html>")
     data = json.loads(text.split('type="application/json">')[1].split("</script>")[0])
+    [data] = data["parts"]
     assert [g["label"] for g in data["groups"]] == ["dense", "nst", "spdst", "jmwst"]
     assert len(data["runs"]) == 8
 
@@ -89,7 +90,7 @@ def test_run_damaged_in_one_field_is_reported(compared: Path, tmp_path: Path, ki
     assert (tmp_path / "bad" / "results.jsonl").read_text() != whole
     found = load([tmp_path])
     assert [Path(p.folder).name for p in found.problems] == ["bad"]
-    assert [g["label"] for g in Feed(tmp_path).data()["groups"]] == ["nst"]
+    assert [g["label"] for g in Feed(tmp_path).data()["parts"][0]["groups"]] == ["nst"]
 
 
 def test_no_damaged_byte_breaks_a_report(compared: Path, tmp_path: Path) -> None:
@@ -263,19 +264,31 @@ def test_other_metric_is_named_and_its_best_is_the_lowest(compared: Path, tmp_pa
     head, _, row = groups_table(found).markdown().splitlines()[:3]
     assert head.startswith("| method | seeds | perplexity (lower is better) | best | paper % |")
     assert row.startswith(f"| nst | 1 | {scores[-1]:.4g} | {min(scores):.4g} |")
-    assert rounds_table(found).csv().splitlines()[0].split(",")[6] == "perplexity"
+    assert rounds_table(found).csv().splitlines()[0].split(",")[7] == "perplexity"
     about = {"name": "perplexity", "percent": False, "direction": " (lower is better)"}
-    assert page_data(found)["metric"] == about
+    assert page_data(found)["parts"][0]["metric"] == about
 
 
-def test_runs_with_other_metrics_share_a_table(compared: Path, tmp_path: Path) -> None:
+def test_tasks_have_their_own_tables_and_panels(compared: Path, tmp_path: Path) -> None:
     edited(compared / "nst-seed0", tmp_path / "a", _perplexity)
     shutil.copytree(compared / "dense-seed0", tmp_path / "b")
     found = load([tmp_path])
-    assert groups_table(found).markdown().startswith("| method | seeds | metric | best |")
-    assert page_data(found)["metric"] == {"name": "metric", "percent": False, "direction": ""}
+    titles = ["digits · perplexity", "digits · accuracy"]
+    parts = page_data(found)["parts"]
+    assert [part["title"] for part in parts] == titles
+    assert [part["metric"]["name"] for part in parts] == ["perplexity", "accuracy"]
+    assert [[g["label"] for g in part["groups"]] for part in parts] == [["nst"], ["dense"]]
+    lines = task_tables(found).splitlines()
+    assert lines[0] == "**digits · perplexity**"
+    assert lines[2].startswith("| method | seeds | perplexity (lower is better) | best |")
+    assert lines[lines.index("**digits · accuracy**") + 2].startswith("| method | seeds | accuracy % | best % |")
+    rows = csv.DictReader(io.StringIO(rounds_table(found).csv()))
+    assert {(row["task"], row["method"]) for row in rows} == set(zip(titles, ("nst", "dense"), strict=True))
     pytest.importorskip("matplotlib")
-    assert figures.figure("accuracy-rounds", found.runs).axes[0].get_ylabel() == "metric"
+    drawn = figures.figure("accuracy-rounds", found.runs).axes
+    assert [axes.get_ylabel() for axes in drawn] == ["perplexity (lower is better)", "accuracy (%)"]
+    assert [len(axes.get_lines()) for axes in drawn] == [1, 1]
+    assert len(figures.overview(found.runs).axes) == 2 * len(figures.ONE)
 
 
 def test_unknown_figure_names_the_nearest(compared: Path) -> None:
@@ -334,7 +347,7 @@ def test_watch_serves_only_this_machine(compared: Path) -> None:
     try:
         assert server.server_address[0] == "127.0.0.1"
         with urllib.request.urlopen(address + "data.json") as answer:
-            assert json.load(answer)["groups"]
+            assert json.load(answer)["parts"][0]["groups"]
         for request in (urllib.request.Request(address, headers={"Host": "evil.example"}), address + "x"):
             with pytest.raises(urllib.error.HTTPError) as error:
                 urllib.request.urlopen(request)

@@ -113,7 +113,7 @@ def test_missing_data_set_says_how_to_get_it(tmp_path: Path) -> None:
 
 def test_filters_choose_cells_of_all_tables() -> None:
     found = every_cell(dataset="cifar10", alpha="1", method="SPDST")
-    tables = {"main", "nm", "savings", "zerofl", "rivals", "initialisation", "static_bn"}
+    tables = {"main", "nm", "savings", "zerofl", "rivals", "initialisation", "static_bn", "vgg16"}
     assert {name for name, cells in found.items() if cells} == tables
     with pytest.raises(ConfigError, match="did you mean 'cifar10'"):
         every_cell(dataset="cifar11")

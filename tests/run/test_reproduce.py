@@ -21,8 +21,8 @@ from flashfl.methods import SPDST
 from flashfl.paper import results as results_module
 from flashfl.paper.cells import Cell, chosen, load_table, table_names
 from flashfl.paper.reproduce import reproduce
-from flashfl.paper.results import RECIPE, Stored, command_of, stale
-from flashfl.paper.tables import ABOUT, panels, table_of
+from flashfl.paper.results import RECIPE, Stored, command_of, settled, stale
+from flashfl.paper.tables import ABOUT, add_flashplus, panels, table_of
 from flashfl.report.page import table_page
 from flashfl.run import compare as comparing
 from flashfl.run.config import OUTSIDE, make_config
@@ -125,6 +125,10 @@ def test_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: A
     found = panels(chosen(load_table("main").cells, dataset="cifar10", alpha="1"), 1, Stored(Path("results")))
     assert [len(lines) for lines in found.values()] == [6, 6, 6]
     assert found["cifar10, alpha 1, density 0.01"]["dense"] == found["cifar10, alpha 1, density 0.1"]["dense"]
+    add_flashplus(found, Path("results/bench/plus.jsonl"))
+    assert [len(lines.get("flashplus", ())) for lines in found.values()] == [0, 2, 2]  # two budgets, two seeds each
+    for seed in (0, 1):
+        assert found["cifar10, alpha 1, density 0.01"]["flashplus"][seed][-1][1] > 0.91
     asked = ["reproduce", "main", "--dataset", "cifar10", "--alpha", "1"]
     assert main([*asked, "--out", str(tmp_path / "plot.png")]) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -492,7 +496,7 @@ def test_tables_show_what_is_missing_and_what_differs(tmp_path: Path) -> None:
     html = table_page(table, ABOUT)
     assert html.startswith("<!doctype html>")
     data = json.loads(html.split('type="application/json">')[1].split("</script>")[0])
-    assert [[cell["text"] for cell in row] for row in data["table"]["rows"]] == [
+    assert [[cell["text"] for cell in row] for row in data["parts"][0]["table"]["rows"]] == [
         [e.text for e in r] for r in table.rows
     ]
 
@@ -533,3 +537,71 @@ def test_commands_of_committed_results_give_their_settings() -> None:
         for table, settings in record["config"].items():
             told = {k: v for k, v in settings.items() if k not in ("device", "data_root", "workers")}
             assert {k: config[table][k] for k in told} == told, record["place"]
+
+
+def stored_result(results: Path, cell: Cell, accuracy: float, **more: Any) -> None:
+    """Write a result of a cell without running it."""
+    record = {
+        "place": cell.place(0), "recipe": results_module.recipe_of(cell.method["name"]), "seed": 0,
+        "accuracy": accuracy, "best": accuracy, "curve": [[1, accuracy, 10, 10]], "bytes": {"up": 10, "down": 10},
+        "rounds": 1, "clients_per_round": 1, "values": 1, "seconds": 1.0, "density": 0.05, **more,
+    }  # fmt: skip
+    Stored(results).add(cell, record)
+
+
+def test_learning_rate_of_a_rival_is_that_which_did_best_on_held_out_samples(tmp_path: Path, capsys: Any) -> None:
+    [cell] = [c for c in load_table("rivals").cells if c.method["name"] == "topk"]
+    tried = [c for c in load_table("rivals_lr").cells if c.method["name"] == "topk"]
+    stored = Stored(tmp_path)
+    assert [c.train["lr"] for c in tried] == [0.03, 0.1, 0.3]
+    for other, accuracy in zip(tried, (0.5, 0.7, 0.7), strict=True):
+        assert settled(cell, stored) is None, "a rate has not been tried yet"
+        stored_result(tmp_path, other, accuracy)
+    chosen_cell = settled(cell, stored)
+    assert chosen_cell is not None
+    assert (chosen_cell.train["lr"], chosen_cell.column) == (0.1, "top-K error feedback lr 0.1")
+    assert chosen_cell.config(0).train.lr == 0.1
+    assert main(["reproduce", "rivals", "--method", "topk", "--results", str(tmp_path)]) == 0
+    assert "| top-K error feedback lr 0.1 | not run |" in capsys.readouterr().out
+
+
+def test_every_rival_can_be_tuned_with_three_rates_of_its_own_settings() -> None:
+    for cell in load_table("rivals").cells:
+        train = {"rounds": 100, **cell.train}
+        rates = [
+            c.train["lr"]
+            for c in load_table("rivals_lr").cells
+            if c.method == cell.method and {k: v for k, v in c.train.items() if k != "lr"} == train
+        ]
+        assert len(rates) == (3 if cell.tuned else 0), cell.column
+        assert rates == sorted(set(rates))
+    held_out = {c.task["held_out"] for c in load_table("rivals_lr").cells}
+    assert held_out == {5000}
+
+
+def test_cell_without_a_chosen_rate_is_skipped_and_says_what_to_run(tmp_path: Path, capsys: Any) -> None:
+    cells = [c for c in load_table("rivals").cells if c.method["name"] == "topk"]
+    assert reproduce(cells, 1, tmp_path / "results", tmp_path / "runs", 1.0, {}) == (0, 0)
+    assert "skipped. First run `flashfl reproduce rivals_lr`" in capsys.readouterr().err
+
+
+def test_result_is_read_where_the_uploads_reach_a_limit(tmp_path: Path) -> None:
+    cells = [c for c in load_table("feddst").cells if c.method["name"] == "feddst"]
+    assert len({c.place(0) for c in cells}) == 1, "one run gives both rows"
+    gib = 1 << 30
+    curve = [
+        [100, 0.9, gib // 2, gib],
+        [200, 0.95, gib, 2 * gib],
+        [300, 0.97, 2 * gib - 5, 4 * gib],
+        [400, 0.96, 3 * gib, 6],
+    ]
+    stored_result(tmp_path, cells[0], 0.96, curve=curve, bytes={"up": 3 * gib, "down": 6 * gib}, rounds=400)
+    stored = Stored(tmp_path)
+    first, second = (stored.all(cell, None)[0] for cell in cells)
+    assert (first["accuracy"], first["rounds"], first["bytes"]["up"]) == (0.95, 200, gib)
+    assert (second["accuracy"], second["best"], second["rounds"]) == (0.97, 0.97, 300)
+    text = table_of("feddst", cells, None, stored).markdown()
+    assert "| mnist | 0.2 | FedDST 1 GiB up | 95.00 | 95.00 | 96.10 | -1.10 |" in text
+    stored_result(tmp_path, cells[0], 0.95, curve=curve[:2], bytes={"up": gib + 1, "down": 0})
+    assert len(stored.all(cells[0], None)) == 1
+    assert stored.all(cells[1], None) == [], "a run that ended before 2 GiB says nothing about it"

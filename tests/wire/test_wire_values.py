@@ -62,6 +62,18 @@ def test_rounded_values_are_the_decoded_values(data: st.DataObject, how: Precisi
     assert torch.equal(there_and_back(found, carries, how, key ^ 1).view(torch.int32), found.view(torch.int32))
 
 
+@pytest.mark.parametrize("how", EVERY, ids=lambda how: f"{how.values}-{how.rest}-{how.rounding}")
+@pytest.mark.parametrize("carries", CARRIES)
+def test_messages_rounded_together_are_rounded_as_one_by_one(carries: Carries, how: Precision) -> None:
+    """Bit for bit, each under its own key, also where a row has an infinity."""
+    rows = torch.randn(3, count_values(LAYOUT, MASK.active, carries), generator=torch.Generator().manual_seed(1))
+    rows[1, 0] = torch.inf
+    parts, keys = segments(LAYOUT, MASK.counts, carries, how.values), (5, 2**64 - 1, 5)
+    together = round_values(rows, parts, how, *keys)
+    for row, key, found in zip(rows, keys, together, strict=True):
+        assert torch.equal(round_values(row, parts, how, key).view(torch.int32), found.view(torch.int32))
+
+
 @pytest.mark.parametrize("form", ["fp16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 def test_rounding_is_unbiased(form: Form, scale: float) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from .errors import ConfigError
 from .layout import Layout
 from .rng import mix
 
@@ -30,6 +31,14 @@ class Field:
 
     form: Form = "dense"
     size: int = 0  # not used for masked and scalar
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ConfigError(f"Field({self.form!r}): the form must be one of {', '.join(get_args(Form))}")
+
+    def shape(self, layout: Layout) -> tuple[int, ...]:
+        """The shape of one client's tensor."""
+        return () if self.form == "scalar" else (layout.prunable_size if self.form == "masked" else self.size,)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class Clients:
     memory: dict[str, Tensor]  # what they remember, [clients, size of the field]; zeros at first
     validate: Callable[[int], float]  # row -> the metric of its model on the last fifth of the client's samples
     initial: Callable[[int], Tensor]  # key -> weights drawn as the model's initial ones, [size]
+    classes: Callable[[int], Tensor | None]  # row -> the targets of its samples; None if they are not classes
     state: dict[str, Tensor] = field(default_factory=dict)  # for steps: [clients, trained] or [clients, prunable]
     report: dict[str, Tensor] = field(default_factory=dict)  # [clients, size of the field]
 

@@ -16,7 +16,7 @@ from .client import Form, Part
 from .errors import ConfigError
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
-from .parts import coerce, part
+from .parts import check_part, coerce, part
 from .precision import Precision
 
 _WHOLE, _REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
@@ -101,6 +101,8 @@ class Local:
         for one in self.parts:
             if not isinstance(one, Part):
                 raise ConfigError(f"parts has {one!r}: must be parts, such as Multiply(); derive yours from Part")
+        for own in (*self.parts, *([self.adapt] if self.adapt is not None else ())):
+            check_part(own)
         if self.report == "mask" and not self.statistics:
             raise ConfigError(
                 "static_bn = true: not possible with this method, as clients report masks instead of weights. "
@@ -275,7 +277,7 @@ class Outcome:
     failures: Mapping[int, str]  # client id -> why it was dropped
     seconds: Mapping[str, float] = field(default_factory=dict)
     privacy: Spent | None = None  # of a private round
-    revealed: bool = False  # clients gave away shares of a sum that could not be opened: they open no other this round
+    revealed: bool = False  # clients gave their inputs to a sum that could not be opened: they give no other this round
 
 
 @dataclass(frozen=True)

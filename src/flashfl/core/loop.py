@@ -45,7 +45,7 @@ def run_rounds(
         cohort = method.cohort(state, present)
         orders = method.orders(state, sorted(cohort, key=lambda c: c.id))
         outcome = _train(engine, state, orders, trips, tick)
-        if outcome.sums.clients < max(1, min(min_replies, len(cohort))):
+        if outcome.sums.clients < min(min_replies, len(cohort)) or not outcome.sums.n:
             state = _repeat(engine, state, outcome, retries)
             continue
         trained = time.perf_counter()

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from .errors import unknown
+from .client import reports_changes
+from .errors import ConfigError, unknown
 from .exchange import Client, Extra, Local, Order, Sums
 from .mask import Weights
 from .state import TRAINING, Phase, Plan, State
@@ -45,7 +46,8 @@ class Method:
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         """The clients that take part in this round."""
-        return s.sample(clients, s.plan.per_round)
+        chosen = set(s.draw([c.id for c in clients]))
+        return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
 
     def work(self, s: State, client: Client) -> Local:
         """The work of one client in this round."""
@@ -95,5 +97,11 @@ class Method:
         return replace(s, weights=s.weights.with_statistics(sums.weights[s.layout.trained_size :] / sums.n))
 
     def local(self, s: State, **changes: Any) -> Local:
-        """The plan's training settings at this round's learning rate, with changes."""
-        return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), **changes})
+        """The plan's training settings at this round's learning rate, with changes. The run's own parts come last."""
+        run = s.plan.local.parts
+        parts = (*changes.pop("parts", ()), *run)
+        if run and reports_changes(parts):
+            raise ConfigError(
+                f"feedback = true: not possible with {self.name}, whose clients send changes. Set feedback = false."
+            )
+        return replace(s.plan.local, **{"lr": s.plan.lr(s.counted), "parts": parts, **changes})

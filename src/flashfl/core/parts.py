@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import numbers
 import types
 import typing
 from collections.abc import Mapping
+from inspect import get_annotations
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError, unknown
@@ -30,6 +32,29 @@ def part(cls: type[T]) -> type[T]:
 def modules_of_parts() -> list[str]:
     """The modules that define the registered parts: another process knows them once it has imported these."""
     return sorted({cls.__module__ for cls in _PARTS.values()} - {"__main__"})
+
+
+def check_part(value: object) -> None:
+    """Refuse a part or a rule that could not travel to clients: unregistered, no dataclass, or with odd fields."""
+    kind = type(value)
+    if kind.__name__ not in _PARTS:
+        raise ConfigError(
+            f"{kind.__name__} is not registered, so clients would not know it: put @part (from flashfl.core.parts) "
+            "above its @dataclass(frozen=True)"
+        )
+    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)]
+    if own and "__dataclass_fields__" not in vars(kind):
+        raise ConfigError(
+            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
+            "@dataclass(frozen=True) above the class, below @part"
+        )
+    try:
+        json.dumps(to_json(value))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{kind.__name__} has a field that cannot be sent to clients ({error}): use numbers, texts, tuples and "
+            "other parts"
+        ) from None
 
 
 def to_json(value: Any) -> Any:

@@ -71,7 +71,8 @@ def hashes(key: int, start: int, stop: int, device: Device = "cpu") -> Tensor:
 def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu") -> Tensor:
     """One row of `hashes` for each key, all at once."""
     if torch.device(device).type == "cpu":
-        return torch.stack([hashes(key, start, stop) for key in keys])
+        each = [hashes(key, start, stop) for key in keys]
+        return torch.stack(each) if len(each) != 1 else each[0][None]
     pairs = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
     if (fast := kernel("hash", "hash_rows")) is not None:
         rows: Tensor = fast(pairs, start, stop, torch.device(device))
@@ -105,3 +106,8 @@ def choose(key: int, items: Sequence[int], count: int) -> list[int]:
     """`count` of `items`, each equally likely whatever their order, returned ascending."""
     ranked = sorted(items, key=lambda item: fold(key, item))
     return sorted(ranked[:count])
+
+
+def flip(key: int, items: Sequence[int], chance: float) -> list[int]:
+    """Those of `items` whose coin shows heads, ascending. Each has its own coin with this chance of heads."""
+    return sorted(item for item in items if fold(key, item) < chance * 2.0**64)

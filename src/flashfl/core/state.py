@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, FlashError
+from .errors import ConfigError, FlashError, warn
 from .exchange import Client, Extra, Local, Order, Tag
 from .layout import Layout
 from .mask import Mask, Weights
 from .parts import part
-from .rng import choose, fold
+from .rng import choose, flip, fold
 
 T = TypeVar("T")
 _MOMENTUM, _VARIANCE = "server momentum", "server variance"
@@ -100,6 +100,7 @@ class Plan:
     flops: tuple[float, ...] = ()  # of one weight of each prunable layer and sample; last, those of all other layers
     server: ServerStep = field(default_factory=ServerStep)  # how the model follows the average
     average: float = 0.0  # what the running average of the server's model keeps of itself in a round; 0: none
+    poisson: bool = False  # clients join a round independently of each other, `per_round` of them on average
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_round <= self.clients:
@@ -108,6 +109,8 @@ class Plan:
             )
         if not (math.isfinite(self.lr_end) and self.lr_end >= 0):
             raise ConfigError(f"lr_end = {self.lr_end}: must be a number of at least 0")
+        if 0 < self.local.lr < self.lr_end:
+            warn(f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. Set both")
 
     def initial(self, draw: int = 1) -> Tensor:
         """The model's initial weights, the same for every method with the same seed. Each `draw` gives others."""
@@ -163,6 +166,13 @@ class State:
     def key(self, *parts: str | int) -> int:
         """A random key for one purpose in this round."""
         return fold(self.plan.key, *parts, *self.tag)
+
+    def draw(self, clients: Sequence[int]) -> list[int]:
+        """The usual cohort among these clients, ascending: `per_round` of them, or as each one's coin falls."""
+        plan, key = self.plan, self.key("cohort")
+        if plan.poisson:
+            return flip(key, clients, plan.per_round / plan.clients)
+        return choose(key, clients, plan.per_round)
 
     def sample(self, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
         """`count` of the clients, each equally likely, ascending by id; all of them if there are fewer."""

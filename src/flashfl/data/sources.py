@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.errors import DataError
 from .columns import parts_of, value_of
 
+_CHUNK = 1000  # samples of a custom data set that are fetched at a time, to read their targets
 _NONE = torch.zeros(0, dtype=torch.int64)
 _WRAP = "each a tensor or an array. If the model takes a dict or a list, wrap it to take its inputs one by one"
 
@@ -136,6 +137,16 @@ def below(data: Source, index: Tensor) -> tuple[Source, Tensor]:
 def in_memory(data: Source) -> bool:
     """Whether a source holds its samples as arrays, so that no code of the user's runs when they are fetched."""
     return isinstance(below(data, _NONE)[0], Arrays)
+
+
+def classes_of(data: Source) -> Tensor | None:
+    """All targets of some samples, on the CPU, if they are classes."""
+    base, index = below(data, torch.arange(len(data)))
+    if isinstance(base, Arrays):
+        found = base.target[index.to(base.target.device)].cpu()
+    else:
+        found = torch.cat([data.fetch(some)[1].cpu() for some in torch.arange(len(data)).split(_CHUNK)])
+    return found if found.dim() == 1 and not found.is_floating_point() else None
 
 
 def source(data: object) -> Source:

@@ -49,11 +49,13 @@ class Task:
     test: the server's test samples. Without them, each client holds back the share `holdout` of its samples, and the
         model is evaluated on those. Use holdout=0 on Flower clients if the server has test samples.
     loss, metric: functions of (output, targets) that give the mean over a batch. Batches are averaged, weighted by
-        their samples: give the mean squared error, not its root.
+        their samples: give the mean squared error, not its root. Without a metric, it is accuracy; or the loss, if you
+        give a loss and the targets are floats.
     prunable, fixed: which parameters may be sparse, and which are never trained. docs/data.md lists the rules.
     densities: each client's density budget, for heterogeneous methods.
     metric_name: what reports call the metric; without it, the name of the function ("metric" for a lambda).
-    higher_is_better: whether a higher metric is a better one. Write False for an error or a perplexity.
+    higher_is_better: whether a higher metric is a better one. Write False for an error or a perplexity. Without it, the
+        answer is no if the metric is the loss, else yes.
 
     Attributes: `train` has each client's training samples. `evaluation` has the samples that the model is evaluated
     on: the test samples, or those that the clients in `evaluators` hold back.
@@ -66,14 +68,14 @@ class Task:
         test: Any = None,
         *,
         loss: Loss = nn.functional.cross_entropy,
-        metric: Metric = accuracy,
+        metric: Metric | None = None,
         prunable: Rule = "auto",
         fixed: Rule = (),
         densities: Sequence[float] | None = None,
         holdout: float = 0.2,
         name: str = "task",
         metric_name: str = "",
-        higher_is_better: bool = True,
+        higher_is_better: bool | None = None,
     ) -> None:
         if not callable(model):  # modules are callable too
             raise ConfigError(
@@ -86,14 +88,17 @@ class Task:
             raise DataError(f"the task has no clients. {_CLIENTS}")
         if densities is not None and len(densities) != len(sources):
             raise ConfigError(f"{len(densities)} densities for {len(sources)} clients: give one for each client")
+        self.test = None if test is None else _source(test, "the test set")
+        if metric is None:
+            metric = _metric_for(loss, sources[0] if self.test is None else self.test)
+            metric_name = metric_name or ("accuracy" if metric is accuracy else "loss")
         self.name, self.loss, self.metric, self.densities = name, loss, metric, densities
         function = getattr(metric, "__name__", "metric")  # a callable object has no name
         self.metric_name = metric_name or ("metric" if function == "<lambda>" else function)
-        self.higher_is_better = higher_is_better
+        self.higher_is_better = metric is not loss if higher_is_better is None else higher_is_better
         self.metric_known = True  # False: the clients of a server without test samples may have another one
         self.info: dict[str, Any] = {}  # what reports say about the task, as plain JSON data
         self._model, self._prunable, self._fixed = model, prunable, fixed
-        self.test = None if test is None else _source(test, "the test set")
         self.train, self.evaluation, self.evaluators = _hold_out(sources, holdout if test is None else 0)
         if self.test is not None:
             self.evaluation = [self.test]
@@ -196,6 +201,23 @@ def _source(data: object, who: str, check: bool = True) -> Source:
     if len(made) == 0:
         raise DataError(f"{who} has no samples: leave it out or give it some")
     return made
+
+
+def _metric_for(loss: Loss, data: Source) -> Metric:
+    """The metric of a task that names none: accuracy for classes, the user's loss for targets that are floats."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            target = data.fetch(torch.tensor([0]))[1]
+    except Exception:  # a fault of the data is reported where they are used
+        return accuracy
+    if loss is not nn.functional.cross_entropy:
+        return loss if target.is_floating_point() else accuracy
+    if target.is_floating_point() and target.numel() == 1:
+        raise DataError(
+            "the targets are single floats, and the loss is cross_entropy, which needs classes. For regression, write "
+            "Task(..., loss=torch.nn.functional.mse_loss); for classes, give whole numbers: targets.long()"
+        )
+    return accuracy
 
 
 def _warn_about_nan(test: Source) -> None:

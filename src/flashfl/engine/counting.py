@@ -27,9 +27,10 @@ from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
 from .account import Account
+from .change import Start
 from .memory import ClientMemory, Kept
 from .pipeline import Notes, tallied
-from .robust import PLAIN, Robust, Start
+from .robust import PLAIN, Robust
 from .train import NOT_FINITE
 from .work import Work
 
@@ -93,8 +94,9 @@ class Counting(Account):
         masks = self._mask_bytes([seat.mask for seat in seats], known)
         self.heard.append(_Heard(seats, masks, found))
         if "mask" not in local.keep:
-            for seat in seats:  # a large cohort's masks would fill the device, and nobody needs them again
-                seat.mask = seat.order.weights.mask
+            for seat in seats:  # a large cohort's masks would fill the device, and only masked reports need them again
+                if all(extra.form != "masked" for extra in seat.extra.values()):
+                    seat.mask = seat.order.weights.mask
 
     def _add(self, seats: Sequence[Work], values: Tensor, bits: Tensor, good: Tensor) -> None:
         layout = self.layout
@@ -111,8 +113,8 @@ class Counting(Account):
 
     def _update(self, seat: Work, values: Tensor) -> Update:
         """An update that is held until the cohort is known."""
-        if seat.order.local.report == "statistics":
-            values[: self.layout.trained_size] = 0
+        sizes = {"statistics": self.layout.trained_size, "mask": self.layout.prunable_size}
+        values[: sizes.get(seat.order.local.report, 0)] = 0  # these values do not travel
         # Not the seat's own mask, which may be replaced.
         mask = Mask(self.layout, seat.mask.bits.clone(), seat.counts)
         return Update.of(seat.client.id, seat.n, Weights.masked(mask, values), seat.counts)
@@ -160,7 +162,7 @@ class Counting(Account):
                     self._held.pop(seat.client.id, None)
                     self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
         if self.cohort is not None:
-            self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
+            self.cohort.add(self.sums, lambda: [self._held[client] for client in sorted(self._held)])
         return super().close()
 
     def _down(self, client: Client, order: Order) -> Traffic:
@@ -194,7 +196,7 @@ class Counting(Account):
         else:
             held = self._held.get(seat.client.id, update)
             self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra)
-            start = Start.of(held, local, order.weights.mask, order.weights.packed)
+            start = Start.of(held, local, seat.sent.mask, seat.sent.packed)  # unrounded, as the encoding account has it
             self.cohort.see(held, start)
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"

@@ -33,7 +33,6 @@ from .train import ClientFailed, Trainer, evaluation_batches
 if TYPE_CHECKING:
     from .party import PrivateRun, Simulated
     from .private import PrivateRound
-    from .vault import Vault
 
 
 Result = Reply | tuple[float, float] | ClientFailed  # of evaluating: loss and metric, summed over samples
@@ -106,7 +105,7 @@ class CPUEngine:
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         if self.private is not None:
-            return self._train_privately(self.private.vault, s, list(orders))
+            return self._train_privately(self.private, s, list(orders))
         account = Encoding(self.memory, self.down, self.robust)
         died: list[int] = []
         for client, result in self.pool.each(self._jobs(s, orders, account)):
@@ -121,11 +120,11 @@ class CPUEngine:
             _take(account, client, result)
         return account.close()
 
-    def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
+    def _train_privately(self, run: PrivateRun, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
         """Every step of a private round. A client whose process dies is dropped, as a real one would be."""
         from .private import PrivateRound  # only here, as it needs an extra
 
-        account = PrivateRound(vault, self.memory, self.down, s, orders)
+        account = PrivateRound(run.vault, self.memory, s, orders, run.clients)
         while True:
             for client, result in self.pool.each(self._requests(account, s)):
                 _take(account, client, result)

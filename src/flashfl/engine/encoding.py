@@ -17,10 +17,11 @@ from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_wit
 from ..wire.errors import NonFinite, WrongContent
 from ..wire.values import Carries
 from .account import Account
+from .change import Start
 from .held import Held
 from .memory import ClientMemory, Kept
 from .pipeline import tallied
-from .robust import PLAIN, Robust, Start
+from .robust import PLAIN, Robust
 from .trust import check_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
@@ -143,7 +144,7 @@ class Encoding(Account):
         for client in list(self._orders):
             self.failed(client, "no answer")
         if self.cohort is not None:
-            self.cohort.add(self.sums, map(self._held.pop, self._held.clients()))
+            self.cohort.add(self.sums, lambda: map(self._held.read, self._held.clients()))
         return super().close()
 
 

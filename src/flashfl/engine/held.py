@@ -53,17 +53,24 @@ class Held:
 
     def pop(self, client: int) -> Update:
         """An update that was held; it is held no longer."""
+        update = self.read(client)
         if client in self._memory:
-            update, need = self._memory.pop(client)
-            self.room += need
+            self.room += self._memory.pop(client)[1]
             return update
+        del self._places[client]
+        if not self._places and self._file is not None:
+            self._file.truncate(0)
+        return update
+
+    def read(self, client: int) -> Update:
+        """An update that is held."""
+        if client in self._memory:
+            return self._memory[client][0]
         assert self._file is not None
-        place, mask = self._places.pop(client)
+        place, mask = self._places[client]
         self._file.seek(place)
         loaded: tuple[Update, np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None] = pickle.load(self._file)
         update, values, bits = loaded
-        if not self._places:
-            self._file.truncate(0)
         if bits is not None:
             mask = Mask(self.layout, Mask.unpack(self.layout, bits).bits, update.counts)
         found: Update = replace(update, mask=mask, values=None if values is None else torch.from_numpy(values))

@@ -19,10 +19,10 @@ from ..core.files import put
 from ..core.parts import to_json
 from ..data.sources import Source
 from ..privacy.client import Party, Self
-from ..privacy.errors import Malformed, Refused, WrongStep
+from ..privacy.errors import Malformed, Refused, TooLittleNoise, Unmasked, WrongStep
 from ..privacy.keys import Directory, Identity, Words
 from ..privacy.messages import ADVERTISE, CONFIRM, MASKED, SHARES, UNMASK, Terms, frame
-from ..privacy.noise import discrete_gaussian
+from ..privacy.noise import LARGEST, LEAST, discrete_gaussian
 from ..privacy.policy import Policy
 from ..privacy.vector import Packing
 from ..wire import Message
@@ -60,18 +60,20 @@ class PrivateSide:
     """Answers the requests of private rounds for one client."""
 
     def __init__(
-        self, side: ClientSide, client: int, drawer: Drawer, policy: Policy, identity: Identity, directory: Directory
-    ) -> None:
-        self.side, self.client, self.drawer, self.policy = side, client, drawer, policy
-        self.me = Self(client, identity, directory, self._opened)
+        self, side: ClientSide, client: int, drawer: Drawer, policy: Policy, identity: Identity, directory: Directory,
+        secure: bool,
+    ) -> None:  # fmt: skip
+        """secure: never send an input without masks."""
+        self.side, self.client, self.drawer, self.policy, self.secure = side, client, drawer, policy, secure
+        self.me = Self(client, identity, directory, self._gives)
 
-    def _opened(self, run: str, phase: int, round: int) -> bool:
-        """Record that a sum of this round is opened; False if one of it or of a later round was."""
-        known: dict[str, list[int]] = json.loads(self.drawer.read("opened") or b"{}")
+    def _gives(self, run: str, phase: int, round: int) -> bool:
+        """Record that this client gives its input to this round; False if it did to this or to a later one."""
+        known: dict[str, list[int]] = json.loads(self.drawer.read("gave") or b"{}")
         if known.get(run, [0, -1]) >= [phase, round]:
             return False
         known[run] = [phase, round]
-        self.drawer.write("opened", json.dumps(known).encode())
+        self.drawer.write("gave", json.dumps(known).encode())
         return True
 
     def answer(self, data: Source, request: bytes, memory: Rounds) -> Reply:
@@ -88,6 +90,9 @@ class PrivateSide:
             party = Party(Terms.from_bytes(first, self.policy), self.me)
             answer = party.advertise()
         elif step == MASKED and first:  # the terms: a round without masks
+            if self.secure:
+                raise Unmasked("the server asks for an input without masks, and this client takes part in secure "
+                               "rounds only")  # fmt: skip
             return self._train(data, Terms.from_bytes(first, self.policy), None, *_take(rest)[1:], memory)
         else:
             saved = self.drawer.read("party")
@@ -134,7 +139,10 @@ class PrivateSide:
         numbers = how.encode(update, start, sent.key).numpy()
         if terms.noise is not None and party is not None:
             scale, members = how.sections[0].scale, terms.policy.honest(len(party.cohort))
-            numbers += discrete_gaussian(terms.noise.deviation(scale, how.length, members), how.length)
+            deviation = terms.noise.deviation(scale, how.length, members)
+            if not LEAST <= deviation <= LARGEST:
+                raise TooLittleNoise(f"noise with a deviation of {deviation} units cannot be drawn exactly")
+            numbers += discrete_gaussian(deviation, how.length)
         return numbers.astype(f"<u{terms.bits // 8}")
 
 
@@ -161,8 +169,8 @@ def _take(request: bytes) -> tuple[int, bytes, bytes]:
 class Simulated:
     """What simulated clients have of their own: identity keys, and a folder each. The server sees neither."""
 
-    def __init__(self, clients: int, policy: Policy, folder: Path) -> None:
-        self.policy, self.folder = policy, folder
+    def __init__(self, clients: int, policy: Policy, folder: Path, secure: bool) -> None:
+        self.policy, self.folder, self.secure = policy, folder, secure
         self._keys = {client: Identity.new().private for client in range(clients)}
 
     @cached_property
@@ -172,7 +180,7 @@ class Simulated:
     def side(self, side: ClientSide, client: int) -> PrivateSide:
         """One of them, for as long as it answers a request."""
         drawer, identity = FolderDrawer(self.folder / str(client)), Identity(self._keys[client])
-        return PrivateSide(side, client, drawer, self.policy, identity, self._directory)
+        return PrivateSide(side, client, drawer, self.policy, identity, self._directory, self.secure)
 
 
 class PrivateRun:
@@ -181,10 +189,10 @@ class PrivateRun:
     def __init__(self, config: EngineSettings, clients: int, masks: Path | None) -> None:
         vault = open_vault(config, clients, masks)
         assert vault is not None
-        self.vault = vault
+        self.vault, self.clients = vault, range(clients)
         self._temporary = TemporaryDirectory(prefix="flashfl-")  # used if the run has no folder
         own = Path(self._temporary.name) if vault.folder is None else vault.folder / "clients"
-        self.simulated = Simulated(clients, config.policy, own)
+        self.simulated = Simulated(clients, config.policy, own, config.secure)
 
     def close(self) -> None:
         self._temporary.cleanup()

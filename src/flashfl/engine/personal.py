@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.exchange import Client, Local
 from ..core.mask import Weights
 from ..core.record import Score
-from ..data.sources import Source
+from ..data.sources import classes_of
 from ..sparsity import recipe_mask
 from .memory import ClientMemory
 from .train import Trainer, evaluation_batches
@@ -28,7 +28,7 @@ def personal_score(
     it would start with.
     """
     test = trainer.task.test
-    classes = None if test is None else _targets(test)
+    classes = None if test is None else classes_of(test)
     if test is None or classes is None:
         return None
     most = int(classes.max()) + 1
@@ -38,7 +38,7 @@ def personal_score(
         if mask is None and local.start is not None:
             mask = recipe_mask(weights.layout, local.start, weights.vector.device)
         model = weights if mask is None else weights.restrict(mask.to(weights.vector.device))
-        mine = _targets(trainer.task.train[client.id])
+        mine = classes_of(trainer.task.train[client.id])
         if mine is None:
             return None
         shares = torch.bincount(mine[mine < most], minlength=most) * (torch.bincount(classes, minlength=most) > 0)
@@ -61,10 +61,3 @@ def _weighted(trainer: Trainer, output: Tensor, classes: Tensor, shares: Sequenc
             loss += share * float(trainer.task.loss(output[here], classes[here]))
             metric += share * float((output[here].argmax(1) == label).float().mean())
     return loss, metric
-
-
-def _targets(data: Source) -> Tensor | None:
-    """All targets of some samples, if they are classes."""
-    found = [data.fetch(torch.arange(start, stop))[1].cpu() for start, stop in evaluation_batches(len(data))]
-    whole = torch.cat(found)
-    return whole if whole.dim() == 1 and not whole.is_floating_point() else None

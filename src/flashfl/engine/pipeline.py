@@ -15,6 +15,7 @@ from ..core.layout import Layout
 from ..core.mask import count_rows
 from ..core.rng import fold
 
+_BOOLEAN = ("bits", "indices")
 Notes = Mapping[str, Extra]  # what one client's parts remember, by name
 
 
@@ -38,12 +39,13 @@ def open_clients(
     notes: Sequence[Notes],
     validate: Callable[[int], float],
     initial: Callable[[int], Tensor],
+    classes: Callable[[int], Tensor | None],
 ) -> Clients:
     """Some clients before training, after `begin` of all their parts; it may have changed their models and masks."""
     device, count = start.device, len(keys)
     memory = {}
     for name, declared in fields_of(local.parts, "remembers", layout).items():
-        empty = _empty(declared, device)
+        empty = _empty(declared, layout, device)
         kept = [one[name].value.to(device) if name in one else empty for one in notes]
         fits = [value if value.shape == empty.shape else empty for value in kept]
         memory[name] = torch.stack(fits)
@@ -51,9 +53,17 @@ def open_clients(
     brought = {name: torch.stack([one[name].value.to(device) for one in given]) for name in names}
     keys = [fold(key, "parts") for key in keys]
     rows = (start, start, masks.expand(count, -1))
-    c = Clients(layout, keys, steps, local.lr, *rows, brought, memory, validate, lambda key: initial(key).to(device))
+    asked = (validate, lambda key: initial(key).to(device), classes)
+    c = Clients(layout, keys, steps, local.lr, *rows, brought, memory, *asked)
     for part in local.parts:
         part.begin(c)
+    for name, value in c.state.items():
+        if value.dim() != 2 or len(value) != count or value.shape[1] not in (layout.trained_size, layout.prunable_size):
+            raise FlashError(
+                f"a part's `begin` put {name!r} of shape {tuple(value.shape)} into `c.state`: it must be "
+                f"[clients, trained] or [clients, prunable], here [{count}, {layout.trained_size}] or "
+                f"[{count}, {layout.prunable_size}]"
+            )
     if c.masks is not rows[2]:
         c.vectors = c.vectors.clone()
         c.vectors[:, : layout.prunable_size].masked_fill_(~c.masks, 0.0)
@@ -79,6 +89,13 @@ def close_clients(local: Local, c: Clients) -> Finished:
             raise FlashError(
                 f"`{what}` of the parts names {sorted(names)}, but they set {sorted(found)}: both must be equal"
             )
+        for name, declared in names.items():
+            wanted = (len(c.keys), *declared.shape(layout))
+            if found[name].shape != wanted or (found[name].dtype == torch.bool) != (declared.form in _BOOLEAN):
+                raise FlashError(
+                    f"`{what}` of the parts declares {name!r} as {declared.form}, {wanted} for {len(c.keys)} clients, "
+                    f"but it is {found[name].dtype} of shape {tuple(found[name].shape)}"
+                )
     extras: list[dict[str, Extra]] = []
     for row in range(len(c.keys)):
         mine = {}
@@ -109,8 +126,6 @@ def _check_active(parts: Sequence[Part], layout: Layout, before: int, found: int
         )
 
 
-def _empty(declared: Field, device: torch.device) -> Tensor:
-    if declared.form == "scalar":
-        return torch.zeros((), device=device)
-    dtype = torch.bool if declared.form in ("bits", "indices") else torch.float32
-    return torch.zeros(declared.size, dtype=dtype, device=device)
+def _empty(declared: Field, layout: Layout, device: torch.device) -> Tensor:
+    dtype = torch.bool if declared.form in _BOOLEAN else torch.float32
+    return torch.zeros(declared.shape(layout), dtype=dtype, device=device)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Order, Outcome, Traffic
-from ..core.precision import Precision
 from ..core.state import State
 from ..privacy.errors import Refused
 from ..privacy.keys import Words
@@ -28,11 +27,13 @@ from .memory import ClientMemory
 from .vault import Vault
 
 LENGTH = struct.Struct("<BI")  # step, and the length of the part that follows
-_SPENT = "its privacy budget is spent"
+SPENT = "its privacy budget is spent"
 
 
 def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
     """Refuse a round in which clients' masks differ: a weight that one client alone holds shows in the sum."""
+    if not orders:
+        return
     first = orders[0][1]
     if (highest := max(client.id for client, _ in orders)) >= 1 << 32:
         raise ConfigError(f"client id {highest}: private rounds need ids below 2^32")
@@ -56,12 +57,17 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
 USE = "use a method with one frozen mask for all, such as dense, pdst or spdst, or switch `secure` and `dp_*` off"
 
 
+def empty_order(s: State) -> Order:
+    """What a client would be sent, in a Poisson round without clients. Its sum is noise alone."""
+    return s.order(Client(0, 0), s.plan.local)
+
+
 def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     """How the reports of a round become whole numbers."""
     weights = order.weights
     how = Packing(
-        weights.layout, order.local, weights.mask.active, cohort, privacy.ranges, privacy.noise,
-        privacy.noisers(cohort),
+        weights.layout, order.local, weights.mask.active, privacy.most(cohort), privacy.ranges, privacy.noise,
+        privacy.noisers(cohort), privacy.draw.cohort if privacy.draw.poisson else cohort,
     )  # fmt: skip
     if privacy.noise is not None and not LEAST <= how.deviation <= LARGEST:
         raise ConfigError(
@@ -85,17 +91,24 @@ class PrivateRound(Account):
     """
 
     def __init__(
-        self, vault: Vault, memory: ClientMemory, values: Precision, s: State, orders: Sequence[tuple[Client, Order]]
+        self,
+        vault: Vault,
+        memory: ClientMemory,
+        s: State,
+        orders: Sequence[tuple[Client, Order]],
+        present: Sequence[int],
     ) -> None:
-        super().__init__(memory, values)
+        """present: the clients that the cohort was drawn from."""
+        super().__init__(memory)
         check_common(orders)
         self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
-        self.start = orders[0][1].weights
-        self.packing = packing(self.privacy, orders[0][1], len(orders))
+        order = orders[0][1] if orders else empty_order(s)
+        self.start = order.weights
+        self.packing = packing(self.privacy, order, len(orders))
         how, privacy = self.packing, self.privacy
         self.terms = Terms(
-            vault.run, s.tag, how.length, how.bits, privacy.policy, len(orders), privacy.ranges, privacy.noise
+            vault.run, s.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise
         )
         self._round: Collector | Gatherer
         self._round = Collector(self.terms) if privacy.secure else Gatherer(self.terms, how.deviation)
@@ -104,15 +117,8 @@ class PrivateRound(Account):
         self._why = ""  # why nothing can be opened
         self._before = vault.stored(s.tag, f"<u{how.bits // 8}")
         if self._before is None:
-            self._choose()
-
-    def _choose(self) -> None:
-        """Leave out clients whose privacy budget is spent, and count the round for the others."""
-        chosen = self.vault.may_take_part(list(self.orders))
-        for client in set(self.orders) - set(chosen):
-            self.failed(client, _SPENT)
-        if self.vault.ledger is not None:
-            self.vault.ledger.spend(chosen)
+            for client in set(self.orders) - set(vault.spend(s, list(self.orders), present)):
+                self.failed(client, SPENT)
 
     @property
     def step(self) -> int:
@@ -124,7 +130,7 @@ class PrivateRound(Account):
             return
         first = self.step == ADVERTISE or not self.privacy.secure
         self._waiting = (set(self.orders) if first else set(self._round.alive)) - set(self.failures)
-        self._revealed = self.privacy.secure and self.step == UNMASK
+        self._revealed = self.privacy.secure and self.step >= MASKED
         for client in sorted(self._waiting):
             yield client, self.request(client)
 
@@ -198,7 +204,7 @@ class PrivateRound(Account):
             total, counted = self._before
         else:
             total, counted = self._opened()
-        if self._why or not counted:
+        if self._why or (self.orders and not counted):
             self._accepted.clear()
             why = f"the sum could not be opened ({self._why or 'nobody answered'})"
             self.failures = {client: self.failures.get(client, why) for client in self.orders}
@@ -212,7 +218,7 @@ class PrivateRound(Account):
 
     def _opened(self) -> tuple[Words, list[int]]:
         counted = sorted(self._accepted)
-        if not self._why and counted:
+        if not self._why and (counted or not self.orders):
             try:
                 return self._round.opened(), counted
             except Refused as error:

@@ -21,7 +21,7 @@ from ..privacy.messages import ADVERTISE, BOX, CARD, CONFIRM, HEADER, MASKED, SE
 from .counting import Counting
 from .cpu import dropout_step, drops
 from .memory import ClientMemory
-from .private import LENGTH, check_common, packing
+from .private import LENGTH, SPENT, check_common, empty_order, packing
 from .train import NOT_FINITE
 from .vault import Vault
 from .work import Work
@@ -33,25 +33,25 @@ class PrivateCounting(Counting):
     """The account of a private round whose updates lie on the device."""
 
     def __init__(
-        self, memory: ClientMemory, vault: Vault, s: State, orders: Sequence[tuple[Client, Order]], dropout: float
-    ) -> None:
+        self, memory: ClientMemory, vault: Vault, s: State, orders: Sequence[tuple[Client, Order]], dropout: float,
+        present: Sequence[int],
+    ) -> None:  # fmt: skip
+        """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
         check_common(orders)
-        self.vault, self.privacy, self.tag, self.start = vault, vault.privacy, s.tag, orders[0][1].weights
-        self.packing = packing(self.privacy, orders[0][1], len(orders))
+        order = orders[0][1] if orders else empty_order(s)
+        self.vault, self.privacy, self.tag, self.start = vault, vault.privacy, s.tag, order.weights
+        self.packing = packing(self.privacy, order, len(orders))
         # The step in which each client stops answering.
         self._ends = {client.id: _NEVER for client, _ in orders}
         for client in self._ends if dropout else ():
             if drops(s, client, dropout):
                 self._ends[client] = dropout_step(s, client)
         self._start_packed: Tensor | None = None
-        self._total: Tensor | None = None
-        chosen = vault.may_take_part(list(self._ends))
-        for client in set(self._ends) - set(chosen):
+        self._total = torch.zeros(self.packing.length, dtype=torch.int64, device=self.start.vector.device)
+        for client in set(self._ends) - set(vault.spend(s, list(self._ends), present)):
             self._ends[client] = -1
-            self.failed(client, "its privacy budget is spent")
-        if vault.ledger is not None:
-            vault.ledger.spend(chosen)
+            self.failed(client, SPENT)
 
     def trains(self, client: int) -> bool:
         """Whether a client gets as far as to send its input. If not, it is dropped now."""
@@ -79,7 +79,7 @@ class PrivateCounting(Counting):
             packed = None if counts else Weights(order.weights.mask, row).packed()
             update = Update(client, seat.n, None if counts else order.weights.mask, packed, seat.counts, {"loss": mean})
             numbers = self.packing.encode(update, self._packed_start(order), order.key)
-            self._total = numbers if self._total is None else self._total.add_(numbers)
+            self._total += numbers
             self.accepted(client, order.tag, order.weights.mask, None)
 
     def _packed_start(self, order: Order) -> Tensor:
@@ -96,11 +96,11 @@ class PrivateCounting(Counting):
         why, last = self._checked(after)
         self._count(after, last)
         counted = after[MASKED]
-        if why or not counted or self._total is None:
+        if why or (self._ends and not counted):
             self._accepted.clear()
             reason = f"the sum could not be opened ({why or 'nobody answered'})"
             self.failures = {client: self.failures.get(client, reason) for client in self._ends}
-            revealed = self.privacy.secure and last == UNMASK
+            revealed = self.privacy.secure and last >= MASKED
             return replace(super().close(), privacy=self.vault.spent(0), revealed=revealed)
         total = self._total + self._noise(len(after[min(steps)]), len(counted))
         self.sums, clamped = self.packing.decode(total, self.start, len(counted))
@@ -122,7 +122,6 @@ class PrivateCounting(Counting):
         """The sum of all clients' shares of the noise, or the server's, rounded; from the operating system's chance."""
         if (noise := self.privacy.noise) is None:
             return 0
-        assert self._total is not None
         how, device = self.packing, self._total.device
         shares = counted if self.privacy.secure else 1
         each = noise.deviation(how.sections[0].scale, how.length, self.privacy.noisers(cohort))
@@ -134,9 +133,8 @@ class PrivateCounting(Counting):
         """The bytes of every message of the protocol but the orders."""
         how, privacy, everyone = self.packing, self.privacy, [c for c, end in self._ends.items() if end >= 0]
         terms = Terms(
-            self.vault.run, self.tag, how.length, how.bits, privacy.policy, len(self._ends), privacy.ranges,
-            privacy.noise,
-        )  # fmt: skip
+            self.vault.run, self.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise
+        )
         invitation, vector = len(terms.to_bytes()), how.length * how.bits // 8
         if not privacy.secure:
             self._tally(MASKED, len(everyone), 2 * LENGTH.size + invitation + HEADER, len(after[MASKED]), vector)

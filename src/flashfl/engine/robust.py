@@ -3,11 +3,12 @@
 Nobody is judged. Each number that a client adds to the sums has a bound, and the bound comes from the cohort:
 
 - A client counts as at most twice the median of the cohort's samples.
-- A change of the weights is shortened to the median length of such changes. So is every extra tensor.
+- A change of the weights is shortened to twice the median length of such changes. So is every extra tensor.
+- A change that goes against those of the others is blended with theirs, until a fifth of the cohort goes as far against
+  the others, or until it does not go against them at all. A client may differ from the others, but it cannot undo what
+  they learn.
 - Of BatchNorm statistics, layer counts and losses, a fifth of the samples is dropped at either end before averaging;
   more in small cohorts, so that any one client can be dropped as a whole.
-
-With equal samples, a client of ten moves the weights by about a tenth of the median change.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add
-from ..core.client import reports_changes
-from ..core.exchange import Local, Sums, Update
-from ..core.mask import Mask
+from ..core.exchange import Sums, Update
+from ..core.layout import Layout
+from .change import Others, Start
 from .settings import EngineSettings
 
 SAMPLES = 2  # a client counts as at most this many times the median of the cohort's samples
+_CLIP = 2.0  # changes are at most this many times as long as the median
 _TRIM = 0.2  # share of the samples whose statistics, counts and losses are dropped at either end
 _FEW = 3  # fewer values than this cannot be trimmed
 _SUSPICIOUS = 10.0  # changes longer than this many times the median are named
@@ -50,9 +52,9 @@ class Robust:
 
     @staticmethod
     def of(config: EngineSettings) -> Robust:
-        """What a run's settings ask for. Unless they say otherwise, changes are clipped at the median."""
+        """What a run's settings ask for. Unless they say otherwise, changes are clipped at twice the median."""
         bounded = config.robust == "on"
-        return Robust(bounded, config.clip or float(bounded and not config.trim), config.trim)
+        return Robust(bounded, config.clip or (_CLIP if bounded and not config.trim else 0.0), config.trim)
 
     @property
     def needs_cohort(self) -> bool:
@@ -61,34 +63,6 @@ class Robust:
 
 
 PLAIN = Robust()
-
-
-@dataclass(frozen=True)
-class Start:
-    """The weights a client was sent, packed."""
-
-    mask: Mask
-    values: Tensor
-
-    @staticmethod
-    def of(update: Update, local: Local, mask: Mask, packed: Callable[[], Tensor]) -> Start | None:
-        """Where an update's weights started from: 0 if they are changes already, None if it has none."""
-        if local.report != "weights" or update.mask is None or update.values is None:
-            return None
-        if reports_changes(local.parts):
-            return Start(update.mask, torch.zeros_like(update.values))
-        return Start(mask, packed())
-
-    def under(self, mask: Mask) -> Tensor:
-        """The same weights packed under another mask, without statistics; a weight that was not sent is 0."""
-        layout, a, b = mask.layout, mask.active, self.mask.active
-        old = self.values[: b + layout.trained_size - layout.prunable_size]
-        if mask.equal(self.mask):
-            return old
-        out = old.new_zeros(a + len(old) - b)
-        out[:a][self.mask.bits[mask.places]] = old[:b][mask.bits[self.mask.places]]
-        out[a:] = old[b:]
-        return out
 
 
 @dataclass(frozen=True)
@@ -121,17 +95,18 @@ class Cohort:
         """An update that answers an order with the weights `start`; None if the client trained no weights."""
         norms = {}
         if self.robust.clip:
-            tensors = {name: e.value for name, e in update.extra.items() if e.value.is_floating_point()}
+            # Whole numbers too, as the sender chooses the type. Only bits need no bound.
+            tensors = {name: e.value + 0.0 for name, e in update.extra.items() if e.value.dtype != torch.bool}
             if start is not None:
-                before, after = _change(update, start)
+                before, after = start.change(update)
                 tensors[""] = after - before
             norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
         self._seen[update.client] = _Seen(update.n, start, norms)
 
-    def add(self, sums: Sums, updates: Iterable[Update]) -> None:
-        """Bound and add the updates, in ascending client id."""
+    def add(self, sums: Sums, updates: Callable[[], Iterable[Update]]) -> None:
+        """Bound and add the updates, in ascending client id. They are gone through up to three times."""
         layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
-        for update in self._bounded(updates):
+        for update in self._agreeing(layout, lambda: self._bounded(updates())):
             add(sums, update)
             seen.append(replace(update, mask=None, values=None))
             if update.mask is None or update.values is None:
@@ -168,6 +143,21 @@ class Cohort:
                 update = _scaled(update, self._seen[client].start, name, factors[name][client])
             yield update
 
+    def _agreeing(self, layout: Layout, updates: Callable[[], Iterable[Update]]) -> Iterator[Update]:
+        """The bounded updates. Those that go furthest against the others are blended with theirs."""
+        starts = {client: seen.start for client, seen in self._seen.items() if seen.start is not None}
+        if not (self.robust.bounded and self.robust.clip and len(starts) >= _FEW):
+            yield from updates()
+            return
+        others = Others(layout, starts)
+        for update in updates():
+            others.add(update)
+        for update in updates():
+            others.compare(update)
+        most = max(1, int(_TRIM * len(starts)))  # clients that go least along with the others
+        for update in updates():
+            yield others.blend(update, most)
+
     def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
         """Client -> by what to multiply its change, or its extra of this name.
 
@@ -203,14 +193,6 @@ def _median(numbers: Collection[float]) -> float:
     return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
 
 
-def _change(update: Update, start: Start) -> tuple[Tensor, Tensor]:
-    """The weights before and after, packed, without statistics."""
-    assert update.mask is not None
-    assert update.values is not None
-    before = start.under(update.mask)
-    return before, update.values[: len(before)]
-
-
 def _scaled(update: Update, start: Start | None, name: str, factor: float) -> Update:
     """The update with an extra multiplied by `factor`, or the change of its weights if the name is empty."""
     if factor == 1:
@@ -218,7 +200,7 @@ def _scaled(update: Update, start: Start | None, name: str, factor: float) -> Up
     if name or start is None or update.values is None:
         extra = update.extra[name]
         return replace(update, extra={**update.extra, name: replace(extra, value=extra.value * factor)})
-    before, after = _change(update, start)
+    before, after = start.change(update)
     return replace(update, values=torch.cat([before.lerp(after, factor), update.values[len(before) :]]))
 
 

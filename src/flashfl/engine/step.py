@@ -56,7 +56,7 @@ class MaskedStep:
         self._velocity: Tensor | None = None
         self._kept: Tensor | None = None  # the weights while the forward pass sees something else
         self._inactive = None if masks is None else torch.empty_like(masks)
-        # A kernel for plain SGD on one model: one pass over memory instead of several.
+        # A kernel for SGD with weight decay on one model: one pass over memory instead of several.
         self._fused = kernel("step", "masked_step") if weights.is_cuda and rows == 1 and prunable else None
 
     @staticmethod
@@ -144,11 +144,11 @@ class MaskedStep:
             head, rest = self._before(rows, torch.cat([head.float(), rest], 1), busy)
         if rule is not None and scores is not None:
             _change(scores, busy, lambda rows: rule.collect(rows, head.float()))
-        # Plain: the learning rate times the gradient, nothing else.
-        plain = not (local.momentum or local.weight_decay or local.prox or self._parts)
+        # Plain: the learning rate times the gradient, and weight decay.
+        plain = not (local.momentum or local.prox or self._parts)
         if self._fused is not None and self.masks is not None and plain:
             half = None if self.half is None else self.half[0]
-            self._fused(self.weights[0, : self.prunable], half, head[0], self.masks[0], lr)
+            self._fused(self.weights[0, : self.prunable], half, head[0], self.masks[0], lr, local.weight_decay)
             self._descend(slice(self.prunable, None), rest, None, lr, busy)
         else:
             followed = [

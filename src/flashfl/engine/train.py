@@ -17,7 +17,7 @@ from ..core.errors import FlashError
 from ..core.exchange import Extra, Local, Order, Update
 from ..core.layout import Layer
 from ..core.mask import Mask, Weights
-from ..data.sources import Inputs, Source, in_memory
+from ..data.sources import Inputs, Source, classes_of, in_memory
 from ..data.task import Task
 from ..sparsity import move, recipe_mask
 from .pipeline import Finished, Notes, close_clients, open_clients
@@ -112,7 +112,7 @@ class Trainer:
         local, model = schedule.local, Weights(mask, self.vector.clone())
         return open_clients(
             self.layout, local, [schedule.key], [schedule.steps], model.vector[None], mask.bits[None], [given], [notes],
-            lambda row: self.validate(model, data, local.statistics), self.task.draw,
+            lambda row: self.validate(model, data, local.statistics), self.task.draw, lambda row: classes_of(data),
         )  # fmt: skip
 
     def validate(self, weights: Weights, data: Source, statistics: bool) -> float:

@@ -7,6 +7,7 @@ import secrets
 import struct
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from ..core.errors import CheckpointError, RunStopped
 from ..core.exchange import Spent
 from ..core.files import put
-from ..privacy.accounting import Ledger, epsilon_known
+from ..core.state import State
+from ..privacy.accounting import Draw, Ledger, epsilon_known
 from ..privacy.keys import Words
 from ..privacy.settings import Privacy, privacy_of
 from .settings import EngineSettings
@@ -29,9 +31,8 @@ class Vault:
     from here instead of asking clients again.
     """
 
-    def __init__(self, privacy: Privacy, clients: int, cohort: int, folder: Path | None) -> None:
+    def __init__(self, privacy: Privacy, folder: Path | None) -> None:
         self.privacy, self.folder = privacy, folder
-        self._clients, self._cohort = clients, cohort
         self._run = ""
         self._ledger: Ledger | None = None
 
@@ -51,8 +52,21 @@ class Vault:
         noise = self.privacy.noise
         if noise is not None and self._ledger is None:
             path = None if self.folder is None else self.folder / "spent.json"
-            self._ledger = Ledger(noise.multiplier, self.privacy.delta, self._clients, self._cohort, path)
+            self._ledger = Ledger(noise.multiplier, self.privacy.delta, self.privacy.draw, path)
         return self._ledger
+
+    def spend(self, s: State, cohort: Sequence[int], present: Sequence[int]) -> list[int]:
+        """Count a round for the clients of the cohort whose budget allows it, and return them.
+
+        present: whom the cohort was drawn from. It amplifies only if it is what the run's key draws from these.
+        """
+        chosen = self.may_take_part(cohort)
+        if (ledger := self.ledger) is not None:
+            planned = self.privacy.draw
+            how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
+            usual = s.phase.counts and s.draw(present) == sorted(cohort)
+            ledger.spend(chosen, how if usual else Draw(poisson=planned.poisson))
+        return chosen
 
     def may_take_part(self, clients: Sequence[int]) -> list[int]:
         """The clients whose budget allows another round. Raises RunStopped if the run's budget is spent."""
@@ -78,7 +92,7 @@ class Vault:
         over = False
         if budget and self.privacy.secure:
             able = self.may_take_part(list(ledger.taken))
-            over = self._clients - len(ledger.taken) + len(able) < self._cohort
+            over = self.privacy.draw.clients - len(ledger.taken) + len(able) < self.privacy.draw.cohort
         elif budget:
             over = ledger.epsilon(more=1).sampled > budget
         return Spent(now.known, now.sampled, ledger.delta, clamped, over)
@@ -109,4 +123,4 @@ def open_vault(config: EngineSettings, clients: int, masks: Path | None) -> Vaul
     """The vault of a run with these settings, beside the folder of its masks; None if nothing is private."""
     privacy = privacy_of(config, clients)
     folder = None if masks is None else masks.with_name(PRIVATE)
-    return None if privacy is None else Vault(privacy, clients, min(config.per_round, clients), folder)
+    return None if privacy is None else Vault(privacy, folder)

@@ -83,7 +83,8 @@ class FlowerEngine:
         from ..engine.private import PrivateRound
         from ..privacy.messages import MASKED
 
-        account, silent = PrivateRound(vault, self.memory, self.down, s, orders), list[int]()
+        present = [client.id for client in self.registry.present()]
+        account, silent = PrivateRound(vault, self.memory, s, orders, present), list[int]()
         while True:
             kind = "train" if account.step == MASKED else "query"
             this = Exchange(account, self.registry, kind, "private", "answer")

@@ -32,6 +32,14 @@ TaskFn = Callable[[Context], Task]
 _ROUNDS, _MASKS = "flashfl.rounds", "flashfl.masks"  # the names of our records in a context's state
 
 
+def _refuse_plain(context: Context) -> None:
+    """A node with an identity key reveals nothing about its samples but in secure rounds."""
+    if "identity" in context.node_config:
+        raise ConfigError(
+            "this node has an identity key, so it takes part in secure rounds only: set secure = true on the server"
+        )
+
+
 class Host:
     """One task and one replica of its model, for as long as the process lives."""
 
@@ -73,10 +81,7 @@ class Host:
 
     def train(self, context: Context, order: bytes) -> RecordDict:
         """Carry out an order."""
-        if "identity" in context.node_config:
-            raise ConfigError(
-                "this node has an identity key, so it takes part in secure rounds only: set secure = true on the server"
-            )
+        _refuse_plain(context)
         memory, masks = recall(context.state)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
         return self._reply(
@@ -101,6 +106,7 @@ class Host:
 
     def evaluate(self, context: Context, data: bytes) -> RecordDict:
         """Loss and metric of a model on the samples this client holds back, times their number."""
+        _refuse_plain(context)
         samples, layout, client = self._evaluation_samples(context), self.task.layout, client_id(context)
         if samples is None:
             raise ConfigError(

@@ -60,8 +60,9 @@ def answer(context: Context, client: int, side: ClientSide, data: Source, reques
     else:  # without masks nobody signs anything; a secure round finds that its key is unknown
         identity, directory = Identity.new(), Directory({})
     return PrivateSide(
-        side, client, ContextDrawer(context), build(Policy, policy, "policy"), identity, directory
-    ).answer(data, request, memory)
+        side, client, ContextDrawer(context), build(Policy, policy, "policy"), identity, directory,
+        has_identity(context),
+    ).answer(data, request, memory)  # fmt: skip
 
 
 def _directory(context: Context) -> Directory:

@@ -66,6 +66,12 @@ def server_task(
     settings: loss, metric, prunable, fixed and name, as for `Task`. Model and rules must be the same as the clients'.
     If clients evaluate by accuracy, set metric=flashfl.accuracy. The server then refuses values outside 0 to 1.
     """
+    if test is None and "loss" in settings and "metric" not in settings:
+        raise ConfigError(
+            "server_task has a loss, but neither test samples nor a metric: it cannot name what clients report. Give "
+            "the metric of the clients' tasks: metric=flashfl.accuracy; or, for the loss itself, metric=loss and "
+            "metric_name='loss'"
+        )
     inputs = (example,) if isinstance(example, Tensor) else example
     task = Task(model, [_Elsewhere(inputs)], test, **settings)
     task.metric_known = test is not None or "metric" in settings  # otherwise clients may have another metric

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from numbers import Real
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..aggregate import fedavg, union
+from ..core.client import Clients, Field, Part, Rows
 from ..core.errors import ConfigError, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
@@ -17,6 +19,31 @@ from ..core.mask import Mask, Weights
 from ..core.rng import fold
 from ..core.state import State
 from ..sparsity import PruneRegrow, random_mask, share_out, top_mask
+
+
+@dataclass(frozen=True)
+class AddedUp(Part):
+    """Adds up something about every prunable weight, active or not, over the steps and reports it as `name`."""
+
+    name: ClassVar[str] = ""
+
+    def amount(self, weights: Tensor, gradient: Tensor) -> Tensor:
+        """What one step adds, from the prunable weights and their gradient [rows, columns]."""
+        raise NotImplementedError
+
+    def reports(self, layout: Layout) -> Mapping[str, Field]:
+        return {self.name: Field("dense", layout.prunable_size)}
+
+    def begin(self, c: Clients) -> None:
+        c.state[self.name] = c.start.new_zeros(len(c.start), c.layout.prunable_size)
+
+    def before(self, r: Rows, gradient: Tensor) -> None:
+        total = r.state[self.name]
+        k = total.shape[1]
+        total.add_(self.amount(r.weights[:, :k], gradient[:, :k]))
+
+    def finish(self, c: Clients) -> None:
+        c.report[self.name] = c.state[self.name]
 
 
 def check_density(density: float) -> None:

@@ -74,9 +74,10 @@ class FedPM(Method):
     draw of all weights, a bit each. The server's posterior is Beta(a, b) with a = b = 1 before each round; its mode
     (a - 1) / (a + b - 2) is the share of clients that drew the weight. That is the next theta.
 
-    Silent or open in the paper: draws count with weights n; tensors that are not prunable are trained and averaged as
-    ever; theta stays within 0.01 of 0 and 1; scores start at 0; the model that is evaluated uses weights with
-    theta > 1/2.
+    Silent or open in the paper: draws count with weights n; the learning rate stays what it is in the first round
+    (near 0, rounds would only draw bits again, and theta would drift to 0 or 1 by chance); tensors that are not
+    prunable are trained and averaged as ever; theta stays within 0.01 of 0 and 1; scores start at 0; the model that
+    is evaluated uses weights with theta > 1/2.
     Bytes: up one bit a prunable weight, less where the bits are uneven, as the mask is coded. Down 4 bytes a weight.
     When: uploads are the bottleneck. Not to be confused with methods that prune trained weights.
 
@@ -93,7 +94,8 @@ class FedPM(Method):
         return State(plan, Weights.dense(plan.layout, vector))
 
     def work(self, s: State, client: Client) -> Local:
-        return self.local(s, report="mask", parts=(Scores(fold(s.plan.key, "frozen"), self.rate),))
+        scores = Scores(fold(s.plan.key, "frozen"), self.rate)
+        return self.local(s, lr=s.plan.local.lr, report="mask", parts=(scores,))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         assert sums.holders is not None

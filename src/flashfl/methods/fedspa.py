@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
-import torch
-
-from ..aggregate import Aggregator, average, union
+from ..aggregate import Aggregator, average
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Recipe, Weights
@@ -16,7 +14,7 @@ from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Plan, State
 from ..sparsity import Allocation, LayerRegrow, allocate, random_mask
-from .common import check_density
+from .common import check_density, where_held
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,4 @@ class FedSpa(Method):
         return self.local(s, start=start, personal=True, keep=("mask",), adapt=replace(self.adapt, rate=rate))
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        held, mean = union(sums), average(self.aggregator, sums)
-        k = s.layout.prunable_size
-        mean[:k] = torch.where(held.bits, mean[:k], s.weights.vector[:k])
-        return s.next(Weights.masked(s.mask, mean))
+        return s.next(Weights.masked(s.mask, where_held(s, sums, average(self.aggregator, sums))))

@@ -12,7 +12,7 @@ from ..core.exchange import Client, Local
 from ..core.parts import part
 from ..core.state import State
 from ..sparsity.width import levels
-from .heterofl import HeteroFL, Width
+from .widths import Width, Widths
 
 
 @part
@@ -34,7 +34,7 @@ class OrderedDropout(Width):
 
 
 @dataclass(frozen=True)
-class FjORD(HeteroFL):
+class FjORD(Widths):
     """FjORD (Horvath et al., NeurIPS 2021): ordered dropout, without self-distillation.
 
     As HeteroFL, a client of width p holds the first ceil(p C) channels of every layer. In each step it draws one of the

@@ -2,116 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..aggregate import wfa
-from ..core.client import Clients, Part, Rows
+from ..core.client import Clients, Field, Rows
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
-from ..core.mask import Mask, Weights
-from ..core.method import Method
+from ..core.mask import Weights
 from ..core.parts import part
-from ..core.state import Plan, State
-from ..sparsity.width import levels, width_mask
-from .common import check_shares, keep_statistics, sample_each_density, share_densities
+from ..core.state import State
+from ..sparsity.width import classifier, levels, scaled
+from .widths import Width, Widths
 
 
 @part
 @dataclass(frozen=True)
-class Width(Part):
-    """Train only the channels of a width. The server counts who trained what, for tensors without a mask too."""
+class Slice(Width):
+    """Train the channels of a width, with the scaler and the masked cross-entropy if asked for.
 
-    widths: tuple[float, ...] = (1.0,)
-    width: float = 1.0
+    Both are factors on weights. The scaler divides a narrowed layer's output by the width: so its weight and bias. The
+    masked loss sets the outputs of classes that the client lacks to 0: so their rows of the last matrix.
+    """
+
+    scaler: bool = False
+    masked_loss: bool = False
+
+    def reports(self, layout: Layout) -> Mapping[str, Field]:
+        rows = classifier(layout)[0].shape[0] if self.masked_loss and classifier(layout) else 0
+        return {"classes": Field("bits", rows)} if rows else {}
+
+    def _present(self, c: Clients) -> Tensor:
+        """Which classes each client has, [clients, classes]; all if its targets are not classes of the model."""
+        rows = classifier(c.layout)[0].shape[0]
+        found = torch.ones(len(c.keys), rows, dtype=torch.bool)
+        for row, targets in enumerate(map(c.classes, range(len(c.keys)))):
+            if targets is not None and len(targets) and int(targets.min()) >= 0 and int(targets.max()) < rows:
+                found[row] = torch.bincount(targets, minlength=rows) > 0
+        return found.to(c.start.device)
 
     def begin(self, c: Clients) -> None:
-        top = self.widths.index(self.width)
-        kept = levels(c.layout, self.widths, c.start.device) <= top
-        c.state["kept"] = kept.float().expand(len(c.start), -1)
+        kept = levels(c.layout, self.widths, c.start.device) <= self.widths.index(self.width)
+        factor = kept.float().repeat(len(c.keys), 1)
+        if self.scaler:
+            factor[:, scaled(c.layout).to(factor.device)] *= self.widths[-1] / self.width
+        if self.reports(c.layout):
+            present = self._present(c)
+            for span in _rows(c.layout, factor):
+                span.mul_(present[:, :, None])
+        c.state["factor"] = factor
 
-    def before(self, r: Rows, gradient: Tensor) -> None:
-        gradient.mul_(r.state["kept"])
+    def view(self, r: Rows, weights: Tensor) -> Tensor:
+        return weights * r.state["factor"]
 
-    def tally(self, layout: Layout, vectors: Tensor, masks: Tensor) -> Mapping[str, Tensor]:
-        kept = levels(layout, self.widths, vectors.device) <= self.widths.index(self.width)
-        return {"kept": kept.expand(len(vectors), -1)}
+    def backward(self, r: Rows, gradient: Tensor) -> None:
+        gradient.mul_(r.state["factor"])
+
+    def finish(self, c: Clients) -> None:
+        if self.reports(c.layout):
+            present, c.vectors = self._present(c), c.vectors.clone()
+            for span, start in zip(_rows(c.layout, c.vectors), _rows(c.layout, c.start), strict=True):
+                span.copy_(torch.where(present[:, :, None], span, start))  # weight decay may have moved them
+            c.report["classes"] = present
+
+
+def _rows(layout: Layout, models: Tensor) -> list[Tensor]:
+    """The last matrix and its bias in some models [clients, ...], each as [clients, classes, inputs]."""
+    return [models[:, x.start : x.stop].view(len(models), x.shape[0], -1) for x in classifier(layout)]
 
 
 @dataclass(frozen=True)
-class HeteroFL(Method):
+class HeteroFL(Widths):
     """HeteroFL (Diao et al., ICLR 2021): nested width slices of one model.
 
     A client of width p trains the first ceil(p C) channels of every layer; BatchNorm parameters and biases of the other
-    channels are 0. The server averages each weight over the clients that have it, w = sum(n m w) / sum(n m), also for
-    BatchNorm and biases. A weight that nobody trained in the round keeps its value.
+    channels are 0. In training, a scaler divides the output of each narrowed layer by p, so that layers see inputs of
+    the size that the widest model has; outputs of classes that the client has no samples of are 0 (masked
+    cross-entropy). The server averages each weight over the clients that have it, w = sum(n m w) / sum(n m), also for
+    BatchNorm and biases, and rows of the last layer over the clients that have the class. A weight that nobody trained
+    in the round keeps its value.
 
-    Silent or left out: each width has its own BatchNorm statistics, unless the run uses `static_bn`, which is the
-    paper's choice; the scaler is left out, as BatchNorm undoes it; so is the masked cross-entropy, as tasks bring their
-    own loss; dense layers behind the last channels are sent whole.
-    Bytes: the masked weights, about p^2 of the model in both directions. A mask is sent once.
+    Silent or changed: p counts relative to the widest client; each width has its own BatchNorm statistics, unless the
+    run uses `static_bn`, which is the paper's choice; the scaler changes nothing where BatchNorm follows; dense layers
+    behind the last channels are sent whole.
+    Bytes: the masked weights, about p^2 of the model in both directions, and one bit a class up. A mask is sent once.
     When: clients differ in memory and arithmetic, and cannot use unstructured sparsity. Not to be confused with
     hetero-SPDST, whose sub-models keep all channels, or FjORD, which draws a width in each step.
 
     widths, shares: the widths, and the share of clients that get each. A client may also state its own as its density.
+    scaler, masked_loss: as above. The server learns which classes a client has; with masked_loss = false it does not.
     """
 
     name: ClassVar[str] = "heterofl"
-    widths: tuple[float, ...] = (0.25, 0.5, 1.0)
-    shares: tuple[float, ...] = (0.3, 0.3, 0.4)
-
-    def __post_init__(self) -> None:
-        check_shares(self.widths, self.shares)
-        object.__setattr__(self, "widths", tuple(sorted(self.widths)))
-
-    def init(self, plan: Plan) -> State:
-        masks = {f"mask {width}": width_mask(plan.layout, width, plan.device) for width in self.widths}
-        top = masks[f"mask {self.widths[-1]}"]
-        return State(plan, self._cut(plan.layout, Weights.masked(top, plan.initial()), self.widths[-1]), extra=masks)
-
-    def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
-        return share_densities(clients, self.widths, self.shares, key)
-
-    def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        return sample_each_density(s, clients)
+    scaler: bool = True
+    masked_loss: bool = True
 
     def work(self, s: State, client: Client) -> Local:
-        return self.local(s, parts=(Width(self.widths, client.density or self.widths[-1]),))
-
-    def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
-        made = {width: self.sub_model(s, width) for width in {c.density or self.widths[-1] for c in clients}}
-        return ((client, made[client.density or self.widths[-1]]) for client in clients)
-
-    def sub_model(self, s: State, width: float) -> Weights:
-        """The part of the model that clients of this width train, with its own statistics."""
-        model = self._cut(s.layout, s.weights.restrict(s.kept(Mask, f"mask {width}")), width)
-        own = s.extra.get(f"statistics {width}")
-        return model.with_statistics(own) if isinstance(own, Tensor) else model
-
-    def _cut(self, layout: Layout, model: Weights, width: float) -> Weights:
-        """The model with zeros in the biases and BatchNorm parameters of dropped channels."""
-        kept = levels(layout, self.widths, model.vector.device) <= self.widths.index(width)
-        return Weights(model.mask, torch.cat([model.vector[: len(kept)] * kept, model.vector[len(kept) :]]))
+        width = client.density or self.widths[-1]
+        return self.local(s, parts=(Slice(self.widths, width, self.scaler, self.masked_loss),))
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        mean, kept, trained = wfa(sums), sums.extra["kept"], s.layout.trained_size
-        assert sums.weights is not None
-        found = (sums.weights[:trained] / kept.clamp(min=1)).float()
-        mean[:trained] = torch.where(kept > 0, found, s.weights.vector[:trained])
-        after = s.next(Weights(s.mask, mean))
-        return self._stated(s, after, sums) if s.plan.local.statistics else after
-
-    def with_statistics(self, s: State, sums: Sums) -> State:
-        return self._stated(s, super().with_statistics(s, sums), sums)
-
-    def _stated(self, s: State, after: State, sums: Sums) -> State:
-        masks = {f"statistics {width}": s.kept(Mask, f"mask {width}") for width in self.widths}
-        return keep_statistics(s, after, sums, masks, f"statistics {self.widths[-1]}")
-
-    def views(self, s: State) -> Mapping[str, Weights]:
-        narrow = {f"width {width}": self.sub_model(s, width) for width in self.widths[:-1]}
-        return {"after": self.sub_model(s, self.widths[-1]), **narrow}
+        after = super().aggregate(s, sums)
+        if "classes" not in sums.extra:
+            return after
+        share, vector = (sums.extra["classes"] / sums.n).float()[:, None], after.weights.vector.clone()
+        for new, old in zip(_rows(s.layout, vector[None]), _rows(s.layout, s.weights.vector[None]), strict=True):
+            # Clients without the class left its row as it was, so the mean change is that of the others times `share`.
+            new.copy_(torch.where(share > 0, old + (new - old) / share.clamp(min=1e-9), old))
+        return replace(after, weights=Weights(after.mask, vector))

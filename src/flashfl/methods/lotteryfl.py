@@ -54,8 +54,9 @@ class LotteryFL(Method):
     rewinds the others to the initial weights. Then it trains, sends its part and keeps its mask. The server averages
     each weight over its holders; a weight that nobody held in the round keeps its value.
 
-    Silent or open in the paper: weights are ranked over the whole model; the metric is taken on the last fifth of the
-    client's samples, which it trains on too; initial weights are drawn from the run's key, so rewinding costs no bytes.
+    Silent or open in the paper: weights are ranked over the whole model; the metric is taken on the last fifth of
+    the client's samples, which it trains on too; a client's personal model is the server's under its mask; initial
+    weights are drawn from the run's key, so rewinding costs no bytes.
     Bytes: at first the whole model in both directions; they fall with each client's mask, which is sent up as a
     difference when it shrinks.
     When: clients differ in their labels, and personal accuracy counts. Not to be confused with FedSpa, whose masks have

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..aggregate import Aggregator, average
-from ..core.client import Clients, Field, Part, Rows
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
@@ -20,28 +20,20 @@ from ..core.parts import part
 from ..core.state import TRAINING, Phase, Plan, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import check_density
+from .common import AddedUp, check_density
 
 INITIAL = Phase("initial pruning", 1, counts=False)
 
 
 @part
 @dataclass(frozen=True)
-class SquaredGradients(Part):
-    """Adds up the squared gradients of all prunable weights, active or not, and reports them."""
+class SquaredGradients(AddedUp):
+    """Reports the squared gradients of all prunable weights, added up over the steps."""
 
-    def reports(self, layout: Layout) -> Mapping[str, Field]:
-        return {"squares": Field("dense", layout.prunable_size)}
+    name: ClassVar[str] = "squares"
 
-    def begin(self, c: Clients) -> None:
-        c.state["squares"] = c.start.new_zeros(len(c.start), c.layout.prunable_size)
-
-    def before(self, r: Rows, gradient: Tensor) -> None:
-        total = r.state["squares"]
-        total.add_(gradient[:, : total.shape[1]].square())
-
-    def finish(self, c: Clients) -> None:
-        c.report["squares"] = c.state["squares"]
+    def amount(self, weights: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.square()
 
 
 @dataclass(frozen=True)
@@ -49,18 +41,21 @@ class PruneFL(Method):
     """PruneFL (Jiang et al., 2022): adaptive pruning by gradients and time.
 
     First, one client trains the dense model for a round and the server prunes it. Then, every `interval` rounds,
-    clients also send their squared gradients, added up over their steps. With importance g_j^2 (summed over clients)
-    and time t_j of weight j, the server takes weights in descending order of g_j^2 / t_j as long as that is above
-    Gamma = sum g_j^2 / (c + sum t_j) of those taken, and at most round(d K) of them.
+    clients also send their squared gradients, added up over their steps. The server keeps the active weights that are
+    not among the share `prunable` of least |w|. With importance g_j^2 (summed over clients) and time t_j of weight j,
+    it then takes the others in descending order of g_j^2 / t_j as long as that is above
+    Gamma = sum g_j^2 / (c + sum t_j) of those taken, and at most round(d K) in all.
 
-    Silent or changed: time is counted in FLOPs of one training step (c: those of layers that are not prunable, and
-    `overhead` times those of the dense model, for what a round takes beside arithmetic); the size is capped at d, so
-    that methods compare at equal density; the first pruning uses the same rule; the client of the first phase is the
-    one with the most samples; a weight that comes back starts at 0.
+    Silent or changed: which weights may be dropped at once (0.3 of the active ones, as in the public code, but
+    without its slow decay; in the first pruning all); time is counted in FLOPs of one training step (c: those of
+    layers that are not prunable, and `overhead` times those of the dense model, for what a round takes beside
+    arithmetic); the size is capped at d, so that methods compare at equal density; the first pruning uses the same
+    rule; the client of the first phase is the one with the most samples; a weight that comes back starts at 0.
     Bytes: as d in both directions, plus 4 bytes for each prunable weight up in adjustment rounds.
     When: the time of a round matters more than bytes. Not to be confused with FedDST, where clients choose.
 
-    density: the cap. interval: rounds between adjustments. overhead: part of c; without it few weights are worth it.
+    density: the cap. interval: rounds between adjustments. prunable: the share of active weights that an adjustment may
+    drop. overhead: part of c; without it few weights are worth it.
     """
 
     name: ClassVar[str] = "prunefl"
@@ -69,13 +64,17 @@ class PruneFL(Method):
     counts_flops: ClassVar[bool] = True
     density: float = 0.05
     interval: int = 50
+    prunable: float = 0.3
     overhead: float = 1.0
     aggregator: Aggregator = "fedavg"
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        if self.interval < 1:
-            raise ConfigError(f"interval = {self.interval}: must be at least 1")
+        if self.interval < 1 or not 0 <= self.prunable <= 1:
+            raise ConfigError(
+                f"interval = {self.interval}, prunable = {self.prunable}: interval must be at least 1, and prunable "
+                "from 0 to 1"
+            )
 
     def init(self, plan: Plan) -> State:
         return State(plan, Weights.dense(plan.layout, plan.initial()), INITIAL)
@@ -100,22 +99,26 @@ class PruneFL(Method):
             return s.next(Weights(s.mask, mean))
         flops = s.plan.flops or (1.0,) * (len(s.layout.sizes) + 1)
         constant = flops[-1] + self.overhead * sum(t * k for t, k in zip(flops, s.layout.sizes, strict=False))
-        kept = Mask(s.layout, best_per_time(s.layout, sums.extra["squares"], flops, constant, self.density))
-        model = Weights.masked(kept, mean)
+        safe = torch.zeros_like(s.mask.bits)
+        if s.phase != INITIAL:
+            sizes = magnitude(mean[: s.layout.prunable_size])
+            safe = s.mask.bits & ~lowest(sizes, math.ceil(self.prunable * s.mask.active), s.mask.bits)
+        kept = best_per_time(s.layout, sums.extra["squares"], flops, constant, self.density, safe)
+        model = Weights.masked(Mask(s.layout, kept), mean)
         return s.enter(TRAINING, model) if s.phase == INITIAL else s.next(model, before=Weights(s.mask, mean))
 
 
-def best_per_time(layout: Layout, squares: Tensor, flops: Sequence[float], constant: float, density: float) -> Tensor:
-    """The weights that are worth their time, at most round(density * K). flops: of a weight of each layer."""
+def best_per_time(
+    layout: Layout, squares: Tensor, flops: Sequence[float], constant: float, density: float, safe: Tensor
+) -> Tensor:
+    """The `safe` weights and those worth their time, at most round(density * K). flops: of a weight of each layer."""
     times = torch.cat([squares.new_full((size,), max(t, 1e-9)) for size, t in zip(layout.sizes, flops, strict=False)])
-    worth = (squares / times).float()
-    most = weight_budget(layout, density)
-    bits = lowest(-magnitude(worth), most)
-    order = bits.nonzero().squeeze(1)
+    worth, room = (squares / times).float(), weight_budget(layout, density) - int(safe.sum())
+    order = lowest(-magnitude(worth), max(0, room), ~safe).nonzero().squeeze(1)
     order = order[torch.argsort(-worth[order], stable=True)]
-    gained, spent = squares[order].cumsum(0), times[order].cumsum(0) + constant
-    good = squares[order] / times[order] >= gained / spent
+    gained, spent = squares[safe].sum() + squares[order].cumsum(0), times[safe].sum() + times[order].cumsum(0)
+    good = squares[order] / times[order] >= gained / (spent + constant)
     stop = int(good.long().cumprod(0).sum())  # the first that is worth less than those taken ends it
-    out = torch.zeros_like(bits)
-    out[order[: max(1, stop)]] = True
+    out = safe.clone()
+    out[order[: stop if bool(safe.any()) else max(1, stop)]] = True
     return out

@@ -65,16 +65,18 @@ def powered(vectors: Tensor, k: int, power: float) -> Tensor:
 class SparsyFed(Method):
     """SparsyFed (Guastella et al., ICLR 2025).
 
-    Forward and backward passes see v = sign(w) |w|^power, so dL/dw = dL/dv * power * |w|^(power - 1): large weights
-    learn faster and zeros stay zeros. For the gradient of a weight, the layer's input is pruned to the largest entries,
-    as many as the share of non-zero weights. After local SGD the client keeps the round(d K) largest weights of the
-    whole model and sends those. The server averages; a missing weight counts as 0.
+    Forward and backward passes see v = sign(w) |w|^power; w starts so that v is the initial model of every method.
+    So dL/dw = dL/dv * power * |w|^(power - 1): large weights learn faster and zeros stay zeros. For the gradient of
+    a weight, the layer's input is pruned to the largest entries, as many as the share of non-zero weights. After
+    local SGD the client keeps the round(d K) largest weights of the whole model and sends those. The server
+    averages; a missing weight counts as 0.
 
     Silent in the paper: the first round starts from a dense model; entries of large inputs are ranked by a sample of
     65,536; the model that is evaluated and exported is v, as the forward pass sees it.
     Bytes: up as d with the mask. Down the union of the clients' masks, which falls as they agree.
-    When: clients can afford dense steps but not dense uploads. Not to be confused with topk, which sends changes and
-    whose model stays dense.
+    When: clients can afford dense steps but not dense uploads. The ranking is global, so a layer of small weights
+    can lose all of them, and zeros stay zeros: without shortcuts around it, the model is then constant. Not to be
+    confused with topk, which sends changes and whose model stays dense.
 
     density: of what clients send. power: the exponent of the reparametrisation; 1: none.
     """
@@ -91,7 +93,8 @@ class SparsyFed(Method):
             raise ConfigError(f"power = {self.power}: must be at least 1")
 
     def init(self, plan: Plan) -> State:
-        return State(plan, Weights.dense(plan.layout, plan.initial()))
+        vector = powered(plan.initial(), plan.layout.prunable_size, 1 / self.power)
+        return State(plan, Weights.dense(plan.layout, vector))
 
     def work(self, s: State, client: Client) -> Local:
         return self.local(s, parts=(Power(self.power), LargestWeights(self.density)))

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from ..aggregate import Aggregator, average
-from ..core.client import Clients, Field, Part, Rows
 from ..core.exchange import Client, Local, Sums
-from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.method import Method
 from ..core.parts import part
 from ..core.state import TRAINING, Phase, Plan, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import check_density
+from .common import AddedUp, check_density
 
 SALIENCY = Phase("saliency", 1, counts=False)
 
 
 @part
 @dataclass(frozen=True)
-class Saliency(Part):
-    """Adds up |gradient * weight| of every prunable weight and reports it."""
+class Saliency(AddedUp):
+    """Reports |gradient * weight| of every prunable weight."""
 
-    def reports(self, layout: Layout) -> Mapping[str, Field]:
-        return {"saliency": Field("dense", layout.prunable_size)}
+    name: ClassVar[str] = "saliency"
 
-    def begin(self, c: Clients) -> None:
-        c.state["saliency"] = c.start.new_zeros(len(c.start), c.layout.prunable_size)
-
-    def before(self, r: Rows, gradient: Tensor) -> None:
-        total = r.state["saliency"]
-        k = total.shape[1]
-        total.add_((gradient[:, :k] * r.weights[:, :k]).abs())
-
-    def finish(self, c: Clients) -> None:
-        c.report["saliency"] = c.state["saliency"]
+    def amount(self, weights: Tensor, gradient: Tensor) -> Tensor:
+        return (gradient * weights).abs()
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@
 //
 // This file is compiled once for each instruction set. Every result is the same for any number of threads.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <thread>
 #include <vector>
+
+#include "team.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -56,23 +56,6 @@ struct Conv {  // the same fields in the same order as in library.py
   int64_t taps() const { return kh * kw; }
   int64_t phases() const { return sh * sw; }
 };
-
-template <class F>
-void parallel(int64_t tasks, int64_t threads, const F& work) {
-  threads = std::min(threads, tasks);
-  if (threads <= 1) {
-    for (int64_t t = 0; t < tasks; ++t) work(t);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  auto serve = [&] {
-    for (int64_t t; (t = next.fetch_add(1)) < tasks;) work(t);
-  };
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < threads; ++i) others.emplace_back(serve);
-  serve();
-  for (auto& thread : others) thread.join();
-}
 
 // ---- Lists ----------------------------------------------------------------------------------------------------------
 

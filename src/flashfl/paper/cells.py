@@ -42,6 +42,8 @@ class Cell:
     column: str
     paper: Mapping[str, float] | None
     train: Mapping[str, Any]
+    tuned: str = ""  # the table whose results choose the learning rate; see `results.settled`
+    up: int = 0  # read the run's results when this many bytes have been sent up; 0: at its end
 
     @property
     def dataset(self) -> str:
@@ -67,20 +69,29 @@ class Cell:
     def place(self, seed: int) -> str:
         """The key of the result of this cell and seed. It is the same in every table that has such a cell."""
         name = self.method["name"]
-        options = {**{k: v for k, v in self.method.items() if k not in ("name", "density")}, **self.train}
+        options = {**_flat({k: v for k, v in self.method.items() if k not in ("name", "density")}), **self.train}
         tail = "".join(f"-{k}={short(v)}" for k, v in sorted(options.items()))
-        at = f"alpha{self.alpha:g}" if self.alpha is not None else "natural"
+        at = f"alpha{self.alpha:g}" if self.alpha is not None else self.task.get("partition", "natural")
+        at += f"-{self.task['model']}" if "model" in self.task else ""
         density = f"-d{self.density:g}" if "density" in self.method else ""
         return f"{self.dataset}/{at}/{name}{density}{tail}-seed{seed}"
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One of the paper's tables: its title, the columns that name a row, and its cells."""
+    """One of the paper's tables: its title, the columns that name a row, its cells, and whether it shows mismatch."""
 
     title: str
     keys: tuple[str, ...]
     cells: tuple[Cell, ...]
+    mismatch: bool = False
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name; those of a part have its name before their own, as on the command line."""
+    parts = {k: v for k, v in options.items() if isinstance(v, Mapping)}
+    inner = {f"{name}.{k}": v for name, part in parts.items() for k, v in part.items()}
+    return {**{k: v for k, v in options.items() if k not in parts}, **inner}
 
 
 def short(value: Any) -> str:
@@ -100,8 +111,9 @@ def load_table(name: str) -> PaperTable:
     if name not in table_names():
         raise unknown("table", name, table_names())
     data = json.loads(_DATA.joinpath(f"{name}.json").read_text())
-    cells = [Cell(c["task"], c["method"], c["column"], c.get("paper"), c.get("train", {})) for c in data["cells"]]
-    return PaperTable(data["title"], tuple(data["rows"]), tuple(cells))
+    given = [{"paper": None, "train": data.get("train", {}), "task": data.get("task", {}), **c} for c in data["cells"]]
+    cells = [Cell(**c) for c in given]
+    return PaperTable(data["title"], tuple(data["rows"]), tuple(cells), data.get("mismatch", False))
 
 
 def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:

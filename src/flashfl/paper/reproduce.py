@@ -15,7 +15,7 @@ from ..core.files import put
 from ..run.compare import OutOfTime, run_or_continue
 from ..run.lock import claim
 from .cells import Cell
-from .results import Stored, commit, recipe_of, record_of
+from .results import Stored, commit, recipe_of, record_of, settled
 
 
 def reproduce(
@@ -36,6 +36,11 @@ def reproduce(
         if time.monotonic() >= until:
             _say_spent(budget_minutes, len(todo) - at + 1)
             break
+        ready = settled(cell, stored)
+        if ready is None:
+            print(f"{cell.place(seed)}: skipped. First run `flashfl reproduce {cell.tuned}`", file=sys.stderr)
+            continue
+        cell = ready
         if cell.dataset in unreadable:
             unreadable[cell.dataset] += 1
             continue

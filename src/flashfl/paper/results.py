@@ -13,9 +13,10 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..run.config import RunConfig, make_config
 from ..run.lock import claim
 from ..run.results import Results, versions
 from ..run.summary import Numbers, plain_of
-from .cells import Cell, short
+from .cells import Cell, load_table, short
 
 Record = dict[str, Any]  # a line of a results file
 
@@ -59,7 +60,8 @@ class Stored:
         """The results of a cell's first seeds, or of all seeds. Stale ones count only if there are no others."""
         mine = [r for place, r in self._records(cell).items() if place == cell.place(r["seed"])]
         found = sorted((r for r in mine if seeds is None or r["seed"] < seeds), key=lambda r: int(r["seed"]))
-        return [record for record in found if not stale(record, cell)] or found
+        found = [record for record in found if not stale(record, cell)] or found
+        return [early for record in found if (early := _until(record, cell.up))] if cell.up else found
 
     def missing(self, cell: Cell, seed: int) -> bool:
         """Whether there is no result of this recipe."""
@@ -68,6 +70,7 @@ class Stored:
 
     def pending(self, cells: Sequence[Cell], seeds: int) -> list[tuple[Cell, int]]:
         """What is still to be run, in the table's order, first seeds first. Cells that are alike come once."""
+        cells = [settled(cell, self) or cell for cell in cells]
         every = {cell.place(seed): (cell, seed) for seed in range(seeds) for cell in cells}
         return [(cell, seed) for cell, seed in every.values() if self.missing(cell, seed)]
 
@@ -88,6 +91,37 @@ class Stored:
             return {}
         stat = path.stat()
         return _read(path, stat.st_mtime_ns, stat.st_size)
+
+
+def settled(cell: Cell, stored: Stored) -> Cell | None:
+    """The cell with its learning rate. None if it must be chosen and a rate has not been tried yet.
+
+    Chosen is the rate whose runs in the cell's table `tuned` end with the highest mean accuracy: the same task, method
+    and settings, in fewer rounds and on held-out training samples. Of equal rates the one listed first is taken.
+    """
+    if not cell.tuned or "lr" in cell.train:
+        return cell
+
+    def same(other: Cell) -> bool:
+        train = {k: v for k, v in other.train.items() if k not in ("rounds", "lr")}
+        task = {k: v for k, v in other.task.items() if k != "held_out"}
+        return (task, other.method, train) == (cell.task, cell.method, cell.train)
+
+    tried = {other.train["lr"]: stored.all(other, None) for other in load_table(cell.tuned).cells if same(other)}
+    if not tried or not all(tried.values()):
+        return None
+    best = max(tried, key=lambda lr: fmean(record["accuracy"] for record in tried[lr]))
+    return replace(cell, train={**cell.train, "lr": best}, column=f"{cell.column} lr {best:g}")
+
+
+def _until(record: Record, up: int) -> Record | None:
+    """A result as it was when `up` bytes had been sent up: its last evaluation before. None if it ended before."""
+    curve = [point for point in record["curve"] if point[2] <= up]
+    if not curve or record["bytes"]["up"] < up:
+        return None
+    last, best = curve[-1], max(point[1] for point in curve)
+    sent = {**record["bytes"], "up": last[2], "down": last[3]}
+    return {**record, "curve": curve, "accuracy": last[1], "best": best, "views": {}, "bytes": sent, "rounds": last[0]}
 
 
 @lru_cache(maxsize=8)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import hypot
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -16,15 +18,16 @@ from .cells import Cell, load_table, table_names
 from .results import Record, Stored, numbers_of, stale
 
 _COLUMNS = (
-    "method", "ours %", "best %", "before %", "paper %", "difference", "spreads", "seeds", "up / client",
-    "down / client", TRANSFER, "seconds",
+    "method", "ours %", "best %", "before %", "paper %", "difference", "spreads", "seeds", "mismatch",
+    "up / client", "down / client", TRANSFER, "seconds",
 )  # fmt: skip
 ABOUT = (
     "Ours after the last round beside the paper's, mean ± standard deviation over seeds. Best: a run's best "
     "evaluation. Before: the model before the server cuts it to its density. Spreads: the difference over the combined "
     "spread, which is the paper's and ours (over seeds, or over a run's last ten evaluations if that is larger); empty "
     "where the paper states no spread. Bytes per client and round, first phase included, and how many times fewer that "
-    "is than the model's dense size. Seconds: of a run, which may have shared its GPU with others."
+    "is than the model's dense size. Mismatch: between the masks of consecutive rounds, late in a run. Seconds: of a "
+    "run, which may have shared its GPU with others."
 )
 NEAR, FAR = 1.0, 2.0  # spreads up to which a difference is small, and beyond which it needs an explanation
 _LAST = 10  # evaluations at the end of a run that say how much it swings
@@ -61,7 +64,8 @@ def table_of(name: str, cells: Sequence[Cell], seeds: int | None, stored: Stored
     """A row for each cell. `seeds`: how many count; None takes all that are stored."""
     paper = load_table(name)
     rows = [{**_place(cell), **_row(cell, stored.all(cell, seeds))} for cell in cells]
-    head = [c for c in (*paper.keys, *_COLUMNS) if c != "before %" or any("before %" in row for row in rows)]
+    optional = {"before %": any("before %" in row for row in rows), "mismatch": paper.mismatch}
+    head = [c for c in (*paper.keys, *_COLUMNS) if optional.get(c, True)]
     return Table(head, [[row.get(c, Entry("")) for c in head] for row in rows], paper.title)
 
 
@@ -92,6 +96,8 @@ def _row(cell: Cell, found: Sequence[Record]) -> dict[str, Entry]:
     if miss := miss_of(cell, found):
         row["difference"] = Entry(f"{miss.points:+.2f}", miss.points)
         row |= {"spreads": Entry(f"{miss.spreads:.1f}", miss.spreads)} if miss.spreads is not None else {}
+    late = fmean(fmean((record.get("mismatch") or [0.0])[-_LAST:]) for record in found)
+    row["mismatch"] = Entry(f"{late:.2f}", late)
     for way, sent in (("up", ours.up), ("down", ours.down)):
         each, saving = sent / ours.orders, ours.dense / 2 / sent
         said = f", paper {theirs[way]:g}x" if way in theirs else ""
@@ -115,3 +121,19 @@ def panels(cells: Sequence[Cell], seeds: int | None, stored: Stored) -> dict[str
                 if curves:
                     lines[cell.column] = curves
     return {title: lines for title, lines in out.items() if lines}
+
+
+def add_flashplus(panels: dict[str, dict[str, list[Any]]], path: Path) -> None:
+    """Add flashplus to each panel in which SPDST takes the bytes that it was given, from its runs on the test set.
+
+    path: the lines of `bench/plus.py`. They hold the mean bytes of a client and round; rounds have 10 clients.
+    """
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for title, lines in panels.items():
+        spdst = sum(lines["SPDST"][0][-1][2:]) if "SPDST" in lines else 0
+        for x in found:
+            up, down = 1e7 * x["mb_up"], 1e7 * x["mb_down"]
+            mine = x["test"] and "budget" in x["settings"] and title.startswith(f"cifar10, alpha {x['alpha']:g}, ")
+            if mine and abs(x["rounds"] * (up + down) - spdst) < 0.01 * spdst:
+                scored = zip(x["rounds_at"], x["curves"]["average"], strict=True)
+                lines.setdefault("flashplus", []).append([[r, a / 100, r * up, r * down] for r, a in scored])

@@ -5,7 +5,9 @@ privacy in the rounds it took part in, and the client with the most rounds count
 models only and does not know the cohorts, which adds amplification by sampling.
 
 Neighbours are two runs that differ in the data of one client. Replacing a clipped change moves the sum by up to twice
-the clip, so noise of `multiplier` times the clip counts as multiplier / 2 against that sensitivity.
+the clip, so noise of `multiplier` times the clip counts as multiplier / 2 against that sensitivity. With Poisson
+cohorts `sampled` has other neighbours, as dp-accounting offers no others: one client reports its change, or zeros.
+That moves the sum by up to the clip.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,36 +33,65 @@ class Epsilon:
     sampled: float  # against somebody who does not
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How a cohort was drawn: so many of these clients at random, or each alone with the chance cohort / clients.
+
+    The default stands for a cohort that is no secret: it amplifies nothing.
+    """
+
+    clients: int = 1
+    cohort: int = 1
+    poisson: bool = False
+
+
 @lru_cache(maxsize=256)
-def _one_round(multiplier: float, clients: int, cohort: int) -> tuple[Any, Any]:
+def _one_round(multiplier: float, draw: Draw) -> tuple[Any, Any]:
     """The orders that dp-accounting tries, and at each the Renyi divergence of one round."""
     try:
         import dp_accounting as dp
     except ImportError as error:
         raise ConfigError(f"differential privacy needs `pip install flashfl[privacy]` ({error})") from None
-    event: Any = dp.GaussianDpEvent(multiplier / 2)
-    if cohort < clients:
-        event = dp.SampledWithoutReplacementDpEvent(clients, cohort, event)
-    accountant = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE).compose(event)
+    relations, secret = dp.NeighboringRelation, draw.cohort < draw.clients
+    relation, event = relations.REPLACE_ONE, dp.GaussianDpEvent(multiplier / 2)
+    if draw.poisson:
+        relation, event = relations.REPLACE_SPECIAL, dp.GaussianDpEvent(multiplier)
+    if secret and draw.poisson:
+        event = dp.PoissonSampledDpEvent(draw.cohort / draw.clients, event)
+    elif secret:
+        event = dp.SampledWithoutReplacementDpEvent(draw.clients, draw.cohort, event)
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=relation).compose(event)
     return accountant.orders, accountant.rdp
 
 
-def epsilon_sampled(multiplier: float, rounds: int, delta: float, clients: int, cohort: int) -> float:
-    """Of every client after so many rounds, each with `cohort` of `clients` drawn at random and in secret.
+def _epsilon(multiplier: float, draws: Mapping[Draw, int], delta: float) -> float:
+    """After so many rounds of each kind. All must have the same neighbours.
 
     With little noise the bound for samples is looser than the one without amplification, which holds too.
     """
-    if not rounds:
+    if not sum(draws.values()):
         return 0.0
-    found = [_one_round(multiplier, clients, cohort), _one_round(multiplier, 1, 1)]
+    orders, _ = _one_round(multiplier, Draw())
     from dp_accounting.rdp import compute_epsilon
 
-    return min(float(compute_epsilon(orders, rounds * divergence, delta)[0]) for orders, divergence in found)
+    def total(kinds: Mapping[Draw, int]) -> float:
+        divergence = sum(times * _one_round(multiplier, draw)[1] for draw, times in kinds.items())
+        return float(compute_epsilon(orders, divergence, delta)[0])
+
+    poisson = next(iter(draws)).poisson
+    return min(total(draws), total({Draw(poisson=poisson): sum(draws.values())}))
+
+
+def epsilon_sampled(
+    multiplier: float, rounds: int, delta: float, clients: int, cohort: int, poisson: bool = False
+) -> float:
+    """Of every client after so many rounds, each with `cohort` of `clients` drawn at random and in secret."""
+    return _epsilon(multiplier, {Draw(clients, cohort, poisson): rounds}, delta)
 
 
 def epsilon_known(multiplier: float, rounds: int, delta: float) -> float:
     """Of a client that took part in so many rounds, against somebody who knows which."""
-    return epsilon_sampled(multiplier, rounds, delta, 1, 1)
+    return _epsilon(multiplier, {Draw(): rounds}, delta)
 
 
 def most_rounds(rounds: int, clients: int, cohort: int) -> int:
@@ -78,14 +109,14 @@ def most_rounds(rounds: int, clients: int, cohort: int) -> int:
     return min(rounds, most + 1)
 
 
-def multiplier_for(epsilon: float, delta: float, rounds: int, clients: int, cohort: int, known: bool) -> float:
+def multiplier_for(epsilon: float, delta: float, rounds: int, draw: Draw, known: bool) -> float:
     """The least noise, in clips, with which so many rounds stay within epsilon. known: cohorts are no secret."""
-    own = most_rounds(rounds, clients, cohort)
+    own = most_rounds(rounds, draw.clients, draw.cohort)
 
     def spent(multiplier: float) -> float:
         if known:
             return epsilon_known(multiplier, own, delta)
-        return epsilon_sampled(multiplier, rounds, delta, clients, cohort)
+        return _epsilon(multiplier, {draw: rounds}, delta)
 
     low, high = 0.0, 1.0
     while spent(high) > epsilon:
@@ -104,19 +135,19 @@ def multiplier_for(epsilon: float, delta: float, rounds: int, clients: int, coho
 class Ledger:
     """The rounds that clients' updates were asked for in. Every attempt counts, also one that is repeated.
 
-    It is written before each attempt, so that no interruption can forget one.
+    It is written before each attempt, so that no interruption can forget one. planned: how cohorts should be drawn.
     """
 
-    def __init__(self, multiplier: float, delta: float, clients: int, cohort: int, path: Path | None = None) -> None:
-        self.multiplier, self.delta, self.clients, self.cohort, self.path = multiplier, delta, clients, cohort, path
-        self.attempts, self.taken = 0, Counter[int]()
+    def __init__(self, multiplier: float, delta: float, planned: Draw, path: Path | None = None) -> None:
+        self.multiplier, self.delta, self.planned, self.path = multiplier, delta, planned, path
+        self.draws, self.taken = Counter[Draw](), Counter[int]()
         if path is not None and path.exists():
             self._read(path)
 
     def _read(self, path: Path) -> None:
         try:
             found = json.loads(path.read_text())
-            self.attempts = int(found["attempts"])
+            self.draws = Counter({Draw(int(n), int(m), bool(p)): int(times) for n, m, p, times in found["draws"]})
             self.taken = Counter({int(client): int(times) for client, times in found["taken"].items()})
             spent = float(found["multiplier"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -126,16 +157,18 @@ class Ledger:
         # Rounds that were run with less noise count with that noise.
         self.multiplier = min(self.multiplier, spent)
 
-    def spend(self, cohort: Iterable[int]) -> None:
-        """These clients are asked for updates now."""
-        self.attempts += 1
+    def spend(self, cohort: Iterable[int], draw: Draw | None = None) -> None:
+        """These clients are asked for updates now. draw: how they were chosen, if not as planned."""
+        self.draws[draw or self.planned] += 1
         self.taken.update(cohort)
         if self.path is not None:
-            found = {"attempts": self.attempts, "multiplier": self.multiplier, "delta": self.delta, "taken": self.taken}
+            draws = [[*astuple(draw), times] for draw, times in self.draws.items()]
+            found = {"draws": draws, "multiplier": self.multiplier, "delta": self.delta, "taken": self.taken}
             put(self.path, json.dumps(found).encode(), sync=True)
 
     def epsilon(self, more: int = 0) -> Epsilon:
         """What is spent, or would be if every client took part in so many more rounds."""
         own = max(self.taken.values(), default=0) + more
-        sampled = epsilon_sampled(self.multiplier, self.attempts + more, self.delta, self.clients, self.cohort)
+        draws = self.draws + Counter({self.planned: more})
+        sampled = _epsilon(self.multiplier, draws, self.delta)
         return Epsilon(epsilon_known(self.multiplier, own, self.delta), sampled)

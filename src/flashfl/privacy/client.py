@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from .errors import (
-    AlreadyOpened,
     AsksForBoth,
     BadShare,
     BadSignature,
@@ -26,6 +25,7 @@ from .errors import (
     DifferentCohorts,
     Malformed,
     Refused,
+    SecondInput,
     WrongRound,
     WrongStep,
 )  # fmt: skip
@@ -58,12 +58,12 @@ _MOST_CHOSEN = 4  # a client may be drawn by this many times as many others as i
 
 @dataclass(frozen=True)
 class Self:
-    """Who a client is: its id, its signing key, the others' public keys, and the rounds it helped to open."""
+    """Who a client is: its id, its signing key, the others' public keys, and the rounds it gave an input to."""
 
     id: int
     identity: Identity
     directory: Directory
-    opened: Callable[[str, int, int], bool]  # records (run, phase, round); False if that round was opened before
+    gives: Callable[[str, int, int], bool]  # records (run, phase, round); False if it gave an input to it before
 
 
 @dataclass
@@ -118,6 +118,10 @@ class Party:
         self.sharing = tuple(sorted(flagged(content[:size], self.cohort)))
         self._check_enough(self.sharing, STEPS[SHARES])
         self._open_boxes(entries(content[size:], BOX))
+        phase, round, _ = self.terms.tag
+        if not self.me.gives(self.terms.run, phase, round):
+            raise SecondInput(f"this client already gave its input to a sum of round {round}, and a second sum would "
+                              "show who is in one and not in the other")  # fmt: skip
         self.common = common
         keys = {other: self._mask_key(other) for other in self._neighbours()}
         hidden = vector.copy()
@@ -154,10 +158,6 @@ class Party:
             if digest != self._view:
                 raise DifferentCohorts(f"client {client} was shown another cohort, other survivors or another model")
         self._check_enough(found["id"].tolist(), STEPS[CONFIRM])
-        phase, round, _ = self.terms.tag
-        if not self.me.opened(self.terms.run, phase, round):
-            raise AlreadyOpened(f"this client already helped to open a sum of round {round}, and a second would show "
-                                "who is in one and not in the other")  # fmt: skip
         rows = [
             (client, client not in self.survivors, both[SHARE:] if client in self.survivors else both[:SHARE])
             for client, both in self.held.items()
@@ -186,6 +186,11 @@ class Party:
             raise CohortTooSmall(
                 f"the cohort has {len(self.cohort)} clients, and this client asks for at least "
                 f"{self.terms.policy.least}"
+            )
+        if len(self.cohort) > self.terms.cohort:
+            raise WrongRound(
+                f"the cohort has {len(self.cohort)} clients, and the server announced {self.terms.cohort}: their sum "
+                "could overflow"
             )
         for client, box, mask, signature in self._cards.tolist():
             self.me.directory.check(client, _card(self.terms, client, box, mask), signature)

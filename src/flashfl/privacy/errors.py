@@ -41,12 +41,16 @@ class AsksForBoth(Refused):
     """The server asks for a client's mask key and for its self-mask. Together they open its input."""
 
 
-class AlreadyOpened(Refused):
-    """The client has helped to open a sum of this round before."""
+class SecondInput(Refused):
+    """The client has given its input to a sum of this round before."""
 
 
 class BadShare(Refused):
     """A secret share is damaged, forged, or was made for another cohort."""
+
+
+class Unmasked(Refused):
+    """The server asks for an input without masks, and the client takes part in secure rounds only."""
 
 
 class TooFew(Refused):
@@ -54,4 +58,4 @@ class TooFew(Refused):
 
 
 class TooLittleNoise(Refused):
-    """The server wants less noise for differential privacy than the client insists on."""
+    """The server wants less noise for differential privacy than the client insists on, or than can be drawn exactly."""

@@ -59,6 +59,13 @@ class Directory:
     """The public identity keys of all clients. It must reach clients outside the server."""
 
     def __init__(self, keys: Mapping[int, bytes]) -> None:
+        by_key = {key: client for client, key in keys.items()}
+        for client, key in keys.items():
+            if (other := by_key[key]) != client:
+                raise ConfigError(
+                    f"clients {client} and {other} have the same identity key, so one party would count as two "
+                    "clients: give every client its own key"
+                )
         self._keys = {client: Ed25519PublicKey.from_public_bytes(key) for client, key in keys.items()}
 
     @staticmethod

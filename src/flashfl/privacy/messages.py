@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.errors import ConfigError
 from ..core.exchange import Tag
-from .errors import Malformed, WrongRound
+from .errors import Malformed, TooLittleNoise, WrongRound
 from .keys import KEY, SIGNATURE, TAG
 from .policy import Policy
 from .shamir import SHARE
@@ -39,7 +39,7 @@ class Terms:
     length: int  # of the vector that is added up
     bits: int  # sums are taken in Z/2^bits
     policy: Policy = field(default_factory=Policy)
-    cohort: int = 0  # clients that are asked: no more are added up
+    cohort: int = 1  # clients that are asked: no more are added up
     ranges: Ranges = field(default_factory=Ranges)
     noise: Noise | None = None
 
@@ -68,9 +68,15 @@ class Terms:
             )  # fmt: skip
         except (ValueError, TypeError, ConfigError):
             raise Malformed("the first message of the round cannot be read") from None
-        if terms.bits not in (32, 64) or not 1 <= terms.length < 1 << 31:
+        if terms.bits not in (32, 64) or not 1 <= terms.length < 1 << 31 or not 1 <= terms.cohort < 1 << 31:
             raise Malformed(
-                f"{terms.length} numbers of {terms.bits} bits: expected 32 or 64 bits and at least 1 number"
+                f"{terms.length} numbers of {terms.bits} bits from {terms.cohort} clients: expected 32 or 64 bits, at "
+                "least 1 number and at least 1 client"
+            )
+        offered = 0.0 if terms.noise is None else terms.noise.multiplier
+        if offered < policy.noise:
+            raise TooLittleNoise(
+                f"the server offers noise of {offered:g} times the clip, and this client asks for {policy.noise:g}"
             )
         return terms
 

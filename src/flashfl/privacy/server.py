@@ -17,7 +17,6 @@ from .messages import (
     BOX,
     CARD,
     CONFIRM,
-    HEADER,
     MASKED,
     SECRET,
     SHARES,
@@ -173,11 +172,3 @@ class Collector:
         if not good:
             raise BadShare(f"the shares of client {owner}'s secret do not fit together: one of its neighbours lied")
         return secret
-
-
-def check_size(data: bytes, terms: Terms, step: int, cohort: int) -> None:
-    """Raise Malformed if an answer is larger than any honest one of this step."""
-    k = max(1, cohort - 1)
-    most = (CARD.itemsize, KEY + k * BOX.itemsize, terms.length * terms.bits // 8, KEY + SIGNATURE, k * SECRET.itemsize)
-    if len(data) > HEADER + most[step]:
-        raise Malformed(f"an answer of {len(data)} bytes in the step '{STEPS[step]}': at most {HEADER + most[step]}")

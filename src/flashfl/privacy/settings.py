@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..core.errors import ConfigError
-from .accounting import multiplier_for
+from .accounting import Draw, multiplier_for
 from .policy import Policy
 from .vector import Noise, Ranges
 
@@ -26,6 +26,10 @@ class PrivacySettings(Protocol):
     @property
     def dp_noise(self) -> float: ...
     @property
+    def dp_sampling(self) -> str: ...
+    @property
+    def static_bn(self) -> bool: ...
+    @property
     def ranges(self) -> Ranges: ...
     @property
     def policy(self) -> Policy: ...
@@ -40,7 +44,7 @@ class Privacy:
     """How the clients of a run are protected.
 
     secure: sums are opened, single updates never. noise: of differential privacy; None: no such noise. budget: the
-    epsilon that may be spent at `delta`; 0: no limit.
+    epsilon that may be spent at `delta`; 0: no limit. draw: how cohorts are drawn.
     """
 
     secure: bool
@@ -49,10 +53,17 @@ class Privacy:
     noise: Noise | None = None
     delta: float = 0.0
     budget: float = 0.0
+    draw: Draw = field(default_factory=Draw)
 
     def noisers(self, cohort: int) -> int:
         """How many shares of noise are sure to be added up: one by the server, or those of honest survivors."""
         return self.policy.honest(cohort) if self.secure else 1
+
+    def most(self, asked: int) -> int:
+        """No more clients than this are added up in a round that asks so many. It must not tell how coins fell."""
+        mean, clients = self.draw.cohort, self.draw.clients
+        # A cohort is larger with a probability below e^-60, and its sum could then overflow, which reveals nothing.
+        return min(clients, mean + math.ceil(12 * math.sqrt(mean)) + 36) if self.draw.poisson else asked
 
 
 def check_settings(s: PrivacySettings) -> None:
@@ -65,6 +76,18 @@ def check_settings(s: PrivacySettings) -> None:
         raise ConfigError(f"dp_clip = {s.dp_clip}: must be a number above 0")
     if not 0 < s.dp_delta < 1:
         raise ConfigError(f"dp_delta = {s.dp_delta}: must be above 0 and below 1; 1 / clients or less makes sense")
+    private = s.dp_epsilon > 0 or s.dp_noise > 0
+    if s.dp_sampling == "poisson" and (s.secure or not private):
+        raise ConfigError(
+            "dp_sampling = 'poisson': needs dp_epsilon or dp_noise, and `secure` off. Poisson cohorts amplify privacy "
+            "only if they stay secret, and with `secure` privacy must hold against the server, which knows them. Use "
+            "dp_sampling = 'fixed'."
+        )
+    if private and s.static_bn:
+        raise ConfigError(
+            "static_bn = true: not possible under differential privacy, as every client would report its BatchNorm "
+            "statistics once more at the end. Use static_bn = false: statistics then get noise with the weights."
+        )
     if s.secure and s.per_round < s.policy.least:
         raise ConfigError(
             f"per_round = {s.per_round}: secure aggregation needs at least {s.policy.least} clients a round"
@@ -79,7 +102,18 @@ def privacy_of(s: PrivacySettings, clients: int) -> Privacy | None:
     if not (s.secure or s.dp_epsilon or s.dp_noise):
         return None
     if not (s.dp_epsilon or s.dp_noise):
+        _check_insisted(s, 0.0)
         return Privacy(s.secure, s.ranges, s.policy)
-    cohort = min(s.per_round, clients)
-    multiplier = s.dp_noise or multiplier_for(s.dp_epsilon, s.dp_delta, s.rounds, clients, cohort, known=s.secure)
-    return Privacy(s.secure, s.ranges, s.policy, Noise(s.dp_clip, multiplier), s.dp_delta, s.dp_epsilon)
+    draw = Draw(clients, min(s.per_round, clients), s.dp_sampling == "poisson")
+    multiplier = s.dp_noise or multiplier_for(s.dp_epsilon, s.dp_delta, s.rounds, draw, known=s.secure)
+    _check_insisted(s, multiplier)
+    return Privacy(s.secure, s.ranges, s.policy, Noise(s.dp_clip, multiplier), s.dp_delta, s.dp_epsilon, draw)
+
+
+def _check_insisted(s: PrivacySettings, multiplier: float) -> None:
+    """Refuse noise that clients with this policy would refuse."""
+    if multiplier < s.policy.noise:
+        raise ConfigError(
+            f"policy.noise = {s.policy.noise:g}: clients insist on that much noise, and these settings give "
+            f"{multiplier:.4g}. Raise dp_noise, or lower dp_epsilon or policy.noise."
+        )

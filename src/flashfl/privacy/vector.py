@@ -25,6 +25,7 @@ from ..core.exchange import Local, Sums, Update
 from ..core.layout import Layout
 from ..core.mask import Weights
 from ..core.rng import fold, uniform
+from .noise import LARGEST
 
 _PART = 1 << 20  # values rounded at a time: in double precision they need room
 _ROOM = 12.0  # standard deviations of noise that must fit into the numbers
@@ -54,6 +55,10 @@ class Noise:
     clip: float
     multiplier: float
 
+    def __post_init__(self) -> None:
+        if not (0 < self.clip < math.inf and 0 < self.multiplier < math.inf):
+            raise ConfigError(f"clip = {self.clip}, noise = {self.multiplier}: must be numbers above 0")
+
     def deviation(self, scale: float, length: int, honest: int = 1) -> int:
         """The standard deviation of one share of noise, as a whole number, if `honest` shares are added up.
 
@@ -78,7 +83,8 @@ class Packing:
     """How the reports of one round become whole numbers: the same for all its clients.
 
     active: weights in the common mask. cohort: no more clients than this are added up. honest: of whom so many are
-    sure to add their share of the noise (1: the server adds all of it).
+    sure to add their share of the noise (1: the server adds all of it). planned: what sums are divided by under
+    differential privacy (0: the cohort).
     """
 
     layout: Layout
@@ -88,13 +94,14 @@ class Packing:
     ranges: Ranges = field(default_factory=Ranges)
     noise: Noise | None = None
     honest: int = 1
+    planned: int = 0
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
         made, at = [], 0
         for name, length, limit, whole in self._parts():
             if length:
-                made.append(Section(name, at, at + length, 1.0 if whole else self._scale(limit), limit))
+                made.append(Section(name, at, at + length, 1.0 if whole else self._scale(limit, length), limit))
                 at += length
         return tuple(made)
 
@@ -133,13 +140,14 @@ class Packing:
         yield "samples", 1, n, True
         yield "clamped", 1, 2.0**19, True
 
-    def _scale(self, limit: float) -> float:
-        """The largest power of 2 with which neither the sum nor its noise can overflow."""
-        total = self.cohort * limit
+    def _scale(self, limit: float, length: int) -> float:
+        """The largest power of 2 with which neither the sum nor its noise can overflow, nor noise be too large."""
+        total, most = self.cohort * limit, 2.0**_EXACT
         if self.noise is not None:
             total += _ROOM * self.noise.multiplier * limit * math.sqrt(self.cohort / self.honest)
+            most = max(1.0, LARGEST / self.noise.multiplier - math.sqrt(length) - 1)  # see Noise.deviation
         # Rounding adds less than 1 to each client's number.
-        room = min(math.log2((2.0 ** (self.bits - 1) - 2 * self.cohort) / total), _EXACT - math.log2(limit))
+        room = math.log2(min((2.0 ** (self.bits - 1) - 2 * self.cohort) / total, most / limit))
         if self.noise is None and room + math.log2(limit) < 8:
             raise ConfigError(
                 f"{self.cohort} clients a round are too many for sums in numbers of {self.bits} bits: lower per_round"
@@ -177,7 +185,8 @@ class Packing:
             change = change[: len(change) - tail]
         if self.noise is not None:
             length = torch.linalg.vector_norm(change, dtype=torch.float64)
-            return change.double() * (self.noise.clip / length.clamp(min=self.noise.clip)), 0
+            # A change that overflows has no direction: it counts as none.
+            return (change.double() * (self.noise.clip / length.clamp(min=self.noise.clip))).nan_to_num(nan=0.0), 0
         n = min(update.n, ranges.samples)
         head = {"weights": self.active, "statistics": 0, "counts": 0}[report]
         middle = len(change) - (tail if self.local.statistics or report == "statistics" else 0)
@@ -194,10 +203,10 @@ class Packing:
     def decode(self, total: Tensor, start: Weights, clients: int) -> tuple[Sums, int]:
         """The sums of a round from those of its vectors (int64), and how many values clients clamped.
 
-        Under differential privacy the denominator is the whole cohort, whoever dropped out.
+        Under differential privacy the denominator is fixed, whoever dropped out.
         """
         layout, found = self.layout, {s.name: total[s.start : s.stop].double() / s.scale for s in self.sections}
-        n = self.cohort if self.noise is not None else int(found["samples"])
+        n = (self.planned or self.cohort) if self.noise is not None else int(found["samples"])
         sums = Sums(layout, n=n, clients=clients, counts=[0] * len(layout.prunable))
         sums.loss = float(found["loss"]) if "loss" in found else math.nan
         if self.local.report == "counts":

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ..core import files
 from ..core.errors import ConfigError, warn
-from ..run.summary import Metric
 
 if TYPE_CHECKING:
     from .load import Found
@@ -68,12 +67,6 @@ def _report(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     found = _load(args.runs)
     if not found.runs:
         raise ConfigError("there is no run to report on: give folders that contain runs")
-    metrics = {Metric.of(run.header).name for run in found.runs}
-    if form in ("html", "png") and len(metrics) > 1:
-        warn(
-            f"these runs have different metrics ({', '.join(sorted(metrics))}), and plots show them on one axis: "
-            "make one report for each task"
-        )
     if form in ("csv", "md") and args.out is None:
         sys.stdout.write(_text(form, found))
     else:
@@ -97,9 +90,9 @@ def _text(form: str, found: Found) -> str:
         from .page import page, page_data
 
         return page(page_data(found))
-    from .groups import groups_table, rounds_table
+    from .groups import rounds_table, task_tables
 
-    return groups_table(found).markdown() if form == "md" else rounds_table(found).csv()
+    return task_tables(found) if form == "md" else rounds_table(found).csv()
 
 
 def _load(paths: Sequence[Path]) -> Found:
@@ -138,8 +131,8 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from ..paper.cells import chosen, load_table
     from ..paper.overview import every_cell
     from ..paper.reproduce import reproduce
-    from ..paper.results import Stored
-    from ..paper.tables import ABOUT, panels, table_of
+    from ..paper.results import Stored, settled
+    from ..paper.tables import ABOUT, add_flashplus, panels, table_of
 
     _check_reproduce(args)
     filters = {name: getattr(args, name) for name in _FILTERS}
@@ -154,6 +147,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         settings = {"device": args.device, "data_root": args.root}
         _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
     stored = Stored(args.results)
+    tables = {name: [settled(cell, stored) or cell for cell in some] for name, some in tables.items()}
     if args.all:
         from ..paper.overview import overview
         from ..paper.page import page
@@ -162,6 +156,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         files.put(out, (found.markdown() if out.suffix == ".md" else page(found)).encode())
         print(out)
         return 1 if failed else 0
+    cells = tables[args.table]
     table = table_of(args.table, cells, args.seeds, stored)
     print(table.markdown())
     if args.out and args.out.suffix in _PLOTS:
@@ -169,6 +164,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         from .figures import accuracy_bytes_of_cells
 
         shown = panels(cells, args.seeds, stored)
+        add_flashplus(shown, args.results / "bench" / "plus.jsonl")
         if not shown:
             raise ConfigError(f"--out {args.out}: there is nothing to draw, as none of these cells has been run")
         print(save(accuracy_bytes_of_cells(shown), args.out), file=sys.stderr)

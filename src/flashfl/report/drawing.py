@@ -91,6 +91,12 @@ def grid(count: int, **shared: bool) -> tuple[Any, list[Any], int]:
     return made, every[:count], columns
 
 
+def divided(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+    """A figure of so many parts below one another, each of this size. A single part is the figure itself."""
+    made = blank((size[0], size[1] * count))
+    return made, [made] if count == 1 else list(made.subfigures(count, 1))
+
+
 def broken(label: str, letters: int) -> str:
     """A label on several lines. A dollar in it must not begin a formula."""
     return textwrap.fill(label.replace("$", r"\$"), letters)
@@ -108,17 +114,18 @@ def decades(axis: Any) -> None:
 
 
 def legend(made: Any, panels: Sequence[Any]) -> None:
-    """A legend below the panels, in a figure that is made higher for it."""
+    """A legend below the panels of a figure, or of a part as wide as it. The figure is made higher for it."""
     named = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     lines, labels = list(named.values()), list(named)
     if not labels:
         return
-    wide, high = made.get_size_inches()
+    root = made.canvas.figure
+    wide, high = root.get_size_inches()
     letters = int(14 * wide)  # of the small font, on a line
     texts = [broken(label, letters - 10) for label in labels]
     columns = max(1, min(len(texts), letters // (8 + max(len(line) for text in texts for line in text.split("\n")))))
     rows = sum(text.count("\n") + 1 for text in texts) / columns
-    made.set_size_inches(wide, high + 0.18 * math.ceil(rows))
+    root.set_size_inches(wide, high + 0.18 * math.ceil(rows))
     made.legend(lines, texts, loc="outside lower center", ncols=columns, fontsize="small")
 
 

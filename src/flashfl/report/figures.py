@@ -8,10 +8,9 @@ from typing import Any
 
 from ..core.errors import FlashError, unknown
 from ..run.summary import ACCURACY, Metric
-from ..run.table import shared_metric
 from . import curves
-from .drawing import blank, broken, decades, dot, grid, legend, name_points, take_turns, whole
-from .groups import Groups, groups_of, titled
+from .drawing import broken, decades, divided, dot, grid, legend, name_points, take_turns, whole
+from .groups import Groups, groups_of, tasks_of, titled
 from .load import RunData
 
 _INK = ("#2563c9", "#d9621f", "#16915f", "#b8397f", "#7a4fd0", "#a3780a", "#0e8aa3", "#b3303b", "#5b6472", "#4f8a1c")
@@ -47,7 +46,7 @@ def accuracy_bytes(axes: Any, groups: Groups) -> None:
 
 
 def _metric_label(groups: Groups) -> str:
-    metric = shared_metric(runs[0].metric for runs in groups.values())
+    metric = next(iter(groups.values()))[0].metric
     better = "" if metric.higher_is_better else f" ({metric.direction})"
     return "accuracy (%)" if metric == ACCURACY else f"{metric.name}{better}"
 
@@ -168,22 +167,27 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
     """The figure of that name as a matplotlib Figure."""
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
-    groups = _titled(runs)
-    if name in EACH:
-        return _panels(name, groups)
-    made = blank((6.4, 4))
-    axes = made.subplots()
-    ONE[name](axes, groups)
-    axes.grid(alpha=0.25)
-    legend(made, [axes])
-    take_turns([axes])
-    return made
-
-
-def _titled(runs: Sequence[RunData]) -> Groups:
     if not runs:
         raise FlashError("there is no run to draw: give folders that contain runs")
-    return titled(groups_of(runs))
+    if name in EACH:
+        return _panels(name, titled(groups_of(runs)))
+    return _by_task(runs, [ONE[name]], (6.4, 4))
+
+
+def _by_task(runs: Sequence[RunData], draws: Sequence[Callable[[Any, Groups], None]], size: tuple[float, float]) -> Any:
+    """A figure with these panels. Each task has its own: different metrics or data have no axis in common."""
+    tasks = tasks_of(runs)
+    made, parts = divided(len(tasks), size)
+    for part, (title, those) in zip(parts, tasks.items(), strict=True):
+        panels = part.subplots(-(-len(draws) // 3), min(3, len(draws)), squeeze=False).flatten()
+        for axes, draw in zip(panels, draws, strict=True):
+            draw(axes, titled(groups_of(those)))
+            axes.grid(alpha=0.25)
+        if len(tasks) > 1:
+            part.suptitle(broken(title, int(10 * size[0])), fontsize="medium")
+        legend(part, panels[:1])
+        take_turns(panels)
+    return made
 
 
 def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]) -> Any:
@@ -232,12 +236,4 @@ def _panels(name: str, groups: Groups) -> Any:
 
 def overview(runs: Sequence[RunData]) -> Any:
     """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs, where each run ends."""
-    groups, made = _titled(runs), blank((14, 8))
-    every = made.subplots(2, 3).flatten()
-    for axes, draw in zip(every, ONE.values(), strict=False):
-        draw(axes, groups)
-        axes.grid(alpha=0.25)
-    legend(made, [every[0]])
-    take_turns(every)
-    every[-1].set_visible(False)
-    return made
+    return _by_task(runs, list(ONE.values()), (14, 8))

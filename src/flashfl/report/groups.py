@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..core.record import RoundRecord
 from ..methods import METHODS
-from ..run.summary import PHASES, Summary, summarise
+from ..run.summary import PHASES, Metric, Summary, summarise
 from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
 from .load import ELSEWHERE, Found, RunData
 
 DIGESTS = "task.digests."  # these settings tell runs apart, but tell a reader nothing
 Groups = Mapping[str, Sequence[RunData]]
+
+
+def tasks_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+    """Runs by what they learn: data set, model and metric. Only runs of one task belong on the same axes."""
+    tasks: dict[tuple[str, str, Metric], list[RunData]] = {}
+    for run in runs:
+        tasks.setdefault((run.dataset, run.model, run.metric), []).append(run)
+    titles: list[str] = []
+    for dataset, model, metric in tasks:
+        titles.append(_unlike(titles, " · ".join(filter(None, dict.fromkeys((dataset, model, metric.name))))))
+    return dict(zip(titles, tasks.values(), strict=True))
 
 
 def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
@@ -62,12 +74,14 @@ def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
         if not group[0].ended and any(g[0].ended and g[0].key == group[0].key for g in groups):
             seeds = sorted(run.seed for run in group)
             parts.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}")
-        plain = label = " · ".join([group[0].method, *parts])
-        n = 2
-        while label in labels:
-            label, n = f"{plain} ({n})", n + 1
-        labels.append(label)
+        labels.append(_unlike(labels, " · ".join([group[0].method, *parts])))
     return labels
+
+
+def _unlike(taken: Sequence[str], label: str) -> str:
+    """The label, with a number if it is taken."""
+    numbered = (f"{label} ({n})" for n in itertools.count(2))
+    return label if label not in taken else next(one for one in numbered if one not in taken)
 
 
 def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -103,7 +117,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def groups_table(found: Found, marked: bool = False) -> Table:
+def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     """One row a group. The paper's figure stands beside runs with the paper's settings.
 
     marked: it stands beside other runs too, with a mark and a note that says what differs.
@@ -126,19 +140,28 @@ def groups_table(found: Found, marked: bool = False) -> Table:
         notes = [f"not shown: {problem.why}" for problem in found.problems]
     at = table.head.index("density")
     rows = [[*row[:at], entry, *row[at:]] for row, entry in zip(table.rows, entries, strict=True)]
-    return Table((*table.head[:at], "paper %", *table.head[at:]), rows, notes=notes)
+    return Table((*table.head[:at], "paper %", *table.head[at:]), rows, title, notes)
+
+
+def task_tables(found: Found) -> str:
+    """A Markdown table for each task. Folders that cannot be shown are listed at the end."""
+    tasks = tasks_of(found.runs)
+    parts = {title if len(tasks) > 1 else "": Found(runs) for title, runs in tasks.items()}
+    parts[list(parts)[-1]].problems.extend(found.problems)
+    return "\n".join(groups_table(part, title=title).markdown() for title, part in parts.items())
 
 
 def rounds_table(found: Found) -> Table:
     """Every round of every run, with what was recorded about it, for other tools."""
     rows: list[dict[str, Value]] = []
     name = shared_metric(run.metric for run in found.runs).name
-    for label, runs in groups_of(found.runs).items():
-        for run in runs:
-            about: dict[str, Value] = {
-                "run": str(run.folder), "method": run.method, "group": label, "seed": run.seed,
-            }  # fmt: skip
-            rows += [{**about, **_round(record, name)} for record in run.rounds]
+    for task, those in tasks_of(found.runs).items():
+        for label, runs in groups_of(those).items():
+            for run in runs:
+                about: dict[str, Value] = {
+                    "run": str(run.folder), "method": run.method, "group": label, "seed": run.seed, "task": task,
+                }  # fmt: skip
+                rows += [{**about, **_round(record, name)} for record in run.rounds]
     head = list(rows[0]) if rows else []
     return Table(head, [[Entry(str(v), v) for v in row.values()] for row in rows])
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ..run.summary import ACCURACY, PHASES, Metric, phase_seconds
-from ..run.table import Table, shared_metric
+from ..run.table import Table
 from . import curves
-from .groups import groups_of, groups_table, rounds_of, state_of
+from .groups import groups_of, groups_table, rounds_of, state_of, tasks_of
 from .load import Found, RunData
 
 MOST_CLIENTS, MOST_CLASSES = 100, 64
@@ -34,35 +34,38 @@ _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
 def page_data(found: Found) -> dict[str, Any]:
     """Everything the page shows about runs, as JSON data."""
     data = records_data(found)
-    for group, runs in zip(data["groups"], groups_of(found.runs).values(), strict=True):
-        group["heat"] = dict(zip(("round", "sm"), curves.heat(runs), strict=True))
+    for part, runs in zip(data["parts"], tasks_of(found.runs).values(), strict=True):
+        for group, seeds in zip(part["groups"], groups_of(runs).values(), strict=True):
+            group["heat"] = dict(zip(("round", "sm"), curves.heat(seeds), strict=True))
     return data
 
 
 def records_data(found: Found) -> dict[str, Any]:
-    """What the page shows of the records of runs: all but the comparison of stored masks."""
-    groups, table = groups_of(found.runs), groups_table(found, marked=True)
+    """What the page shows of the records of runs, a part for each task: all but the comparison of stored masks."""
+    parts = [_part(title, runs) for title, runs in tasks_of(found.runs).items()]
+    return {"made": _now(), "problems": [asdict(problem) for problem in found.problems], "parts": parts}
+
+
+def _part(title: str, runs: Sequence[RunData]) -> dict[str, Any]:
+    groups, table = groups_of(runs), groups_table(Found([*runs]), marked=True)
     return {
-        **_page_of(replace(table, notes=[*_NOTES, *table.notes]), _ABOUT),
-        "metric": _metric({run.metric for run in found.runs}),
-        "facts": facts(found.runs),
-        "groups": [_group(label, runs) for label, runs in groups.items()],
-        "tasks": _tasks(groups),
-        "runs": [_about(label, run) for label, runs in groups.items() for run in runs],
-        "problems": [asdict(problem) for problem in found.problems],
+        "title": title,
+        "about": _ABOUT,
+        "table": replace(table, notes=[*_NOTES, *table.notes]).to_json(),
+        "metric": _metric(runs[0].metric),
+        "facts": facts(runs),
+        "groups": [_group(label, seeds) for label, seeds in groups.items()],
+        "splits": _splits(groups),
+        "runs": [_about(label, run) for label, seeds in groups.items() for run in seeds],
     }
 
 
-def _page_of(table: Table, about: str) -> dict[str, Any]:
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    empty: dict[str, Any] = {"facts": [], "groups": [], "tasks": [], "runs": [], "problems": []}
-    return {"made": made, "about": about, "table": table.to_json(), "metric": _metric({ACCURACY}), **empty}
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _metric(metrics: set[Metric]) -> dict[str, Any]:
-    metric, directions = shared_metric(metrics), {metric.direction for metric in metrics}
-    about = f" ({directions.pop()})" if len(directions) == 1 else ""
-    return {"name": metric.name, "percent": metric == ACCURACY, "direction": about}
+def _metric(metric: Metric) -> dict[str, Any]:
+    return {"name": metric.name, "percent": metric == ACCURACY, "direction": f" ({metric.direction})"}
 
 
 def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
@@ -88,7 +91,8 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
 
 def table_page(table: Table, about: str) -> str:
     """The page with a table alone."""
-    return page(_page_of(table, about))
+    part = {"title": "", "about": about, "table": table.to_json(), "facts": [], "groups": [], "runs": []}
+    return page({"made": _now(), "problems": [], "parts": [part]})
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -165,7 +169,7 @@ def _point(run: RunData) -> dict[str, Any]:
     return {"seed": run.seed, "bytes": n.up + n.down, "flops": n.flops, "accuracy": n.accuracy}
 
 
-def _tasks(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
+def _splits(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
     """How data are split over clients: each way once, as in its first seed, cut to what can be shown."""
     seen: dict[str, dict[str, Any]] = {}
     for run in sorted((run for runs in groups.values() for run in runs), key=lambda run: run.seed):

@@ -69,12 +69,13 @@ class TrainConfig:
     feedback: bool = False  # clients add what rounding to the nearest took from their last update; needs memory there
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
     robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
-    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 1 with robust, else never
+    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 2 with robust, else never
     trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
     secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
     dp_delta: float = 1e-5  # the delta that epsilon is counted for
     dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
+    dp_sampling: Literal["fixed", "poisson"] = "fixed"  # poisson: clients join a round at random, per_round on average
     dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: what dp_epsilon allows for `rounds`
     ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
     policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
@@ -162,6 +163,7 @@ def plan_of(
     return Plan(
         task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
         weight_flops(task) if method is not None and method.counts_flops else (), train.server, train.average,
+        train.dp_sampling == "poisson",
     )  # fmt: skip
 
 

@@ -109,7 +109,10 @@ def _upto(keys: Tensor, bound: int, candidates: Tensor | None) -> Tensor:
 
 
 def kth(keys: Tensor, count: int) -> Tensor:
-    """The count-th lowest key of each row; sorting is the faster way on a GPU, selecting on a CPU."""
-    if keys.is_cuda:
-        return keys.sort(-1).values[..., count - 1 : count]
-    return keys.kthvalue(count, dim=-1, keepdim=True).values
+    """The count-th lowest key of each row. A GPU selects the smaller side; a sort would move an index for each key."""
+    if not keys.is_cuda:
+        return keys.kthvalue(count, dim=-1, keepdim=True).values
+    rest = keys.shape[-1] - count + 1
+    if count <= rest:
+        return keys.topk(count, largest=False, sorted=False).values.amax(-1, keepdim=True)
+    return keys.topk(rest, sorted=False).values.amin(-1, keepdim=True)

@@ -38,6 +38,21 @@ def width_mask(layout: Layout, width: float, device: torch.device | str = "cpu")
     return Mask(layout, _kept(layout, width)[: layout.prunable_size].to(device))
 
 
+def scaled(layout: Layout) -> Tensor:
+    """Which trained weights belong to layers that widths narrow: prunable weights and their biases."""
+    out = torch.arange(layout.trained_size) < layout.prunable_size
+    biases = {f"{layer.name.rpartition('.')[0]}.bias" for layer in layout.prunable}
+    for layer in layout.of_kind("dense"):
+        out[layer.start : layer.stop] = layer.name in biases
+    return out
+
+
+def classifier(layout: Layout) -> tuple[Layer, ...]:
+    """The last matrix that is never narrowed, and its bias; none if there is no such matrix."""
+    names = [layer.name.rpartition(".")[0] for layer in layout.of_kind("dense") if len(layer.shape) > 1]
+    return tuple(layer for layer in layout.of_kind("dense") if [layer.name.rpartition(".")[0]] == names[-1:])
+
+
 def _kept(layout: Layout, width: float) -> Tensor:
     """Which trained weights belong to a width."""
     kept = torch.ones(layout.trained_size, dtype=torch.bool)

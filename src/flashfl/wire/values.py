@@ -90,22 +90,24 @@ def _coarse_bytes(sizes: Sequence[int], form: Form) -> int:
     return DTYPES[form].itemsize * count
 
 
-def round_values(values: Tensor, parts: Sequence[Segment], how: Precision, key: int) -> Tensor:
-    """`values` exactly as the other side will decode them."""
+def round_values(values: Tensor, parts: Sequence[Segment], how: Precision, *keys: int) -> Tensor:
+    """`values` exactly as the other side will decode them: one message's, or [messages, values] with a key for each."""
     sizes, form = _coarse_sizes(parts), how.values
-    fine = _round_rest(_pick(values, parts, False), how, key)
+    fine = _round_rest(_pick(values, parts, False), how, keys)
     if not sizes:
         return fine
     coarse = _pick(values, parts, True)
     if form in TOPS:
-        coarse = from_levels(to_levels(coarse, sizes, form, how.rounding, key), sizes, form)
+        coarse = from_levels(to_levels(coarse, sizes, form, how.rounding, keys), sizes, form)
     else:
-        coarse = round_half(coarse, form, how.rounding, key)
+        coarse = round_half(coarse, form, how.rounding, keys)
     return _merge(coarse, fine, parts)
 
 
-def _round_rest(fine: Tensor, how: Precision, key: int) -> Tensor:
-    return fine if how.rest == "fp32" else round_half(fine, "fp16", how.rounding, fold(key, "rest"))
+def _round_rest(fine: Tensor, how: Precision, keys: Sequence[int]) -> Tensor:
+    if how.rest == "fp32":
+        return fine
+    return round_half(fine, "fp16", how.rounding, [fold(key, "rest") for key in keys])
 
 
 def _coarse_sizes(parts: Sequence[Segment]) -> list[int]:
@@ -113,10 +115,10 @@ def _coarse_sizes(parts: Sequence[Segment]) -> list[int]:
 
 
 def _pick(values: Tensor, parts: Sequence[Segment], coarse: bool) -> Tensor:
-    chosen = [values[part.start : part.stop] for part in parts if part.coarse == coarse]
+    chosen = [values[..., part.start : part.stop] for part in parts if part.coarse == coarse]
     if len(chosen) == len(parts):
         return values
-    return torch.cat(chosen) if chosen else values[:0]
+    return torch.cat(chosen, -1) if chosen else values[..., :0]
 
 
 def _merge(coarse: Tensor, fine: Tensor, parts: Sequence[Segment]) -> Tensor:
@@ -124,9 +126,9 @@ def _merge(coarse: Tensor, fine: Tensor, parts: Sequence[Segment]) -> Tensor:
     out, at = [], [0, 0]
     for part in parts:
         source, size = (coarse if part.coarse else fine), part.stop - part.start
-        out.append(source[at[part.coarse] : at[part.coarse] + size])
+        out.append(source[..., at[part.coarse] : at[part.coarse] + size])
         at[part.coarse] += size
-    return torch.cat(out)
+    return torch.cat(out, -1)
 
 
 def values_chunks(
@@ -139,7 +141,7 @@ def values_chunks(
     parts = segments(layout, counts, carries, how.values)
     plain = values.detach().to("cpu", torch.float32)
     _check_finite(plain)
-    sizes, fine = _coarse_sizes(parts), _round_rest(_pick(plain, parts, False), how, key)
+    sizes, fine = _coarse_sizes(parts), _round_rest(_pick(plain, parts, False), how, [key])
     coarse = _coarse_chunks(_pick(plain, parts, True), sizes, how, key) if sizes else []
     form = (
         FORMS.index(how.values) + _REST16 * (how.rest == "fp16") + _CHANGES * (how.changes and carries != "statistics")
@@ -150,8 +152,8 @@ def values_chunks(
 def _coarse_chunks(coarse: Tensor, sizes: Sequence[int], how: Precision, key: int) -> list[Tensor]:
     """Coarse values as they travel: scales and levels, or the rounded values."""
     if how.values not in TOPS:
-        return [round_half(coarse, how.values, how.rounding, key).to(DTYPES[how.values])]
-    found = to_levels(coarse, sizes, how.values, how.rounding, key)
+        return [round_half(coarse, how.values, how.rounding, [key]).to(DTYPES[how.values])]
+    found = to_levels(coarse, sizes, how.values, how.rounding, [key])
     if how.values == "int8":
         return list(found)
     return [(found.scales.view(torch.int32) >> 16).to(torch.int16), to_nibbles(found.levels)]

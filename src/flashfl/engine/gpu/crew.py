@@ -55,8 +55,7 @@ def choose_crew(
     small = cuda and task.layout.size < _SMALL and not config.deterministic
     why_not = "lanes are at least as fast"
     if asked == "batched" or (asked == "auto" and small):
-        whole = [type(part).__name__ for part in works[0].local.parts if overrides(part, "inputs")]
-        why_not = f"the part {whole[0]} ranks the inputs of a whole batch" if whole else ""
+        why_not = why_one_by_one(works[0])
         why_not = why_not or _why_not_batched(task, module, data, capacity, stack.device)
     if asked == "batched" and why_not:
         raise ConfigError(f"crew = 'batched': {why_not}. Use crew = 'lanes' or 'auto'.")
@@ -69,6 +68,12 @@ def choose_crew(
     if asked != "batched":
         crews.append(Lanes(*shared, config.compile))
     return crews[0] if len(crews) == 1 else faster(crews, works, opened)
+
+
+def why_one_by_one(work: Work) -> str:
+    """Why clients with this work cannot be batched, whatever the model is; empty if they can."""
+    whole = [type(part).__name__ for part in work.local.parts if overrides(part, "inputs")]
+    return f"the part {whole[0]} ranks the inputs of a whole batch" if whole else ""
 
 
 def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None = None) -> Crew:

@@ -19,13 +19,11 @@ from ...core.errors import warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
 from ...core.mask import Mask, Weights, count_rows
-from ...core.precision import Precision
 from ...core.record import Score
 from ...core.state import State
-from ...data.sources import on_device
+from ...data.sources import classes_of, on_device
 from ...data.task import Task
 from ...sparsity import move
-from ...wire import round_values, segments, value_key
 from ..counting import Counting, chunks, stacked
 from ..cpu import drops
 from ..memory import ClientMemory
@@ -36,8 +34,10 @@ from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed
 from ..work import Work
-from .crew import Crew, choose_crew, make_stack
+from .batched import Batched
+from .crew import Crew, choose_crew, make_stack, why_one_by_one
 from .evaluate import Evaluator
+from .rounded import decode, receive
 from .stack import Stack
 
 if TYPE_CHECKING:
@@ -93,9 +93,10 @@ class GPUEngine:
             from ..private_counting import PrivateCounting
 
             orders = list(orders)
-            account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout)
+            everyone = range(len(self.task.train))
+            account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout, everyone)
         # A client's first mask is made by now: those that differ in nothing else train together.
-        alike = itertools.groupby(self._works(s, orders, account), key=lambda work: replace(work.local, start=None))
+        alike = itertools.groupby(self._works(s, orders, account), key=_same_work)
         for local, works in alike:
             if local.report == "statistics":
                 self._gather(works, account)
@@ -121,21 +122,21 @@ class GPUEngine:
             except ClientFailed as error:
                 account.failed(client.id, str(error))
                 continue
-            sent, order = order.weights, self._received(client, order)
             own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
             mask = own or self.trainer.starting_mask(order)
-            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, sent)
+            yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, order.weights)
 
     def _train(self, works: list[Work], stack: Stack, account: Counting) -> None:
         """Train a few clients side by side and add up their updates."""
         rows, local = len(works), works[0].local
+        receive(works, self.config.down)
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
         opened = None
         if local.parts:
             opened = self._open(stack, works, starts, masks)
             starts, masks = opened.vectors, opened.masks
-        if self.crew is None:
+        if self.crew is None or (isinstance(self.crew, Batched) and why_one_by_one(works[0])):  # in a later phase
             shared = (self.task, self.train_data, self.trainer.module, self.config)
             self.crew = choose_crew(*shared, stack, self.capacity, works, opened)
         crew = self.crew
@@ -155,9 +156,10 @@ class GPUEngine:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
         how = local.sends(self.config.down)
-        if not how.exact and local.report == "weights":
-            for row, work in enumerate(works):
-                values[row] = self._decoded(work, values[row], how)
+        if local.report == "mask":  # as the server decodes it: the values of active weights did not travel
+            values[:, : self.layout.prunable_size] = 0.0
+        if not how.exact and local.report in ("weights", "mask"):
+            values = decode(works, values, how)
         account.received(works, values, crew.losses(rows))
 
     def _run_steps(self, crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
@@ -194,19 +196,6 @@ class GPUEngine:
         for row, new in zip(rows, found, strict=True):
             works[row].counts = new
 
-    def _decoded(self, work: Work, vector: Tensor, how: Precision) -> Tensor:
-        """A trained model as the server will decode it."""
-        key, trained = value_key(work.key, "update", work.order.tag, work.client.id), self.layout.trained_size
-        if not how.changes:
-            return self._rounded(Weights(work.mask, vector), key, work.local.statistics, how).vector
-        change, head = vector.clone(), slice(0, self.layout.prunable_size)
-        change[:trained] -= work.order.weights.vector[:trained]
-        change[head].masked_fill_(~work.mask.bits, 0.0)  # the mask may have moved
-        found = self._rounded(Weights(work.mask, change), key, work.local.statistics, how).vector
-        found[:trained] += work.sent.vector[:trained]
-        found[head].masked_fill_(~work.mask.bits, 0.0)
-        return found
-
     def _open(self, stack: Stack, works: Sequence[Work], starts: Tensor, masks: Tensor) -> Clients:
         """Run the parts of some clients before training. What they carry through the steps lies as in the stack."""
         vectors = starts.expand(len(works), -1).clone()
@@ -218,7 +207,7 @@ class GPUEngine:
             data = self.train_data[works[row].client.id]
             return self.trainer.validate(Weights(works[row].mask, vectors[row]), data, works[row].local.statistics)
 
-        asked = (validate, self.task.draw)
+        asked = (validate, self.task.draw, lambda row: classes_of(self.train_data[works[row].client.id]))
         opened = open_clients(self.layout, works[0].local, keys, steps, vectors, masks, given, notes, *asked)
         if opened.vectors is not vectors:
             for row, (work, counts) in enumerate(zip(works, count_rows(self.layout, opened.masks), strict=True)):
@@ -237,24 +226,10 @@ class GPUEngine:
             work.extra, work.notes = finished.extras[row], finished.notes[row]
         return opened.vectors
 
-    def _received(self, client: Client, order: Order) -> Order:
-        """The order as it arrives: with its values rounded if they travel in fewer bits."""
-        if self.config.down.exact:
-            return order
-        key = value_key(order.key, "order", order.tag, client.id)
-        return replace(order, weights=self._rounded(order.weights, key, order.local.statistics, self.config.down))
-
-    def _rounded(self, weights: Weights, key: int, statistics: bool, how: Precision) -> Weights:
-        """A model as the other side will decode it."""
-        packed, counts = weights.packed(), weights.mask.counts
-        tail = 0 if statistics else self.layout.size - self.layout.trained_size
-        travels, stays = packed[: len(packed) - tail], packed[len(packed) - tail :]
-        parts = segments(self.layout, counts, "all" if statistics else "weights", how.values)
-        return Weights.unpack(weights.mask, torch.cat([round_values(travels, parts, how, key), stays]))
-
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
         for work in works:
+            receive([work], self.config.down)
             client = work.client.id
             try:
                 update = self.trainer.train(work.order, client, self.train_data[client], work.mask)
@@ -276,6 +251,10 @@ class GPUEngine:
         """Free the device's memory and put torch's global settings back."""
         self.crew = self.stack = None
         self._before.close()
+
+
+def _same_work(work: Work) -> Local:
+    return work.local if work.local.start is None else replace(work.local, start=None)
 
 
 def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | None:

@@ -4,7 +4,8 @@ function frame(host, o, xs, ys) {
   const width = Math.max(240, host.clientWidth);
   const names = o.names || [], tallest = Math.max(0, ...names.map((name) => name.length)) * 6.3;
   const upright = names.length * (tallest + 12) < width - 70, below = names.length && !upright ? Math.min(118, tallest * 0.77 + 12) : 15;
-  const height = Math.round(Math.min(340, Math.max(210, width * 0.52))) + below - 15;
+  const named = o.series.reduce((sum, s) => sum + (s.name ? wrapped(s.name, 24).length * LINE + 8 : 0), 60);  // room for names, if they must stand in one column
+  const height = Math.round(Math.max(Math.min(340, Math.max(210, width * 0.52)), Math.min(named, 640))) + below - 15;
   const inner = { top: 12, bottom: height - 23 - below, right: width - 12 };
   const yCount = Math.max(3, Math.floor(height / 55));
   const ySpan = [inner.bottom, inner.top];
@@ -71,17 +72,36 @@ function drawCurve(svg, s, found) {
   svg.append(curve);
 }
 
-// Names beside the middle of each cloud of points, where nothing else stands.
+// A text on lines of at most so many letters, broken at spaces where it can be.
+function wrapped(words, letters) {
+  const lines = [""];
+  for (const word of words.split(" ").flatMap((w) => w.match(new RegExp(`.{1,${letters}}`, "g")) || [])) {
+    const last = lines[lines.length - 1];
+    if (last && last.length + 1 + word.length > letters) lines.push(word);
+    else lines[lines.length - 1] = last ? `${last} ${word}` : word;
+  }
+  return lines;
+}
+
+const LETTER = 6.9, LINE = 13;  // width and height of what names are written with
+
+// Names beside the middle of each cloud of points. Where others stand there, a name moves up or down, tied to its points by a line.
 function nameClouds(svg, series, x, y, inner) {
   const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
   const at = series.map((s) => ({ s, a: mean(s.x.map(x)), b: mean(s.y.map(y)) }));
   const taken = at.map(({ a, b }) => [a - 7, b - 7, a + 7, b + 7]);
   for (const { s, a, b } of at) {
-    const name = s.name.length > 24 ? `${s.name.slice(0, 23)}…` : s.name, w = name.length * 7.5, boxes = [[a + 9, b - 6], [a - 9 - w, b - 6], [a - w / 2, b - 22], [a - w / 2, b + 9], [a + 7, b - 19], [a + 7, b + 7], [a - 7 - w, b - 19], [a - 7 - w, b + 7]].map(([l, t]) => [l, t, l + w, t + 12]);
+    const lines = wrapped(s.name, 24), w = Math.max(...lines.map((line) => line.length)) * LETTER, h = lines.length * LINE;
     const free = ([l, t, r, u]) => l > inner.left && r < inner.right + 8 && t > inner.top - 8 && u < inner.bottom && taken.every(([k, m, n, p]) => r < k || l > n || u < m || t > p);
+    const right = a + 9, left = a - 9 - w, high = b - h / 2, places = [[right, high], [left, high]];
+    const over = Math.max(inner.left + 1, Math.min(inner.right + 7 - w, a - w / 2));
+    for (let step = 8 + h / 2; step < inner.bottom - inner.top; step += 4) for (const l of [over, right, left]) places.push([l, high - step], [l, high + step]);
+    const boxes = places.map(([l, t]) => [l, t, l + w, t + h]);
     const box = boxes.find(free) || boxes[a + w < inner.right ? 0 : 1];
     taken.push(box);
-    svg.append(shape("text", { class: "point", x: box[0], y: box[1] + 10, style: { fill: s.colour } }, name));
+    const far = box[1] > b ? box[1] : box[3] < b ? box[3] : b;
+    if (Math.abs(far - b) > 16) svg.prepend(shape("line", { x1: a, y1: b, x2: Math.max(box[0], Math.min(box[2], a)), y2: far, style: { stroke: s.colour, opacity: 0.5 } }));
+    svg.append(shape("text", { class: "point", y: box[1], style: { fill: s.colour } }, ...lines.map((line) => shape("tspan", { x: box[0], dy: LINE - 2 }, line))));
   }
 }
 
@@ -193,21 +213,23 @@ function heatmap(host, o) {
 
 // rows: [{label, colour, parts: [[name, value]], mark}]
 function bars(host, o) {
-  const width = Math.max(240, host.clientWidth), line = 34, top = 4;
-  const room = Math.min(width * 0.38, Math.max(...o.rows.map((r) => r.label.length)) * 6.7 + 12);
+  const width = Math.max(240, host.clientWidth), top = 4, beside = Math.max(...o.rows.map((r) => r.label.length)) * LETTER + 12;
+  // Labels stand beside the bars, or above them in full if they are too long for that.
+  const above = beside > width * 0.38, room = above ? 0 : beside, labels = o.rows.map((r) => (above ? wrapped(r.label, Math.floor(width / LETTER)) : []));
+  const highs = labels.map((lines) => 34 + lines.length * LINE), tops = highs.map((_, i) => highs.slice(0, i).reduce((a, b) => a + b, top));
   const sums = o.rows.map((r) => Math.max(r.mark || 0, r.parts.reduce((a, [, v]) => a + v, 0))).sort((a, b) => b - a);
   // A bar far longer than all others would flatten them: it is cut, and says so.
   const most = Math.max((sums.length > 1 && sums[0] > 4 * sums[1] ? 1.35 * sums[1] : sums[0]) || 0, 1e-12);
-  const scale = linear([0, most], [room, width - 78], Math.max(2, Math.floor((width - room) / 110))), height = top + o.rows.length * line + 24;
+  const scale = linear([0, most], [room, width - 78], Math.max(2, Math.floor((width - room) / 110))), height = highs.reduce((a, b) => a + b, top) + 24;
   const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": o.label });
   for (const t of scale.ticks) {
     svg.append(shape("line", { class: "grid", x1: scale(t), x2: scale(t), y1: top, y2: height - 22 }));
-    svg.append(shape("text", { x: scale(t), y: height - 8, "text-anchor": "middle" }, o.text(t)));
+    svg.append(shape("text", { x: scale(t), y: height - 8, "text-anchor": scale(t) < 12 ? "start" : "middle" }, o.text(t)));
   }
   o.rows.forEach((row, i) => {
-    const y = top + i * line + 7, total = row.parts.reduce((a, [, v]) => a + v, 0);
-    const name = row.label.length * 6.7 > room ? `${row.label.slice(0, Math.floor(room / 6.7) - 2)}…` : row.label;
-    svg.append(shape("text", { x: room - 8, y: y + 14, "text-anchor": "end", class: "strong" }, name));
+    const y = tops[i] + 7 + labels[i].length * LINE, total = row.parts.reduce((a, [, v]) => a + v, 0);
+    if (above) labels[i].forEach((words, k) => svg.append(shape("text", { x: 0, y: tops[i] + 12 + k * LINE, class: "strong" }, words)));
+    else svg.append(shape("text", { x: room - 8, y: y + 14, "text-anchor": "end", class: "strong" }, row.label));
     let at = 0;
     const to = (v) => scale(Math.min(v, most));
     row.parts.forEach(([, v], k) => {
@@ -219,7 +241,7 @@ function bars(host, o) {
     const words = o.text(total), end = to(total) + 8, mark = to(row.mark || 0);
     svg.append(shape("text", { class: "total", x: mark > end - 12 && mark < end + words.length * 6.7 + 4 ? mark + 8 : end, y: y + 14 }, words));
     if (row.mark && row.mark <= most) svg.append(shape("line", { class: "mark", x1: scale(row.mark), x2: scale(row.mark), y1: y - 4, y2: y + 24, style: { stroke: "var(--ink)", "stroke-width": 2 } }));
-    const area = shape("rect", { class: "catch", x: 0, y: y - 6, width, height: line - 2, fill: "transparent" });
+    const area = shape("rect", { class: "catch", x: 0, y: tops[i], width, height: highs[i], fill: "transparent" });
     const show = (event) => showTip(event, row.label, [...row.parts.map(([n, v], k) => [`var(--p${k})`, n, o.text(v)]), ["", "in all", o.text(total)], ...(row.mark ? [["var(--ink)", o.markName, o.text(row.mark)]] : [])]);
     area.addEventListener("pointermove", show);
     area.addEventListener("pointerdown", show);

@@ -1,17 +1,20 @@
 // The page: sections over the data, one legend for all, redrawn whenever something changes.
 
 let data = JSON.parse(document.getElementById("data").textContent);
+let part = {};  // the task that is being rendered: its groups, table, metric and runs
 const hidden = new Set(), off = {};  // methods switched off; layers switched off, by method
 const chosen = { bytes: "both", sort: null, down: true, open: new Set() };
 const main = document.getElementById("main");
 let draws = [];  // what to call when the width or the theme changes
 
-const shown = () => data.groups.map((g, i) => ({ ...g, colour: groupColour(i) })).filter((g) => !hidden.has(g.label));
+const mine = (label) => `${part.title}: ${label}`;  // tasks may have methods of the same name
+const shown = () => part.groups.map((g, i) => ({ ...g, colour: groupColour(i) })).filter((g) => !hidden.has(mine(g.label)));
 const thousand = (n) => n.toLocaleString("en").replaceAll(",", " ");
 
 function section(title, about, { half = false } = {}) {
-  const head = make("div", { class: "head" }, make("h2", {}, title));
-  const node = make("section", { class: half ? "half" : "", id: title.toLowerCase().replace(/[^a-z]+/g, "-") }, head, make("p", { class: "about" }, about));
+  const head = make("div", { class: "head" }, make("h2", {}, title)), at = data.parts.indexOf(part);
+  const id = title.toLowerCase().replace(/[^a-z]+/g, "-") + (at ? `-${at + 1}` : "");
+  const node = make("section", { class: half ? "half" : "", id }, head, make("p", { class: "about" }, about));
   main.append(node);
   return node;
 }
@@ -29,15 +32,30 @@ function choice(parent, options, key) {
 }
 
 function legend() {
-  document.getElementById("legend").replaceChildren(...data.groups.map((g, i) => make("button", {
-    type: "button", "aria-pressed": String(!hidden.has(g.label)), style: { "--c": groupColour(i) }, title: "show or hide",
-    onclick: () => { if (!hidden.delete(g.label)) hidden.add(g.label); render(); } }, g.label)));
-  edges(document.getElementById("legend"));
+  return part.groups.map((g, i) => {
+    const key = mine(g.label);
+    return make("button", { type: "button", "aria-pressed": String(!hidden.has(key)), style: { "--c": groupColour(i) }, title: "show or hide",
+      onclick: () => { if (!hidden.delete(key)) hidden.add(key); render(); } }, g.label);
+  });
 }
 
-function facts() {
-  document.getElementById("facts").replaceChildren(...data.facts.map(([name, value, more]) =>
-    make("div", {}, make("dt", {}, name), make("dd", {}, value, more ? make("small", {}, ` ${more}`) : null))));
+const facts = () => part.facts.map(([name, value, more]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, more ? make("small", {}, ` ${more}`) : null)));
+
+// What stands above everything: the facts and methods of a single task, or links to each of several.
+function header() {
+  [part] = data.parts;
+  const several = data.parts.length > 1, nav = document.getElementById("legend");
+  const runs = data.parts.reduce((n, p) => n + p.runs.length, 0);
+  document.getElementById("made").textContent = (runs ? `${runs} run${runs === 1 ? "" : "s"} · ` : "") + data.made;
+  document.getElementById("facts").replaceChildren(...(part && !several ? facts() : []));
+  nav.setAttribute("aria-label", several ? "Tasks" : "Show or hide methods");
+  nav.replaceChildren(...(several ? data.parts.map((p, i) => make("a", { href: `#task-${i + 1}` }, p.title)) : part ? legend() : []));
+  edges(nav);
+}
+
+// The head of one of several tasks.
+function taskHead(i) {
+  main.append(make("section", { class: "task", id: `task-${i + 1}` }, make("h2", {}, part.title), make("dl", { class: "facts" }, ...facts()), make("div", { class: "legend", role: "group", "aria-label": "Show or hide methods" }, ...legend())));
 }
 
 // Layers without the ending that all of them share.
@@ -50,22 +68,22 @@ function problems() {
 
 // How the task's metric is shown: accuracy in percent, any other as a plain number.
 function measured() {
-  const { name, percent, direction } = data.metric, title = name[0].toUpperCase() + name.slice(1);
+  const { name, percent, direction } = part.metric, title = name[0].toUpperCase() + name.slice(1);
   const axis = percent ? { yTick: text.tick, yText: text.percent, yFloor: 0, yCeiling: 1 } : { yTick: text.plain, yText: text.plain };
   return { name, title, direction, axis: { yLabel: name, ...axis } };
 }
 
 function trends() {
-  const metric = measured();
-  const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round${metric.direction}; seeds as mean and standard deviation.` + (shown().some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
-  chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: shown().map((g) => ({
+  const metric = measured(), groups = shown();
+  const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round${metric.direction}; seeds as mean and standard deviation.` + (groups.some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
+  chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: groups.map((g) => ({
     label: g.label, colour: g.colour, x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
   const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, first phase included (log scale).", { half: true });
   choice(bytes, { both: "up + down", up: "up", down: "down" }, "bytes");
   const sum = (a) => a.up.map((v, i) => (chosen.bytes === "both" ? v + a.down[i] : a[chosen.bytes][i]));
   chart(bytes, (host) => lineChart(host, { xLabel: "bytes", ...metric.axis, xType: "log", xTick: text.bytes, nearest: true,
     title: (v, s, i) => `${text.bytes(v)} after round ${s.rounds[i]}`,
-    series: shown().map((g) => ({ label: g.label, colour: g.colour, x: sum(g.accuracy), y: g.accuracy.mean, spread: g.accuracy.std, rounds: g.accuracy.round, dots: g.accuracy.round.length < 25 })) }));
+    series: groups.map((g) => ({ label: g.label, colour: g.colour, x: sum(g.accuracy), y: g.accuracy.mean, spread: g.accuracy.std, rounds: g.accuracy.round, dots: g.accuracy.round.length < 25 })) }));
 }
 
 function paperMark(g) {
@@ -108,7 +126,7 @@ function layers() {
     node.append(many);
     const top = Math.max(0.1, ...groups.flatMap((g) => g.layer_mismatch.layers.flat())) * 1.05;
     for (const g of groups) {
-      const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label)), gone = (off[g.label] ||= new Set()), n = g.layers.length;
+      const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label)), gone = (off[mine(g.label)] ||= new Set()), n = g.layers.length;
       many.append(cell);
       chart(cell, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yText: text.sm, whole: true, yDomain: [-0.03 * top, top], series: g.layer_mismatch.layers.map((row, i) => ({
         label: g.layers[i], colour: depthColour(i, n), width: n > 8 ? 1.4 : 2, x: gone.has(i) ? [] : g.layer_mismatch.round, y: row })), empty: "Every layer is switched off." }));
@@ -120,15 +138,17 @@ function layers() {
 
 function densities() {
   const dense = section("Layer densities", "The share of each prunable layer's weights that the final server mask keeps (log scale); for NST the union over its last cohort.", { half: true });
-  const names = data.groups.length ? data.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
+  const groups = shown(), names = part.groups.length ? part.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
   chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.tick, yText: text.share, names: brief(names), title: (v) => `layer ${v}: ${names[v - 1]}`,
-    series: shown().filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
+    series: groups.filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
 }
+
+const MANY = 9; // points with names that need the whole width
 
 function costs() {
   const points = shown().filter((g) => g.points.some((p) => p.flops)), metric = measured();
   if (points.length) {
-    const node = section("FLOPs and bytes", "What each run cost in all, a point for each seed: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: true });
+    const node = section("FLOPs and bytes", "What each run cost in all, a point for each seed: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: points.length < MANY });
     chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: "FLOPs", xType: "log", yType: "log", xTick: text.bytes, yTick: text.flops, nearest: true, xDomain: padded(points, "bytes"), yDomain: padded(points, "flops"), title: (v, s) => s.label,
       series: points.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
         more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", metric.name, g.points[i].accuracy === null ? "–" : metric.axis.yText(g.points[i].accuracy)], ["", "seed", String(g.points[i].seed)]] })) }));
@@ -144,17 +164,18 @@ function costs() {
 function ends() {
   const groups = shown().filter((g) => g.points.some((p) => p.accuracy !== null)), metric = measured();
   if (!groups.length) return;
-  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. " + (metric.direction.includes("lower") ? "Lower" : "Upper") + " left is better.", { half: true });
+  const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. " + (metric.direction.includes("lower") ? "Lower" : "Upper") + " left is better.", { half: groups.length < MANY });
   chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: metric.name, xType: "log", xTick: text.bytes, nearest: true, ...metric.axis, xDomain: padded(groups, "bytes"), title: (v, s) => s.label,
     series: groups.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
       more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "seed", String(g.points[i].seed)]] })) }));
 }
 
 function times() {
-  if (!shown().length) return;
+  const groups = shown();
+  if (!groups.length) return;
   const node = section("Wall time by phase", "Seconds a run spent in each phase on the machine it ran on, mean over seeds.", { half: true });
-  const phases = Object.keys(shown()[0].phases);
-  chart(node, (host) => bars(host, { label: "seconds by phase", parts: phases, text: text.seconds, rows: shown().map((g) => ({ label: g.label, colour: g.colour, parts: phases.map((k) => [k, g.phases[k]]) })) }));
+  const phases = Object.keys(groups[0].phases);
+  chart(node, (host) => bars(host, { label: "seconds by phase", parts: phases, text: text.seconds, rows: groups.map((g) => ({ label: g.label, colour: g.colour, parts: phases.map((k) => [k, g.phases[k]]) })) }));
 }
 
 function padded(groups, key) {
@@ -163,11 +184,11 @@ function padded(groups, key) {
 }
 
 function clients() {
-  if (!data.tasks.length) return;
+  if (!part.splits.length) return;
   const node = section("Who holds what", "Samples of each class at each client, as the first seed split them.", { half: true });
-  const many = make("div", { class: "many", style: { "--least": data.tasks.length > 1 ? "250px" : "100%" } });
+  const many = make("div", { class: "many", style: { "--least": part.splits.length > 1 ? "250px" : "100%" } });
   node.append(many);
-  for (const t of data.tasks) {
+  for (const t of part.splits) {
     const left = t.clients > t.columns.length ? ` (${t.columns.length} of ${thousand(t.clients)} clients shown)` : "";
     const cell = make("div", {}, make("h3", { class: "plain" }, t.title + left));
     many.append(cell);
@@ -181,14 +202,15 @@ function render() {
   draws = [];
   hideTip();
   main.replaceChildren();
-  const runs = data.runs.length ? `${data.runs.length} run${data.runs.length === 1 ? "" : "s"} · ` : "";
-  document.getElementById("made").textContent = runs + data.made;
-  facts();
-  legend();
+  header();
   problems();
-  if (!data.table.rows.length) main.append(make("section", {}, make("h2", {}, "No runs to show"), make("p", { class: "about" }, "A run appears here after its first round.")));
-  else table();
-  if (data.groups.length) for (const part of [trends, masks, densities, heats, layers, costs, ends, times, clients, settings]) part();
+  if (!data.parts.length) main.append(make("section", {}, make("h2", {}, "No runs to show"), make("p", { class: "about" }, "A run appears here after its first round.")));
+  data.parts.forEach((each, i) => {
+    part = each;
+    if (data.parts.length > 1) taskHead(i);
+    table();
+    if (part.groups.length) for (const piece of [trends, masks, densities, heats, layers, costs, ends, times, clients, settings]) piece();
+  });
   for (const draw of draws) draw();
   scrollTo(0, at);
 }

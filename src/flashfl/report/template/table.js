@@ -4,8 +4,8 @@ const known = (v) => v !== null && v !== undefined && !Number.isNaN(v);
 
 // The first cell of a row names it. If the page shows groups of runs, row i is group i.
 function table() {
-  const { title, head, rows, notes } = data.table;
-  const node = section(title || "Summary", data.about);
+  const { title, head, rows, notes } = part.table;
+  const node = section(title || "Summary", part.about);
   const kept = head.map((_, c) => c).filter((c) => head[c] !== "paper %" || rows.some((row) => known(row[c].value)));
   const order = rows.map((_, i) => i), by = head.indexOf(chosen.sort);
   if (by >= 0) order.sort((a, b) => compare(rows[a][by].value, rows[b][by].value) * (chosen.down ? -1 : 1));
@@ -14,10 +14,10 @@ function table() {
     scope: "col", tabindex: "0", "aria-sort": chosen.sort === head[c] ? (chosen.down ? "descending" : "ascending") : "none",
     onclick: () => pick(head[c]), onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); pick(head[c]); } } }, head[c]));
   const first = (i) => {
-    const g = data.groups[i], mark = g ? [make("i", {})] : [];
+    const g = part.groups[i], mark = g ? [make("i", {})] : [];
     return make("td", { style: g ? { "--c": groupColour(i) } : {} }, make("div", {}, ...mark, rows[i][0].text));
   };
-  const lines = order.map((i) => make("tr", { class: data.groups[i] && hidden.has(data.groups[i].label) ? "off" : "" },
+  const lines = order.map((i) => make("tr", { class: part.groups[i] && hidden.has(mine(part.groups[i].label)) ? "off" : "" },
     first(i), ...kept.slice(1).map((c) => make("td", { "data-column": head[c] }, rows[i][c].text))));
   const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table, scrolls sideways" }, make("table", { class: "sum" }, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...lines)));
   node.append(make("div", { class: "edge" }, scroll), make("button", { class: "hint", type: "button", onclick: () => scroll.scrollBy({ left: scroll.clientWidth * 0.6, behavior: "smooth" }) }, "More columns →"));
@@ -32,14 +32,14 @@ function compare(a, b) {
 
 function settings() {
   const node = section("Settings", "Every setting of every run; those in which runs differ are marked.");
-  const keys = [...new Set(data.runs.flatMap((r) => Object.keys(r.settings)))];
-  const differ = new Set(keys.filter((k) => new Set(data.runs.map((r) => JSON.stringify(r.settings[k]))).size > 1));
-  for (const run of data.runs) {
+  const keys = [...new Set(part.runs.flatMap((r) => Object.keys(r.settings)))];
+  const differ = new Set(keys.filter((k) => new Set(part.runs.map((r) => JSON.stringify(r.settings[k]))).size > 1));
+  for (const run of part.runs) {
     const own = Object.entries(run.settings).sort(([a], [b]) => differ.has(b) - differ.has(a));
     const rows = own.map(([k, v]) => make("tr", { class: differ.has(k) ? "own" : "" }, make("td", {}, k), make("td", {}, Array.isArray(v) ? v.join(", ") : v === "" ? "–" : String(v))));
     const more = { ...run.versions, ...(run.checksum ? { checksum: run.checksum } : {}) };
     rows.push(...Object.entries(more).map(([k, v]) => make("tr", {}, make("td", {}, k), make("td", {}, String(v)))));
-    const id = `${run.folder} ${run.label} ${run.seed}`;
+    const id = mine(`${run.folder} ${run.label} ${run.seed}`);
     node.append(make("details", { open: chosen.open.has(id), ontoggle: (e) => { if (e.target.open) chosen.open.add(id); else chosen.open.delete(id); } },
       make("summary", {}, `${run.label}, seed ${run.seed} `, make("small", {}, `${run.folder} · ${run.state}, ${run.rounds} rounds`)),
       make("table", { class: "set" }, make("tbody", {}, ...rows))));

@@ -1,0 +1,79 @@
+"""Values that travel in fewer bits: models as the other side will decode them, many at once. No byte is made."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...core.mask import Mask, Weights
+from ...core.precision import Precision
+from ...wire import round_values, segments, value_key
+from ...wire.values import Carries
+from ..counting import chunks, stacked
+from ..work import Work
+
+_MOST = 1 << 25  # values that are rounded at a time: what is worked out on the way needs ten times their room
+
+
+def receive(works: Sequence[Work], how: Precision) -> None:
+    """Put the model that each client decodes in the place of the one that was sent to it."""
+    if how.exact:
+        return
+    keys = [value_key(work.key, "order", work.order.tag, work.client.id) for work in works]
+    vectors = stacked([work.sent.vector for work in works]).expand(len(works), -1)
+    found = rounded(vectors, [work.sent.mask for work in works], keys, _carries(works[0]), how)
+    for work, vector in zip(works, found, strict=True):
+        work.order = replace(work.order, weights=Weights(work.sent.mask, vector))
+
+
+def decode(works: Sequence[Work], values: Tensor, how: Precision) -> Tensor:
+    """Trained models, one in each row, as the server will decode them."""
+    keys = [value_key(work.key, "update", work.order.tag, work.client.id) for work in works]
+    masks, layout = [work.mask for work in works], works[0].mask.layout
+    if not how.changes:
+        carries: Carries = "rest" if works[0].local.report == "mask" else _carries(works[0])
+        return rounded(values, masks, keys, carries, how)
+    trained, head = layout.trained_size, slice(0, layout.prunable_size)
+    inactive = ~stacked([mask.bits for mask in masks])
+    change = values.clone()
+    change[:, :trained] -= stacked([work.order.weights.vector for work in works])[:, :trained]
+    change[:, head].masked_fill_(inactive, 0.0)  # the mask may have moved
+    found = rounded(change, masks, keys, _carries(works[0]), how)
+    found[:, :trained] += stacked([work.sent.vector for work in works])[:, :trained]
+    found[:, head].masked_fill_(inactive, 0.0)
+    return found
+
+
+def _carries(work: Work) -> Carries:
+    return "all" if work.local.statistics else "weights"
+
+
+def rounded(vectors: Tensor, masks: Sequence[Mask], keys: Sequence[int], carries: Carries, how: Precision) -> Tensor:
+    """Models as the other side will decode them. What does not travel stays.
+
+    Neighbours under the same mask are rounded together.
+    """
+    layout, out = masks[0].layout, vectors.new_zeros(vectors.shape)
+    k, stop = layout.prunable_size, layout.trained_size if carries == "weights" else layout.size  # where it ends
+    out[:, stop:] = vectors[:, stop:]
+    if carries == "rest":
+        out[:, :k] = vectors[:, :k]
+    for _, alike in itertools.groupby(range(len(masks)), key=lambda row: id(masks[row])):
+        first = next(alike)
+        mask, dense, active = masks[first], masks[first].active == k, 0 if carries == "rest" else masks[first].active
+        parts = segments(layout, mask.counts, carries, how.values)
+        for some in chunks(itertools.chain([first], alike), max(1, _MOST // max(1, active + stop - k))):
+            rows = slice(some[0], some[-1] + 1)
+            mine, into = vectors[rows], out[rows]
+            picked = mine[:, :active] if dense or not active else mine.index_select(1, mask.places)
+            found = round_values(torch.cat([picked, mine[:, k:stop]], 1), parts, how, *keys[rows])
+            if dense:
+                into[:, :active] = found[:, :active]
+            elif active:
+                into.index_copy_(1, mask.places, found[:, :active])
+            into[:, k:stop] = found[:, active:]
+    return out

@@ -1,0 +1,90 @@
+"""What HeteroFL and FjORD share: clients hold nested width slices of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..aggregate import wfa
+from ..core.client import Part
+from ..core.exchange import Client, Sums
+from ..core.layout import Layout
+from ..core.mask import Mask, Weights
+from ..core.method import Method
+from ..core.parts import part
+from ..core.state import Plan, State
+from ..sparsity.width import levels, width_mask
+from .common import check_shares, keep_statistics, sample_each_density, share_densities
+
+
+@part
+@dataclass(frozen=True)
+class Width(Part):
+    """Train only the channels of a width. The server counts who trained what, for tensors without a mask too."""
+
+    widths: tuple[float, ...] = (1.0,)
+    width: float = 1.0
+
+    def tally(self, layout: Layout, vectors: Tensor, masks: Tensor) -> Mapping[str, Tensor]:
+        kept = levels(layout, self.widths, vectors.device) <= self.widths.index(self.width)
+        return {"kept": kept.expand(len(vectors), -1)}
+
+
+@dataclass(frozen=True)
+class Widths(Method):
+    """A model of which each client holds the first channels; widths are the clients' densities."""
+
+    widths: tuple[float, ...] = (0.25, 0.5, 1.0)
+    shares: tuple[float, ...] = (0.3, 0.3, 0.4)
+
+    def __post_init__(self) -> None:
+        check_shares(self.widths, self.shares)
+        object.__setattr__(self, "widths", tuple(sorted(self.widths)))
+
+    def init(self, plan: Plan) -> State:
+        masks = {f"mask {width}": width_mask(plan.layout, width, plan.device) for width in self.widths}
+        top = masks[f"mask {self.widths[-1]}"]
+        return State(plan, self._cut(plan.layout, Weights.masked(top, plan.initial()), self.widths[-1]), extra=masks)
+
+    def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
+        return share_densities(clients, self.widths, self.shares, key)
+
+    def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
+        return sample_each_density(s, clients)
+
+    def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
+        made = {width: self.sub_model(s, width) for width in {c.density or self.widths[-1] for c in clients}}
+        return ((client, made[client.density or self.widths[-1]]) for client in clients)
+
+    def sub_model(self, s: State, width: float) -> Weights:
+        """The part of the model that clients of this width train, with its own statistics."""
+        model = self._cut(s.layout, s.weights.restrict(s.kept(Mask, f"mask {width}")), width)
+        own = s.extra.get(f"statistics {width}")
+        return model.with_statistics(own) if isinstance(own, Tensor) else model
+
+    def _cut(self, layout: Layout, model: Weights, width: float) -> Weights:
+        """The model with zeros in the biases and BatchNorm parameters of dropped channels."""
+        kept = levels(layout, self.widths, model.vector.device) <= self.widths.index(width)
+        return Weights(model.mask, torch.cat([model.vector[: len(kept)] * kept, model.vector[len(kept) :]]))
+
+    def aggregate(self, s: State, sums: Sums) -> State:
+        mean, kept, trained = wfa(sums), sums.extra["kept"], s.layout.trained_size
+        assert sums.weights is not None
+        found = (sums.weights[:trained] / kept.clamp(min=1)).float()
+        mean[:trained] = torch.where(kept > 0, found, s.weights.vector[:trained])
+        after = s.next(Weights(s.mask, mean))
+        return self._stated(s, after, sums) if s.plan.local.statistics else after
+
+    def with_statistics(self, s: State, sums: Sums) -> State:
+        return self._stated(s, super().with_statistics(s, sums), sums)
+
+    def _stated(self, s: State, after: State, sums: Sums) -> State:
+        masks = {f"statistics {width}": s.kept(Mask, f"mask {width}") for width in self.widths}
+        return keep_statistics(s, after, sums, masks, f"statistics {self.widths[-1]}")
+
+    def views(self, s: State) -> Mapping[str, Weights]:
+        narrow = {f"width {width}": self.sub_model(s, width) for width in self.widths[:-1]}
+        return {"after": self.sub_model(s, self.widths[-1]), **narrow}
