@@ -300,6 +300,24 @@ def test_personal_accuracy_is_reported_where_models_are_personal() -> None:
         assert score.density < 1
 
 
+def test_personal_models_that_are_alike_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashfl.engine.train import Trainer
+
+    real, calls = Trainer.outputs, [0]
+
+    def count(*args: Any, **more: Any) -> Tensor:
+        calls[0] += 1
+        return real(*args, **more)
+
+    monkeypatch.setattr(Trainer, "outputs", count)
+    settings: dict[str, Any] = {"per_round": 4, "workers": 1, "batch": 4}
+    common = fl.simulate(METHODS["fedspa"](0.3, masks="common"), make_task("norm"), 2, **settings)
+    assert calls == [1], "eight clients, one mask"
+    assert common.history[-1].metrics["personal"].density == pytest.approx(0.3, abs=0.01)
+    fl.simulate(METHODS["fedspa"](0.3), make_task("norm"), 2, **settings)
+    assert calls == [9], "eight masks"
+
+
 def test_flops_follow_what_clients_compute_not_what_they_send() -> None:
     task = make_task("norm")
     flops = {

@@ -245,18 +245,19 @@ def agreed(changes: list[list[float]], most: float = 2.0) -> torch.Tensor:
 
 
 def test_client_that_undoes_the_others_change_does_not_slow_them_down() -> None:
-    """Four go one step ahead and one goes back. Blended with the others by half, it stands still."""
-    assert float(agreed([[1.0]] * 4 + [[-1.0]])[0]) == pytest.approx(4 / 5)
-    assert float(agreed([[1.0]] * 8 + [[-1.0]] * 2)[0]) == pytest.approx(8 / 10), "two of ten are held too"
+    """Clients go one step ahead, and one or two go back. Those are replaced by the others' direction."""
+    assert float(agreed([[1.0]] * 4 + [[-1.0]])[0]) == pytest.approx(1.0)
+    assert float(agreed([[1.0]] * 8 + [[-1.0]] * 2)[0]) == pytest.approx(1.0), "two of ten are held too"
     assert float(agreed([[1.0]] * 7 + [[-1.0]] * 3)[0]) == pytest.approx(4 / 10), "three are more than a fifth"
 
 
 def test_change_across_the_others_is_left_alone() -> None:
     """What only one client has learnt is kept, unless it undoes what the others have learnt."""
     assert agreed([[1.0]] * 4 + [[0.0, 1.0]])[:2].tolist() == pytest.approx([4 / 5, 1 / 5])
-    mean = agreed([[1.0, 0.0]] * 4 + [[-0.6, 0.8]])
-    share = 0.6 / 1.6  # (1 - share) * -0.6 + share * 1 = 0
-    assert mean[:2].tolist() == pytest.approx([4 / 5, 0.8 * (1 - share) / 5])
+    mean = agreed([[1.0, 0.0]] * 4 + [[-0.28, 0.96]])
+    share = 2 * 0.28  # blended with (1, 0)
+    last = [(1 - share) * -0.28 + share, (1 - share) * 0.96]
+    assert mean[:2].tolist() == pytest.approx([(4 + last[0]) / 5, last[1] / 5])
 
 
 def test_clients_that_all_differ_are_left_alone() -> None:

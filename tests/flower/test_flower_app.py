@@ -128,6 +128,23 @@ def asking(kind: str, content: RecordDict | None = None) -> Message:
     return Message(content or RecordDict(), 1, kind)
 
 
+@pytest.mark.parametrize("kind", ["file", "link", "open"])
+def test_worker_is_not_used_where_others_could_enter_its_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = tmp_path / f"flashfl-{os.getuid()}"
+    if kind == "file":
+        place.touch()
+    elif kind == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.mkdir()
+        place.chmod(0o755)
+    assert worker._folder() is None
+
+
 def test_worker_gives_the_same_answers_as_the_host(parent: subprocess.Popen[bytes]) -> None:
     InProcessGrid({})  # gives this process the identity that messages need
     here, there, name = context_of(1), context_of(1), "flashfl.flower.app:task_of"

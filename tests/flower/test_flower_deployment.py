@@ -240,3 +240,37 @@ def test_ten_supernodes_with_tls_open_the_simulations_secure_sum(tmp_path: Path)
         run = made.run(settings=settings, train__rounds=1, flower__clients=10, folder=str(tmp_path / "run"))
         assert made.wait(run, 1500) == "finished:completed"
         assert end(tmp_path / "run")["checksum"] == expected.checksum
+
+
+def test_supernodes_killed_at_each_of_five_secure_steps_leave_the_exact_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five of ten nodes are killed in one round over TLS, one in each step. Up to the masked input none counts."""
+    pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
+    from flashfl.engine import cpu
+    from flashfl.flower.private import make_identity
+
+    ends = {1: 0, 3: 1, 5: 2, 7: 3, 9: 4}
+    keys = {client: make_identity(client, tmp_path / "keys") for client in range(10)}
+    (tmp_path / "keys" / "identities.json").write_text(json.dumps(keys))
+    settings = "warmup_clients=0 secure=true per_round=10 max_steps=2 policy.survive=0.51 policy.corrupt=0.0"
+    mortal = os.pathsep.join([str(Path(__file__).parent / "mortal"), os.environ.get("PYTHONPATH", "")])
+    with deployment(tmp_path / "flower") as made:
+        for number in range(10):
+            named = f'identity="{tmp_path}/keys/client-{number}.key" identities="{tmp_path}/keys/identities.json"'
+            env = {"PYTHONPATH": mortal, "ENDS_AT_STEP": str(ends[number])} if number in ends else None
+            made.supernode(number, 10, config=f"{named} policy-survive=0.51 policy-corrupt=0.0", env=env)
+        run = made.run(
+            settings=settings, train__rounds=1, flower__clients=10, flower__timeout=60.0, folder=str(tmp_path / "run")
+        )
+        assert made.wait(run, 1500) == "finished:completed"
+        assert all(f"ENDS {step}" in made.log(f"node{client}") for client, step in ends.items())
+    [record] = rounds(tmp_path / "run")
+    assert (record.attempt, set(record.failures)) == (0, {1, 3, 5})
+    monkeypatch.setattr(cpu, "drops", lambda s, client, share: client in ends)
+    monkeypatch.setattr(cpu, "dropout_step", lambda s, client: ends[client])
+    more = {**TRAIN, "per_round": 10, "dropout": 0.1, "policy": {"survive": 0.51, "corrupt": 0.0}}
+    method = fl.SPDST(density=0.05, warmup_clients=0)
+    expected = fl.simulate(method, digits(10), 1, workers=1, device="cpu", secure=True, max_steps=2, **more)
+    assert set(expected.history[0].failures) == {1, 3, 5}
+    assert end(tmp_path / "run")["checksum"] == expected.checksum

@@ -25,6 +25,7 @@ from flashfl.flower import records
 from flashfl.flower.client import app_around
 from flashfl.flower.host import Host
 from flashfl.flower.testing import InProcessGrid
+from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import DropoutNet, NormNet, blobs
 
 LIAR, SECOND = 4, 7
@@ -131,10 +132,14 @@ def method_of(name: str) -> fl.Method:
     return fl.METHODS[name](**warm)
 
 
-def accuracy(name: str, net: str, grid: InProcessGrid, **settings: Any) -> float:
+def run_of(name: str, net: str, grid: InProcessGrid, **settings: Any) -> fl.Run:
     much = {"epochs": 6, "lr": 0.3} if net == "plain" else {"epochs": 2}
     chosen = {"rounds": 10, "per_round": 10, "batch": 8, "robust": "auto", "lr_end": 0.02, **much, **settings}
-    return 100 * train(method_of(name), task_of(net), grid, options=PATIENT, **chosen).accuracy
+    return train(method_of(name), task_of(net), grid, options=PATIENT, **chosen)
+
+
+def accuracy(name: str, net: str, grid: InProcessGrid, **settings: Any) -> float:
+    return 100 * run_of(name, net, grid, **settings).accuracy
 
 
 @functools.lru_cache
@@ -168,6 +173,49 @@ LIES: dict[str, Callable[[], Lie]] = {
 def test_one_liar_of_ten_costs_at_most_three_points(name: str, net: str, lie: str) -> None:
     found = accuracy(name, net, with_liars(task_of(net), LIES[lie]()))
     assert found >= honest(name, net) - 3
+
+
+def trained_weights(net: str, grid: InProcessGrid, **settings: Any) -> torch.Tensor:
+    run = run_of("dense", net, grid, **settings)
+    return run.weights.vector[: run.task.layout.trained_size]
+
+
+# The tasks above stand the next lies even in a plain average, so these tests compare the models themselves.
+
+
+@pytest.mark.parametrize("net", ["norm", "plain"])
+def test_replayed_update_moves_the_model_less_than_in_a_plain_average(net: str) -> None:
+    far = {}
+    for robust in ("auto", "off"):
+        honest = trained_weights(net, federation(task_of(net)), robust=robust)
+        lied = trained_weights(net, with_liars(task_of(net), replay()), robust=robust)
+        far[robust] = float((lied - honest).norm())
+    assert far["auto"] < far["off"] / 3, far
+
+
+@pytest.mark.parametrize("net", ["norm", "plain"])
+def test_liar_that_undoes_its_change_does_not_slow_the_others_down(net: str) -> None:
+    """One of ten equal clients goes back as far as it should go ahead. A plain average then goes 8/10 of the way."""
+    task, way = task_of(net), {}
+    start = method_of("dense").init(plan_of(TrainConfig(), task, 10)).weights.vector[: task.layout.trained_size]
+    for robust in ("auto", "off"):
+        honest = trained_weights(net, federation(task), rounds=1, robust=robust) - start
+        lied = trained_weights(net, with_liars(task, scaled(-1.0)), rounds=1, robust=robust) - start
+        way[robust] = float(lied @ honest / (honest @ honest))
+    assert way["off"] < 0.85
+    assert way["auto"] > 0.95, way
+
+
+def test_false_layer_counts_do_not_move_the_layers() -> None:
+    """The first phase of SPDST decides how many weights each layer gets."""
+    far = {}
+    for robust in ("auto", "off"):
+        found = [
+            run_of("spdst", "plain", grid, rounds=1, robust=robust).weights.mask.counts
+            for grid in (federation(task_of("plain")), with_liars(task_of("plain"), votes))
+        ]
+        far[robust] = sum(abs(a - b) for a, b in zip(*found, strict=True))
+    assert far["auto"] < far["off"] / 3, far
 
 
 @pytest.mark.parametrize("lie", [flipped, scaled(-9.0)])

@@ -240,6 +240,30 @@ def test_noise_for_an_epsilon_lasts_for_the_rounds_that_were_planned(task: fl.Ta
     assert 19.5 < spent.known <= 20.0
 
 
+@pytest.mark.filterwarnings("ignore:secure = true is only simulated")
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+@pytest.mark.parametrize("secure", [True, False])
+def test_noise_of_runs_with_one_seed_differs(
+    task: fl.Task, secure: bool, engine: str, as_gpu: Callable[[], None]
+) -> None:
+    if engine == "gpu":
+        as_gpu()
+    more = {"rounds": 1, "dp_noise": 1.0, "secure": secure, "seed": 7}
+    first, second = (simulated(task, fl.PDST(density=0.3), **more) for _ in range(2))
+    assert first.history[0].cohort == second.history[0].cohort
+    far = (first.weights.packed() - second.weights.packed()).abs() > 0
+    assert far.float().mean() > 0.99
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_records_of_a_run_with_noise_have_no_loss_and_no_clamped_values(task: fl.Task, secure: bool) -> None:
+    run = simulated(task, fl.PDST(density=0.3), rounds=1, dp_noise=1.0, secure=secure, **{"ranges": {"samples": 1}})
+    [record] = run.history
+    assert np.isnan(record.loss)
+    assert record.privacy is not None
+    assert record.privacy.clamped == 0
+
+
 @pytest.mark.parametrize("secure", [True, False])
 def test_epsilon_survives_kill_and_resume_and_repeated_rounds_spend_too(
     task: fl.Task, tmp_path: Path, secure: bool

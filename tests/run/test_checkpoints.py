@@ -8,11 +8,13 @@ import re
 import resource
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -557,3 +559,20 @@ def test_resuming_a_finished_run_gives_the_same_bits(density: float, tmp_path: P
     """Dropped weights are plain zeros, as they are once they have been read back."""
     method = fl.JMWST(density=density, warmup_clients=0)
     assert go(tmp_path, method=method).checksum == go(tmp_path, method=method, resume=True).checksum
+
+
+def test_checkpoints_that_take_long_come_less_often() -> None:
+    """Residuals of a hundred clients are gigabytes: writing them every few rounds would be most of the run."""
+    run: Any = SimpleNamespace(folder=None, rounds=50, train=TrainConfig(checkpoint_every=25))
+    keeper = checkpoint.Keeper(run, *[None] * 3)  # type: ignore[arg-type]
+
+    def due(cost: float, waited: float, every: int = 25) -> bool:
+        run.train = TrainConfig(checkpoint_every=every)
+        keeper._cost, keeper._kept = cost, time.monotonic() - waited
+        return keeper.due()
+
+    assert due(0.1, 0.5), "a quick one comes every 25 rounds"
+    assert not due(8.0, 4.0), "one of eight seconds waits"
+    assert due(8.0, 81.0), "until it takes a tenth of the time"
+    assert due(8.0, 4.0, every=1), "unless each round is asked for"
+    assert not due(8.0, 1e6, every=0)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -554,15 +555,24 @@ def test_learning_rate_of_a_rival_is_that_which_did_best_on_held_out_samples(tmp
     tried = [c for c in load_table("rivals_lr").cells if c.method["name"] == "topk"]
     stored = Stored(tmp_path)
     assert [c.train["lr"] for c in tried] == [0.03, 0.1, 0.3]
+    stored_result(tmp_path, replace(cell, tuned=""), 0.9)
+    assert stored.all(cell, None) == [], "a run at the usual rate is not the row's before that rate is chosen"
     for other, accuracy in zip(tried, (0.5, 0.7, 0.7), strict=True):
         assert settled(cell, stored) is None, "a rate has not been tried yet"
         stored_result(tmp_path, other, accuracy)
     chosen_cell = settled(cell, stored)
     assert chosen_cell is not None
-    assert (chosen_cell.train["lr"], chosen_cell.column) == (0.1, "top-K error feedback lr 0.1")
+    assert chosen_cell.column == "top-K error feedback lr 0.1"
     assert chosen_cell.config(0).train.lr == 0.1
+    assert settled(chosen_cell, stored) == chosen_cell
+    assert stored.pending([cell], 1) == [], "0.1 is the usual rate, which has been run"
+    stored_result(tmp_path, tried[2], 0.8)
+    other_cell = settled(cell, stored)
+    assert other_cell is not None
+    assert other_cell.config(0).train.lr == 0.3
+    assert stored.pending([cell], 1) == [(other_cell, 0)]
     assert main(["reproduce", "rivals", "--method", "topk", "--results", str(tmp_path)]) == 0
-    assert "| top-K error feedback lr 0.1 | not run |" in capsys.readouterr().out
+    assert "| top-K error feedback lr 0.3 | not run |" in capsys.readouterr().out
 
 
 def test_every_rival_can_be_tuned_with_three_rates_of_its_own_settings() -> None:

@@ -87,8 +87,8 @@ class Others:
     def blend(self, update: Update, most: int) -> Update:
         """The update, blended with the others' direction if it goes against them, and further than `most` others do.
 
-        It then goes as far against them as the next client, or not at all if the next one goes along. It gets no
-        longer by this, as the others' direction is taken as long as its own change.
+        One that goes against them by half its length or more is replaced by a change as long in their direction. One
+        that goes against them by less is blended in proportion. So it never gets longer.
         """
         least = min(0.0, sorted(along for along, _ in self._along.values())[most])
         along, length = self._along.get(update.client, (0.0, 0.0))
@@ -96,7 +96,7 @@ class Others:
             return update
         change = self._change(update)
         size = float(change.norm())
-        share = (least - along) / (size - along)  # (1 - share) * along + share * size = least
+        share = min(1.0, 2 * (least - along) / size)
         direction = (self._sum(update) - update.n * change) * (size / length)
         weights = update.values[: len(change)] + (share * (direction - change)).to(update.values.dtype)
         return replace(update, values=torch.cat([weights, update.values[len(change) :]]))

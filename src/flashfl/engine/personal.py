@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import astuple
 
 import torch
@@ -33,20 +33,25 @@ def personal_score(
         return None
     most = int(classes.max()) + 1
     scores: list[Score] = []
+    made: dict[Hashable, tuple[Tensor, float]] = {}  # outputs and density by mask: clients that share one are many
     for client, local in clients:
-        mask = memory.remembered(client.id) if "mask" in local.keep else None
-        if mask is None and local.start is not None:
-            mask = recipe_mask(weights.layout, local.start, weights.vector.device)
-        model = weights if mask is None else weights.restrict(mask.to(weights.vector.device))
         mine = classes_of(trainer.task.train[client.id])
         if mine is None:
             return None
         shares = torch.bincount(mine[mine < most], minlength=most) * (torch.bincount(classes, minlength=most) > 0)
-        if int(shares.sum()):
+        if not int(shares.sum()):
+            continue
+        mask = memory.remembered(client.id) if "mask" in local.keep else None
+        key = local.start if mask is None else mask.hash
+        if key not in made:
+            if mask is None and local.start is not None:
+                mask = recipe_mask(weights.layout, local.start, weights.vector.device)
+            model = weights if mask is None else weights.restrict(mask.to(weights.vector.device))
             batches = [torch.arange(*span) for span in evaluation_batches(len(test))]
             output = torch.cat([trainer.outputs(model, test, index, local.statistics).cpu() for index in batches])
-            loss, metric = _weighted(trainer, output, classes, (shares / shares.sum()).tolist())
-            scores.append(Score(loss, metric, model.mask.density))
+            made[key] = output, model.mask.density
+        loss, metric = _weighted(trainer, made[key][0], classes, (shares / shares.sum()).tolist())
+        scores.append(Score(loss, metric, made[key][1]))
     if not scores:
         return None
     return Score(*(statistics.fmean(column) for column in zip(*map(astuple, scores), strict=True)))

@@ -4,9 +4,8 @@ Nobody is judged. Each number that a client adds to the sums has a bound, and th
 
 - A client counts as at most twice the median of the cohort's samples.
 - A change of the weights is shortened to twice the median length of such changes. So is every extra tensor.
-- A change that goes against those of the others is blended with theirs, until a fifth of the cohort goes as far against
-  the others, or until it does not go against them at all. A client may differ from the others, but it cannot undo what
-  they learn.
+- A change that goes against those of the others, further than a fifth of the cohort does, is blended with theirs: the
+  further, the more. A client may differ from the others, but it cannot undo what they learn.
 - Of BatchNorm statistics, layer counts and losses, a fifth of the samples is dropped at either end before averaging;
   more in small cohorts, so that any one client can be dropped as a whole.
 """

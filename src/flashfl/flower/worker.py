@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -59,9 +61,10 @@ def _folder() -> Path | None:
     if os.name != "posix":
         return None
     folder = Path(tempfile.gettempdir()) / f"flashfl-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):  # it may be another user's, or no folder
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
-    return folder if found.st_uid == os.getuid() and not found.st_mode & 0o077 else None
+    return folder if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077 else None
 
 
 def _connect(socket: Path, parent: int, reference: str) -> Connection:

@@ -63,6 +63,8 @@ class FedSpa(Method):
         return Recipe(key, allocate(plan.layout, self.allocation, self.density))
 
     def work(self, s: State, client: Client) -> Local:
+        if self.masks == "common":  # the server's model is everybody's
+            return self.local(s)
         start = self._start(s.plan, client.id)
         if not self.moving:
             return self.local(s, start=start, personal=True)

@@ -29,7 +29,7 @@ from ..run.config import RunConfig, make_config
 from ..run.lock import claim
 from ..run.results import Results, versions
 from ..run.summary import Numbers, plain_of
-from .cells import Cell, load_table, short
+from .cells import SETTINGS, Cell, load_table, short
 
 Record = dict[str, Any]  # a line of a results file
 
@@ -57,7 +57,12 @@ class Stored:
         return self._records(cell).get(cell.place(seed))
 
     def all(self, cell: Cell, seeds: int | None) -> list[Record]:
-        """The results of a cell's first seeds, or of all seeds. Stale ones count only if there are no others."""
+        """The results of a cell's first seeds, or of all seeds. Stale ones count only if there are no others.
+
+        A cell whose learning rate is not chosen yet has none.
+        """
+        if cell.tuned:
+            return []
         mine = [r for place, r in self._records(cell).items() if place == cell.place(r["seed"])]
         found = sorted((r for r in mine if seeds is None or r["seed"] < seeds), key=lambda r: int(r["seed"]))
         found = [record for record in found if not stale(record, cell)] or found
@@ -72,7 +77,7 @@ class Stored:
         """What is still to be run, in the table's order, first seeds first. Cells that are alike come once."""
         cells = [settled(cell, self) or cell for cell in cells]
         every = {cell.place(seed): (cell, seed) for seed in range(seeds) for cell in cells}
-        return [(cell, seed) for cell, seed in every.values() if self.missing(cell, seed)]
+        return [(cell, seed) for cell, seed in every.values() if cell.tuned or self.missing(cell, seed)]
 
     def add(self, cell: Cell, record: Record) -> Path:
         """Write a result, beside what other processes have written meanwhile."""
@@ -99,7 +104,7 @@ def settled(cell: Cell, stored: Stored) -> Cell | None:
     Chosen is the rate whose runs in the cell's table `tuned` end with the highest mean accuracy: the same task, method
     and settings, in fewer rounds and on held-out training samples. Of equal rates the one listed first is taken.
     """
-    if not cell.tuned or "lr" in cell.train:
+    if not cell.tuned:
         return cell
 
     def same(other: Cell) -> bool:
@@ -111,7 +116,9 @@ def settled(cell: Cell, stored: Stored) -> Cell | None:
     if not tried or not all(tried.values()):
         return None
     best = max(tried, key=lambda lr: fmean(record["accuracy"] for record in tried[lr]))
-    return replace(cell, train={**cell.train, "lr": best}, column=f"{cell.column} lr {best:g}")
+    usual = SETTINGS[cell.dataset]["train"]["lr"]  # then the result may stand in other tables too
+    train = {**cell.train, **({} if best == usual else {"lr": best})}
+    return replace(cell, train=train, column=f"{cell.column} lr {best:g}", tuned="")
 
 
 def _until(record: Record, up: int) -> Record | None:

@@ -37,6 +37,7 @@ from .run import Run
 from .sealed import Unsigned, Unusable, read_record, write_record
 
 SECONDS = 20.0  # between two checkpoints at most, if a round is not longer
+LONG = 2.0  # seconds that a checkpoint may take without coming less often
 _COUNTERS = ("round", "attempt", "counted")
 _NAME = re.compile(r"checkpoint-(\d{8})\.json")
 
@@ -74,9 +75,13 @@ class Keeper:
                 self.folder.with_name(name).unlink(missing_ok=True)
 
     def due(self) -> bool:
-        """Whether a checkpoint is due: after so many rounds, or seconds. Then it takes at most 2 % of the time."""
+        """Whether a checkpoint is due: after so many rounds, or seconds. Then it takes at most 2 % of the time.
+
+        If clients remember gigabytes, checkpoints take seconds. They then come less often, unless asked for each round.
+        """
         every, waited = self.run.train.checkpoint_every, time.monotonic() - self._kept
-        return bool(every) and (self.run.rounds % every == 0 or waited > max(SECONDS, 50 * self._cost))
+        dear = every > 1 and self._cost > LONG and waited < 10 * self._cost
+        return bool(every) and ((self.run.rounds % every == 0 and not dear) or waited > max(SECONDS, 50 * self._cost))
 
     def keep(self) -> bool:
         """Write a checkpoint. If that fails, for instance because the disk is full, warn and return False."""

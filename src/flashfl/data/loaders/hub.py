@@ -17,6 +17,7 @@ _TESTS = ("test", "validation", "val", "valid", "dev")
 _TEXTS = ("text", "sentence", "content", "review", "document", "comment", "tweet", "message")  # what is read, if there
 _SECOND = ("question", "query", "premise", "hypothesis")  # half of a pair, even beside one of those
 _NO_LABEL = (None, -1)
+_CLASSES = 1 << 16  # that whole numbers may name: a model has an output for each
 _YOURSELF = "To use it, select rows and columns with the datasets package and give them to fl.Task"
 
 
@@ -100,11 +101,11 @@ def _classes(train: Rows, label: str, name: str) -> dict[object, int]:
     given = [value for value in train[label] if value not in _NO_LABEL]
     if all(isinstance(value, str) for value in given):
         return {value: i for i, value in enumerate(sorted(set(given)))}
-    if all(isinstance(value, int | float) and value >= 0 and float(value).is_integer() for value in given):
+    if all(isinstance(value, int | float) and 0 <= value < _CLASSES and value == int(value) for value in given):
         return {i: i for i in range(int(max(given)) + 1)}
     raise DataError(
-        f"hub:{name}: the labels in {label!r} must be all whole numbers of at least 0, or all strings; the first are "
-        f"{given[:3]}. {_YOURSELF}"
+        f"hub:{name}: the labels in {label!r} must be all whole numbers from 0 to {_CLASSES - 1}, or all strings; the "
+        f"first are {given[:3]}. {_YOURSELF}"
     )
 
 
