@@ -46,7 +46,7 @@ class Method:
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         """The clients that take part in this round."""
-        chosen = set(s.draw([c.id for c in clients]))
+        chosen = set(s.drawn([c.id for c in clients]))
         return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
 
     def work(self, s: State, client: Client) -> Local:

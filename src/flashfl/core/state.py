@@ -167,17 +167,15 @@ class State:
         """A random key for one purpose in this round."""
         return fold(self.plan.key, *parts, *self.tag)
 
-    def draw(self, clients: Sequence[int]) -> list[int]:
-        """The usual cohort among these clients, ascending: `per_round` of them, or as each one's coin falls."""
-        plan, key = self.plan, self.key("cohort")
-        if plan.poisson:
-            return flip(key, clients, plan.per_round / plan.clients)
-        return choose(key, clients, plan.per_round)
-
     def sample(self, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
         """`count` of the clients, each equally likely, ascending by id; all of them if there are fewer."""
         chosen = set(choose(self.key(purpose), [c.id for c in clients], count))
         return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
+
+    def drawn(self, ids: Sequence[int]) -> list[int]:
+        """The usual cohort among these clients, ascending: `per_round` of them, or as each one's coin falls."""
+        plan, key = self.plan, self.key("cohort")
+        return flip(key, ids, plan.per_round / plan.clients) if plan.poisson else choose(key, ids, plan.per_round)
 
     def kept(self, kind: type[T], name: str) -> T:
         """The mask or tensor that the method stored under this name."""

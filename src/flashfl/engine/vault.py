@@ -64,7 +64,7 @@ class Vault:
         if (ledger := self.ledger) is not None:
             planned = self.privacy.draw
             how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
-            usual = s.phase.counts and s.draw(present) == sorted(cohort)
+            usual = s.phase.counts and s.drawn(present) == sorted(cohort)
             ledger.spend(chosen, how if usual else Draw(poisson=planned.poisson))
         return chosen
 
