@@ -96,7 +96,7 @@ class GPUEngine:
             everyone = range(len(self.task.train))
             account = PrivateCounting(self.memory, self.vault, s, orders, self.config.dropout, everyone)
         # A client's first mask is made by now: those that differ in nothing else train together.
-        alike = itertools.groupby(self._works(s, orders, account), key=lambda work: replace(work.local, start=None))
+        alike = itertools.groupby(self._works(s, orders, account), key=_same_work)
         for local, works in alike:
             if local.report == "statistics":
                 self._gather(works, account)
@@ -251,6 +251,10 @@ class GPUEngine:
         """Free the device's memory and put torch's global settings back."""
         self.crew = self.stack = None
         self._before.close()
+
+
+def _same_work(work: Work) -> Local:
+    return work.local if work.local.start is None else replace(work.local, start=None)
 
 
 def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | None:
