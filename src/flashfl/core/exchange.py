@@ -110,7 +110,7 @@ class Local:
             )
 
     def sends(self, order: Precision) -> Precision:
-        """How the update's values travel, in answer to an order whose values travelled like `order`.
+        """The precision of the update's values: `upload` if it is set, else `order`, the precision of the order.
 
         Only weights can travel as changes, and not if parts of the work report changes already.
         """

@@ -80,7 +80,7 @@ class Method:
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
     def reported(self, s: State) -> Mapping[str, Weights]:
-        """The views with the running average of the server's model before them, if the run keeps one."""
+        """All views. The first is the running average of the server's model, if the run keeps one."""
         return self.views(s) if s.average is None else {"average": s.average, **self.views(s)}
 
     def view(self, s: State, name: str = "") -> Weights:
@@ -97,7 +97,10 @@ class Method:
         return replace(s, weights=s.weights.with_statistics(sums.weights[s.layout.trained_size :] / sums.n))
 
     def local(self, s: State, **changes: Any) -> Local:
-        """The plan's training settings at this round's learning rate, with changes. The run's own parts come last."""
+        """The run's training settings with this round's learning rate. Arguments replace single settings.
+
+        The run's own parts come after the given ones.
+        """
         run = s.plan.local.parts
         parts = (*changes.pop("parts", ()), *run)
         if run and reports_changes(parts):

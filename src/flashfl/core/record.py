@@ -31,7 +31,7 @@ class PaperBytes:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One finished round. The loop fills the first part; the run's observer adds the second."""
+    """One finished round. The loop fills the fields up to `privacy`; the run's observer adds those from `total` on."""
 
     phase: str
     counts: bool  # whether the round counts towards `rounds`

@@ -48,10 +48,10 @@ class ServerStep:
     leaves it loses its momentum. Momentum starts anew with each phase. Nothing more travels.
     """
 
-    lr: float = 1.0
-    momentum: float = 0.0
-    adam: float = 0.0  # 0: FedAvgM
-    tau: float = 1e-3
+    lr: float = 1.0  # the server's learning rate: its step is multiplied by this
+    momentum: float = 0.0  # the server's momentum
+    adam: float = 0.0  # FedAdam: decay of the squared changes; 0: FedAvgM instead of FedAdam
+    tau: float = 1e-3  # FedAdam: added to the divisor
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.tau > 0 and 0 <= self.momentum < 1 and 0 <= self.adam < 1):

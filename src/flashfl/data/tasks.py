@@ -49,7 +49,7 @@ class TaskConfig:
     prunable: str = "auto"  # a rule or a glob (docs/data.md); auto: what the model says
     tokens: str = "auto"  # wordpiece or words; auto: wordpiece for a pretrained model
     length: int = 64  # tokens that a text is cut or padded to
-    vocab_size: int = 8192  # words in a vocabulary of words
+    vocab_size: int = 8192  # with `tokens` words: the size of the vocabulary
     size: int = 0  # pixels a side that images of a folder or the hub are scaled to; 0: as they are
 
     def __post_init__(self) -> None:

@@ -58,7 +58,7 @@ class FlowerEngine:
         self._late: dict[str, Post] = {}  # messages whose replies are no longer waited for
 
     def prepare(self, s: State) -> dict[str, JSON]:
-        """The server measures; clients without native kernels train dense."""
+        """The server measures whether native kernels are faster. Clients without native kernels train dense."""
         return choose(self.task, s, self.memory, threads=1) if self._may_be_sparse else {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
@@ -173,7 +173,7 @@ class FlowerEngine:
         return bool(replies)
 
     def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
-        """The server has neither the clients' masks nor their labels."""
+        """Always None: the server has neither the clients' masks nor their labels."""
         return None
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ class FlashPlus(JMWST):
     of what it brings comes from training, not from bits: it helps dense models as much (docs/flashplus.md).
 
     Bytes: as SPDST at the same density, with fewer for each weight.
-    When: you have so many megabytes a client and round (`--budget 2.3MB`), and want the best model for them.
+    When: a client may send only so many bytes a round (`--budget 2.3MB`), and you want the best model for them.
     Not to be confused with SPDST and JMWST, which are the paper's methods, with the paper's recipe.
 
     r_int: masks move every r_int rounds, as JMWST's; 0: they are frozen, as SPDST's. look_ahead: clients start

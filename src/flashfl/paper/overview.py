@@ -22,24 +22,28 @@ TABLES = (
 )  # fmt: skip
 # What the experiments in LOG.md found: a table, a data set, an alpha (None: any), a note.
 _NOTES: Sequence[tuple[str, str, float | None, str]] = (
-    ("main", "cifar10", 0.1, "Clients this unlike make the last rounds swing by several points. The best evaluations "
-     "average to the paper's means, so the paper probably reports best ones."),
-    ("main", "cifar10", 1000.0, "Most cells lie a little below the paper, by 0.4 points on average. Not understood."),
-    ("main", "mnist", None, "All cells lie above the paper. The published code applies softmax twice and decays its "
-     "learning rate over 1,000 rounds, which explains the direction."),
-    ("hetero", "cifar10", None, "hetero-SPDST at alpha 1: the published code trains small parts inside the densest "
-     "model. We reach 85.7 to 86.9 that way, but then clients exceed their budgets."),
+    ("main", "cifar10", 0.1, "At alpha 0.1 clients differ so much that accuracy goes up and down by several points in "
+     "the last rounds. On average, the best evaluations of our runs agree with the paper's means. So the paper "
+     "probably reports the best evaluation of each run."),
+    ("main", "cifar10", 1000.0, "Most cells lie a little below the paper, by 0.4 points on average. We do not know "
+     "why."),
+    ("main", "mnist", None, "All cells lie above the paper. The paper's published code applies softmax twice and "
+     "decays its learning rate over 1,000 rounds. This explains why its figures are lower."),
+    ("hetero", "cifar10", None, "hetero-SPDST at alpha 1: in the paper's published code every client holds and "
+     "computes the densest model, and trains only its own part of it. If we do the same, we reach 85.7 to 86.9, but "
+     "then clients exceed their budgets."),
     ("hetero", "mnist", None, "All cells lie above the paper, like those of the main table."),
     ("feddst", "mnist", None, "FedDST's paper limits uploads, so these are the GiB meant here; its figures are best "
      "ones. Settings are those of its public code: 400 clients with 20 images of each of two classes, a readjustment "
      "ratio of 0.05. That code applies softmax twice, and ours does not. One run gives both rows of a method."),
     ("rivals", "cifar10", None, "SPDST and JMWST use the paper's learning rate. Each other system uses the best of "
-     "three in 100 rounds, judged on 5,000 training images that no client has (`flashfl reproduce rivals_lr`)."),
+     "three learning rates. These were compared over 100 rounds, on 5,000 training images that no client has "
+     "(`flashfl reproduce rivals_lr`)."),
     ("wfa", "cifar10", None, "FedAvg counts a missing weight as 0 and so keeps rarely chosen weights small. "
      "Averaging over the clients that hold a weight does not."),
 )  # fmt: skip
 _NEEDS = {"sst2": "needs the weights of BERT-base"}
-_WHERE = "Data sets lie in the folder that FLASHFL_DATA names. `flashfl data` says what it lacks."
+_WHERE = "Data sets lie in the folder that FLASHFL_DATA names. `flashfl data` lists the missing ones."
 
 
 @dataclass(frozen=True)
@@ -148,4 +152,4 @@ def _missing(cells: Mapping[tuple[str, str], int], known: Collection[str]) -> Ta
         rows.append([Entry(text, text) for text in (dataset, ", ".join(counts), why, command)])
     get = [f"{dataset}: {registry.info(dataset).files.get}." for dataset in by if dataset not in known]
     notes = [*([_WHERE] if get else []), *get]
-    return Table(("data set", "cells", "why", "command"), rows, notes=notes)
+    return Table(("data set", "missing cells of each table", "why", "command"), rows, notes=notes)

@@ -22,12 +22,14 @@ _COLUMNS = (
     "up / client", "down / client", TRANSFER, "seconds",
 )  # fmt: skip
 ABOUT = (
-    "Ours after the last round beside the paper's, mean ± standard deviation over seeds. Best: a run's best "
-    "evaluation. Before: the model before the server cuts it to its density. Spreads: the difference over the combined "
-    "spread, which is the paper's and ours (over seeds, or over a run's last ten evaluations if that is larger); empty "
-    "where the paper states no spread. Bytes per client and round, first phase included, and how many times fewer that "
-    "is than the model's dense size. Mismatch: between the masks of consecutive rounds, late in a run. Seconds: of a "
-    "run, which may have shared its GPU with others."
+    "Tables compare our accuracy after the last round with the paper's: mean ± standard deviation over seeds. Best: "
+    "the best evaluation of a run. Before: accuracy of the model before the server cuts it to its density. A spread "
+    "is a standard deviation. Ours is that over seeds, or that of a run's last ten evaluations if it is larger. The "
+    "combined spread is the root of the sum of squares of the paper's and ours. The column spreads shows the "
+    "difference divided by the combined spread; it is empty where the paper states no spread. Bytes are those of one "
+    "client and round, with the bytes of the first phase spread over all rounds; (19.2x) means 19.2 times fewer than "
+    "the dense model. Mismatch: between the masks of consecutive rounds, late in a run. Seconds: how long one run "
+    "took; it may have shared its GPU with other runs. The first phase is what the paper calls stage 1."
 )
 NEAR, FAR = 1.0, 2.0  # spreads up to which a difference is small, and beyond which it needs an explanation
 _LAST = 10  # evaluations at the end of a run that say how much it swings

@@ -49,7 +49,7 @@ class TrainConfig:
     momentum: float = 0.0  # of SGD
     weight_decay: float = 0.0  # of SGD
     prox: float = 0.0  # FedProx's pull towards the server's model
-    lr_last: float = 1.0  # within a round, a client's learning rate falls linearly towards this share of it
+    lr_last: float = 1.0  # within a round, the learning rate falls linearly towards lr_last times its first value
     max_steps: int = 0  # at most this many batches an epoch; 0: all
     server: ServerStep = field(default_factory=ServerStep)  # the server's own step: momentum, adam, lr
     static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
@@ -58,16 +58,16 @@ class TrainConfig:
     dropout: float = 0.0  # simulated failures: the share of clients that fail in each round
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
-    budget: int = 0  # bytes a client and round each way, on average; chooses density and bits (2.3MB); 0: none
+    budget: int = 0  # mean bytes per client and round, each way, such as 2.3MB; sets density and bits; 0: none
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
-    average: float = 0.0  # report a running average of the server's model, which keeps this share each round; 0: no
+    average: float = 0.0  # weight of the past in a running average of the server's model, which is reported; 0: none
     values: Form = "fp32"  # how weights are encoded in messages, in both directions
-    values_up: Literal["", Form] = ""  # how those of updates are encoded; empty: as `values` says
-    values_down: Literal["", Form] = ""  # how those of orders are encoded; empty: as `values` says
-    rest: Rest = "fp32"  # the form of BatchNorm statistics, and under int8 and int4 of biases and other vectors
-    rounding: Rounding = "unbiased"  # to fewer bits: up or down at random, without bias, or to the nearest
-    feedback: bool = False  # clients add what rounding to the nearest took from their last update; needs memory there
-    upload: Literal["weights", "changes"] = "weights"  # changes: clients send what training changed
+    values_up: Literal["", Form] = ""  # how weights are encoded in uploads; empty: as `values` says
+    values_down: Literal["", Form] = ""  # how weights are encoded in downloads; empty: as `values` says
+    rest: Rest = "fp32"  # encoding of BatchNorm statistics; with int8 and int4 also of biases and other vectors
+    rounding: Rounding = "unbiased"  # of encoded values: unbiased (up or down at random), or to the nearest
+    feedback: bool = False  # with `rounding` nearest: clients store the rounding error and add it to their next update
+    upload: Literal["weights", "changes"] = "weights"  # changes: clients send the difference from the model they got
     robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
     clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 2 with robust, else never
     trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none

@@ -56,7 +56,7 @@ def simulate(
     folder: where results, checkpoints and the final model go. If it holds a run already, choose: resume=True continues
     that run from its last checkpoint, to the same result as without the interruption; overwrite=True replaces it.
     A resumed run may have more `rounds` than before; the learning rate then follows the longer schedule from there on.
-    progress: show it on a terminal and in notebooks (None), always (True), never (False) or as this Display does.
+    progress: when to show progress: on a terminal and in notebooks (None), always (True), never (False); or a Display.
     watch: called with the state and the record after every round.
 
     Ctrl-C ends the run early: its finished rounds are kept and returned.

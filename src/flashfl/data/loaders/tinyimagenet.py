@@ -69,5 +69,5 @@ TINYIMAGENET = Files(
     read=_load,
     forms=(tuple(f"tiny-imagenet-200/{file}" for file in ("wnids.txt", "train", "val/val_annotations.txt")),),
     get="Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip there; it needs the pillow package, and 1.4 GB "
-    "more for the array it is kept as",
+    "of disk for the cache that flashfl makes",
 )
