@@ -152,6 +152,15 @@ def test_clip_does_not_slow_down_clients_that_agree() -> None:
     assert float(far[4]) == pytest.approx((4 - 1) / 4), "a liar is as long as the others and counts no further"
 
 
+def test_client_with_more_samples_may_add_no_more_than_others() -> None:
+    """With 2^32 samples, a change may not be twice as long and count twice as well."""
+    sums = account_sums(Robust(bounded=True, clip=2.0), (1.0, 1.0, 1.0, -1e9), (10, 10, 10, 2**32))
+    assert sums.n == 50
+    again = 50 / (30 + 20 * 20 / 20e9)  # the average is lengthened by what clipping took away
+    # The liar counts as 20 samples, so its change may be 1 long. It is then replaced by the others' direction.
+    assert float(average("fedavg", sums)[4]) == pytest.approx((30 + 20) / 50 * again)
+
+
 def test_clip_of_two_takes_the_shorter_as_measure() -> None:
     assert abs(float(average("fedavg", account_sums(Robust(clip=1.0), (1.0, -1e30)))[4])) <= 1
 

@@ -13,6 +13,8 @@ from ..core.exchange import Local, Update
 from ..core.layout import Layout
 from ..core.mask import Mask
 
+_ROUNDING = 1e-12  # changes that cancel each other out up to this have no direction
+
 
 @dataclass(frozen=True)
 class Start:
@@ -81,7 +83,8 @@ class Others:
             return
         change, total, n = self._change(update), self._sum(update), update.n
         dot, square, whole = float(change @ total), float(change @ change), float(self._total @ self._total)
-        length = max(0.0, whole - 2 * n * dot + n * n * square) ** 0.5  # of total - n * change
+        others = whole - 2 * n * dot + n * n * square  # the square of total - n * change
+        length = others**0.5 if others > _ROUNDING * (whole + n * n * square) else 0.0
         self._along[update.client] = ((dot - n * square) / length if length else 0.0, length)
 
     def blend(self, update: Update, most: int) -> Update:
