@@ -135,8 +135,9 @@ def draw(rows: list[Row], path: Path) -> None:
     for ink, case in zip(INKS, DENSITIES, strict=True):
         mine = [row for row in final if row["case"] == case]
         for axes, which in zip(panels, ("sampled", "known"), strict=True):
-            points = sorted((mean(mine, e, which), 100 * mean(mine, e, "accuracy")) for e in EPSILONS)
-            axes.plot(*zip(*points, strict=True), "o-", color=ink, label=case, linewidth=1.6)
+            done = [e for e in EPSILONS if any(row["epsilon"] == e for row in mine)]
+            x, y = [mean(mine, e, which) for e in done], [100 * mean(mine, e, "accuracy") for e in done]
+            axes.plot(x, y, "o-", color=ink, label=case, linewidth=1.6)
             axes.axhline(100 * mean(mine, 0.0, "accuracy"), color=ink, linestyle=":", linewidth=1)
     panels[0].set(xlabel="epsilon, cohorts secret", ylabel="accuracy (%)", xscale="log")
     panels[1].set(xlabel="epsilon, cohorts known (as to the server)", xscale="log")
@@ -158,7 +159,9 @@ def table(rows: list[Row]) -> str:
     lines.append("|---|---|---|" + "---|" * len(DENSITIES))
     for epsilon in (*EPSILONS, 0.0):
         accuracy = [100 * mean([r for r in final if r["case"] == case], epsilon, "accuracy") for case in DENSITIES]
-        shown = " | ".join(f"{value:.1f} %" for value in accuracy)
+        if all(map(math.isnan, accuracy)):
+            continue
+        shown = " | ".join("" if math.isnan(value) else f"{value:.1f} %" for value in accuracy)
         if epsilon:
             known, noise = (mean(final, epsilon, name) for name in ("known", "noise"))
             lines.append(f"| {epsilon:g} | {known:.1f} | {noise:.2f} | {shown} |")
