@@ -144,6 +144,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for axes in panels:
         axes.grid(alpha=0.25)
         decades(axes.xaxis)
+    panels[0].set_xticks(EPSILONS, [f"{e:g}" for e in EPSILONS])
     legend(made, panels)
     save(made, path)
 
