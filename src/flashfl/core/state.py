@@ -48,10 +48,10 @@ class ServerStep:
     leaves it loses its momentum. Momentum starts anew with each phase. Nothing more travels.
     """
 
-    lr: float = 1.0
-    momentum: float = 0.0
-    adam: float = 0.0  # 0: FedAvgM
-    tau: float = 1e-3
+    lr: float = 1.0  # learning rate of the server's step
+    momentum: float = 0.0  # of the server's step (FedAvgM, FedAdam)
+    adam: float = 0.0  # FedAdam: decay of the mean squared change; 0: FedAvgM
+    tau: float = 1e-3  # FedAdam: added to the denominator
 
     def __post_init__(self) -> None:
         if not (self.lr > 0 and self.tau > 0 and 0 <= self.momentum < 1 and 0 <= self.adam < 1):
@@ -110,7 +110,10 @@ class Plan:
         if not (math.isfinite(self.lr_end) and self.lr_end >= 0):
             raise ConfigError(f"lr_end = {self.lr_end}: must be a number of at least 0")
         if 0 < self.local.lr < self.lr_end:
-            warn(f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. Set both")
+            warn(
+                f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. To let it "
+                f"fall, set lr_end to {self.local.lr:g} or less."
+            )
 
     def initial(self, draw: int = 1) -> Tensor:
         """The model's initial weights, the same for every method with the same seed. Each `draw` gives others."""
