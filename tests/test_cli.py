@@ -480,8 +480,8 @@ def test_worker_processes_know_custom_rules(own: str, tmp_path: Path, threads: s
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("nowhere.py", None, "it is not a Python file that exists"),
-        ("mine.txt", "", "it is not a Python file that exists"),
+        ("nowhere.py", None, "there is no such file, or its name does not end in .py"),
+        ("mine.txt", "", "there is no such file, or its name does not end in .py"),
         ("json.py", "", "another module is also called json; rename the file"),
         ("broken_one.py", "x = (", "importing it failed (SyntaxError: "),
         ("broken_two.py", "import no_such_thing", "importing it failed (ModuleNotFoundError: No module named"),
@@ -529,4 +529,4 @@ def test_method_registered_under_another_name_is_an_error(
     """Its records would be taken for those of the method that has the name."""
     monkeypatch.setitem(fl.METHODS, "better", fl.PDST)
     said = refused(capsys, "run", "--method", "better", *PLAIN)
-    assert "the method registered as 'better' calls itself 'pdst'" in said
+    assert "the method registered as 'better' has the name 'pdst': both must be equal" in said

@@ -67,7 +67,8 @@ def _divided(total: Tensor, by: Tensor | int) -> Tensor:
 def _weights(sums: Sums) -> Tensor:
     if sums.weights is None or sums.n == 0:
         raise ValueError(
-            "clients reported no weights in this round, so there is nothing to average: ask for report='weights'"
+            "clients reported no weights in this round, so there is nothing to average. Use report='weights' in the "
+            "method's `work` for this phase."
         )
     return sums.weights
 

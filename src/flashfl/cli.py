@@ -100,7 +100,8 @@ def _settings_apart(words: list[str], command: argparse.ArgumentParser) -> tuple
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="flashfl",
-        description="Sparse federated learning that is real: FLASH and its rivals, with bytes that are really saved.",
+        description="Train sparse models with federated learning: FLASH and its rivals. Messages are sparse too, so "
+        "fewer bytes travel.",
         epilog="Give any setting as --name value, for instance --density 0.05 --rounds 100 --alpha 0.1. "
         "`flashfl methods` lists the settings of methods, `flashfl settings` all others.",
     )
@@ -131,11 +132,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
     comparison = add("compare", _compare, "train several methods with several seeds and print a table", settings=True)
     comparison.add_argument(
-        "--methods", default=_DEMO_METHODS, help=f"comma-separated or all (default: {_DEMO_METHODS})"
+        "--methods", default=_DEMO_METHODS, help=f"comma-separated names, or all (default: {_DEMO_METHODS})"
     )
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
-    said = "replace runs with other settings or code in that folder"
+    said = "start again where the folder holds a run of other settings or other code"
     comparison.add_argument("--overwrite", action="store_true", help=said)
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 

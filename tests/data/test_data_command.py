@@ -159,7 +159,7 @@ def test_data_check_finds_unpublished_files(tmp_path: Path, capsys: Said) -> Non
     assert main(["data", "check", "mnist", *root]) == 1
     assert "the published file's is" in capsys.readouterr().err  # by its checksum
     assert main(["data", "check", "fashion-mnist", *root]) == 1
-    assert "has 40 training samples where 60,000 belong" in capsys.readouterr().err  # by its size
+    assert "has 40 training samples, expected 60,000" in capsys.readouterr().err  # by its size
 
 
 def test_data_check_counts_writers(tmp_path: Path, capsys: Said) -> None:

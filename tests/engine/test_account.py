@@ -354,7 +354,7 @@ def test_client_may_report_a_missing_mask_once() -> None:
     lack = encode(Message("lack", LAYOUT, TAG, 1, lacks="00" * 8)).data
     account.lacking(1, lack)
     for client in (0, 1):
-        with pytest.raises(WireError, match="says that it lacks a mask"):
+        with pytest.raises(WireError, match="asked for a mask with a message that is not valid, or asked again"):
             account.lacking(client, lack)
 
 
@@ -366,7 +366,7 @@ def test_simulation_stops_if_masks_are_deleted_under_it(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.mask"):
         path.unlink()
     engine.memory.store._cache.clear()
-    with pytest.raises(CheckpointError, match="is gone"):
+    with pytest.raises(CheckpointError, match="is missing"):
         engine.train(state.again(), method.orders(state.again(), task.clients))
 
 

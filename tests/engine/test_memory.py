@@ -180,7 +180,7 @@ def test_own_mask_beyond_the_history_is_kept_for_a_simulated_client() -> None:
     assert [again.rounds(client) for client in range(3)] == [held.rounds(client) for client in range(3)]
     assert [again.own(client) is not None for client in range(3)] == [False, False, True]
     held.store.keep_only([])
-    with pytest.raises(CheckpointError, match="of client 0 is gone: resume the run"):
+    with pytest.raises(CheckpointError, match=r"of client 0 is missing\. Resume the run"):
         held.rounds(0)
 
 
@@ -248,7 +248,7 @@ def test_lost_masks_of_real_clients_are_a_warning(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.mask"):
         path.unlink()
     other = memory(MaskStore.in_folder(LAYOUT, tmp_path), simulated=False)
-    with pytest.warns(RuntimeWarning, match="they are sent full masks again"):
+    with pytest.warns(RuntimeWarning, match="clients are sent full masks again"):
         other.load(saved)
     assert other.start(0) is None
     with pytest.raises(CheckpointError, match="a mask that clients keep cannot be restored"):

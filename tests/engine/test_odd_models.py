@@ -139,7 +139,7 @@ def cast(data: Data, dtype: torch.dtype) -> Data:
 def test_a_model_of_other_numbers_is_trained_in_float32(dtype: torch.dtype) -> None:
     given = [cast(data, dtype) for data in clients()]
     task = Task(Mixed().to(dtype), given, cast(blobs(9, (6,), 9), dtype))
-    with pytest.warns(RuntimeWarning, match=f"of {dtype} are trained and kept in float32"):
+    with pytest.warns(RuntimeWarning, match=f"of type {dtype}. flashfl converts them to float32"):
         layout = task.layout
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -177,7 +177,7 @@ def test_whole_numbers_stay_what_they_are() -> None:
     "method", [fl.SPDST(density=0.3, warmup_clients=2), fl.JMWST(density=0.3), fl.NST(density=0.3)]
 )
 def test_moving_masks_need_prunable_weights(method: Any) -> None:
-    with pytest.raises(ConfigError, match="no weight of the model may be sparse"):
+    with pytest.raises(ConfigError, match="the model has no prunable weights"):
         simulate(Task(DropoutNet, clients(), blobs(9, (6,), 9), prunable="none"), method)
 
 

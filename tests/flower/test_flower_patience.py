@@ -251,7 +251,7 @@ def test_reply_larger_than_the_order_allows_is_refused_unread(monkeypatch: pytes
     monkeypatch.setattr(Encoding, "received", spy)
     task = make_task("norm")
     run = train(small("pdst"), task, federation(task, only(node_of(BAD), "train", padded)), rounds=1, **EVERY)
-    assert re.search(r"a reply of \d+ bytes, at most \d+ fit what was ordered", run.history[0].failures[BAD])
+    assert re.search(r"the reply has \d+ bytes, at most \d+ are allowed for this order", run.history[0].failures[BAD])
     assert sorted(arrived) == [0, 1, 3, 4, 5, 6, 7]
 
 

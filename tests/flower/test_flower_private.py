@@ -159,7 +159,7 @@ def test_clients_with_an_identity_tell_no_sample_count_and_refuse_plain_rounds(
 
 
 def test_clients_with_an_identity_send_no_input_without_masks(task: fl.Task, nodes: dict[int, dict[str, str]]) -> None:
-    with pytest.raises(RunStopped, match="Unmasked: the server asks for an input without masks"):
+    with pytest.raises(RunStopped, match="Unmasked: the server asks for an unprotected update"):
         train(fl.PDST(density=0.05), task, federation(task, nodes=nodes), retries=0, dp_noise=1.0, **SETTINGS)
 
 
@@ -214,7 +214,7 @@ def test_client_that_lost_its_mask_gets_it_again(
 
 def test_strategy_takes_secure_as_an_argument(task: fl.Task) -> None:
     assert FlashStrategy(METHOD, task, secure=True).train.secure
-    with pytest.raises(ConfigError, match="masks differ"):
+    with pytest.raises(ConfigError, match="its clients have different masks"):
         train(fl.NST(), task, federation(task), secure=True, **SETTINGS)
 
 

@@ -178,7 +178,7 @@ def after(grid: Any, number: int, node: int, app: Any, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize(("app", "why"), [
-    (of_size(33), "registers 33 samples, and the server allows flower.max_samples = 20"),
+    (of_size(33), "registers 33 samples, but flower.max_samples = 20"),
     (client_app(make_task("dropout")), "has another model"),
 ])  # fmt: skip
 def test_node_restarted_with_an_unfit_app_is_refused(app: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:

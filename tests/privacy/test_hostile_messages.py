@@ -142,7 +142,7 @@ def test_more_neighbours_than_chance_allows_are_refused() -> None:
     world = World(10)
     party = Party(Terms("test", (2, 0, 0), 300, 32, world.policy, 10), world.selves[0], chosen=(1, 2))
     boxes = np.frombuffer(listing(BOX, [(i, bytes(82)) for i in range(1, 10)]), BOX)
-    with pytest.raises(errors.Malformed, match="9 clients claim this client as a neighbour: at most 8 may"):
+    with pytest.raises(errors.Malformed, match="9 clients chose this client as a neighbour, at most 8 are allowed"):
         party._open_boxes(boxes)
 
 
@@ -201,7 +201,7 @@ def test_vector_of_another_length_is_refused_on_both_sides() -> None:
 def test_server_that_wants_less_noise_than_the_client_insists_on_is_refused() -> None:
     insists = Policy(noise=4.0)
     for offered in (None, Noise(1.0, 3.9)):
-        with pytest.raises(errors.TooLittleNoise, match="this client asks for 4"):
+        with pytest.raises(errors.TooLittleNoise, match="this client requires at least 4"):
             Terms.from_bytes(Terms("r", (2, 0, 0), 9, 32, insists, 3, noise=offered).to_bytes(), insists)
     assert Terms.from_bytes(Terms("r", (2, 0, 0), 9, 32, insists, 3, noise=Noise(1.0, 4.0)).to_bytes(), insists).noise
 

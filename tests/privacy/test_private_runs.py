@@ -145,7 +145,7 @@ def test_methods_with_a_common_mask_run_privately(task: fl.Task, method: Method,
 def test_methods_whose_masks_differ_are_refused_before_the_first_round(
     task: fl.Task, method: Method, setting: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"masks differ.*Use a method with one frozen mask"):
+    with pytest.raises(ConfigError, match=r"its clients have different masks.*Use a method with one frozen mask"):
         simulated(task, method, **setting)
 
 
@@ -447,7 +447,7 @@ def test_client_that_refuses_says_why_by_name(task: fl.Task, monkeypatch: pytest
 
     monkeypatch.setattr(PrivateRound, "failed", noted)
     run = simulated(task, fl.PDST(density=0.3), secure=True, rounds=1)
-    assert whys[2].startswith("AsksForBoth: the server asks for the key and for the self-mask")
+    assert whys[2].startswith("AsksForBoth: the server asks for both the key and the self-mask")
     assert run.history[0].failures == {}
 
 

@@ -230,7 +230,7 @@ def test_every_error_is_a_wire_error() -> None:
 def test_sections_and_fields_out_of_place_are_refused() -> None:
     kept = encode(order(BASE, start=(2, 1, 0), own=BASE.hash), (BASE,)).data
     decode(kept, LAYOUT, KNOWN)
-    refused(errors.BadSection, remove(kept, "start"), "not the round it was kept from")
+    refused(errors.BadSection, remove(kept, "start"), "no section 'start', the round it was stored in")
     lack = encode(Message("lack", LAYOUT, (2, 1, 0), 5, lacks=BASE.hash)).data
     decode(lack, LAYOUT)
     for at in (37, 45):  # the number of samples, the key

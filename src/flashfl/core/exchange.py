@@ -91,16 +91,20 @@ class Local:
         if self.adapt is not None and not isinstance(self.adapt, Adapt):
             lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
             raise ConfigError(
-                f"adapt = {self.adapt!r}: must be None or a rule that moves the mask, such as PruneRegrow(). This has "
-                f"no {', '.join(lacks)}"
+                f"adapt = {self.adapt!r}: must be None or a rule that moves the mask, such as PruneRegrow(). Yours "
+                f"lacks the attributes {', '.join(lacks)}."
             )
         if tuple(self.keep) not in ((), ("mask",)):
             raise ConfigError(
-                f"keep = {self.keep!r}: must be () or ('mask',). What a part keeps, it names in its own `remembers`."
+                f"keep = {self.keep!r}: must be () or ('mask',). To keep other tensors, declare them in the "
+                "`remembers` method of a part."
             )
         for one in self.parts:
             if not isinstance(one, Part):
-                raise ConfigError(f"parts has {one!r}: must be parts, such as Multiply(); derive yours from Part")
+                raise ConfigError(
+                    f"parts has {one!r}, which is not a Part. Give parts such as Multiply(), or an instance of your "
+                    "own class derived from Part."
+                )
         for own in (*self.parts, *([self.adapt] if self.adapt is not None else ())):
             check_part(own)
         if self.report == "mask" and not self.statistics:

@@ -80,11 +80,12 @@ def _at_default(value: Any, f: dataclasses.Field[Any]) -> bool:
 def from_json(data: Any) -> Any:
     """The part that `to_json` described. Unknown names, unknown fields and wrong types are errors."""
     if not isinstance(data, dict) or not isinstance(data.get("is"), str):
-        raise ConfigError(f"{str(data)[:80]}: expected a table that names a part or a rule under 'is'")
+        raise ConfigError(f"{str(data)[:80]}: expected a part or a rule as a table, such as {{'is': 'Multiply'}}")
     cls = _PARTS.get(data["is"])
     if cls is None:
         raise ConfigError(
-            f"{unknown('part', data['is'], _PARTS)}. Import the file of a custom rule wherever clients train."
+            f"{unknown('part', data['is'], _PARTS)}. If it is your own, import the file that defines it, on the server "
+            "and on every client."
         )
     return build(cls, {k: v for k, v in data.items() if k != "is"})
 

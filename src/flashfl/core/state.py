@@ -110,7 +110,10 @@ class Plan:
         if not (math.isfinite(self.lr_end) and self.lr_end >= 0):
             raise ConfigError(f"lr_end = {self.lr_end}: must be a number of at least 0")
         if 0 < self.local.lr < self.lr_end:
-            warn(f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. Set both")
+            warn(
+                f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. To let it "
+                f"fall, set lr_end to {self.local.lr:g} or less."
+            )
 
     def initial(self, draw: int = 1) -> Tensor:
         """The model's initial weights, the same for every method with the same seed. Each `draw` gives others."""

@@ -103,4 +103,4 @@ def loads(data: bytes, path: Path) -> dict[str | int, Any]:
         return {str(key, "latin1") if isinstance(key, bytes) else key: value for key, value in held.items()}
     except Exception as error:  # a broken pickle raises almost anything
         why = str(error) or type(error).__name__
-        raise damaged(path, f"refused as a pickle of arrays and plain containers: {why}") from None
+        raise damaged(path, f"it must be a pickle of arrays and plain containers: {why}") from None

@@ -141,8 +141,8 @@ class Task:
         found = {t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()} - {torch.float32}
         if found:
             warn(
-                f"the model's parameters and buffers of {', '.join(sorted(map(str, found)))} are trained and kept in "
-                "float32; values='fp16' makes them travel in half precision"
+                f"the model has parameters or buffers of type {', '.join(sorted(map(str, found)))}. flashfl converts "
+                "them to float32. To send weights in half precision, set values='fp16'."
             )
         return Layout.of(module.float(), self._prunable, self._fixed)
 

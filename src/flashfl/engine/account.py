@@ -76,7 +76,8 @@ class Account:
         lack = decode(data, self.layout)
         if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
             raise WireError(
-                "the client says that it lacks a mask, but it was sent the full mask, or its message is not valid"
+                "the client asked for a mask with a message that is not valid, or asked again after it got the full "
+                "mask"
             )
         self._reminded.add(client)
         self.traffic += lack.parts.traffic("lack")

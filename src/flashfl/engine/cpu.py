@@ -201,8 +201,8 @@ def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) 
     assert isinstance(result, Reply)
     if result.lacks:
         raise CheckpointError(
-            f"the stored mask of client {client} is gone from {account.memory.store.folder}: resume the run, which "
-            "goes back to a checkpoint"
+            f"the stored mask of client {client} is missing in {account.memory.store.folder}. Resume the run: it "
+            "continues from the last checkpoint."
         )
     account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 

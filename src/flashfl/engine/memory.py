@@ -111,13 +111,14 @@ class ClientMemory:
         own = held.own.digest if held.own is not None else None
         if own is not None and own not in self.store:
             raise CheckpointError(
-                f"the stored mask {own} of client {client} is gone: resume the run, which goes back to a checkpoint"
+                f"the stored mask {own} of client {client} is missing. Resume the run: it continues from the last "
+                "checkpoint."
             )
         notes = held.notes.digest if held.notes is not None else None
         if notes is not None and notes not in self.store:
             raise CheckpointError(
-                f"what client {client} remembers between rounds ({notes}) is gone: resume the run, which goes back to "
-                "a checkpoint"
+                f"the memory of client {client} ({notes}) is missing. Resume the run: it continues from the last "
+                "checkpoint."
             )
         return [(held.tag, held.order.digest if held.order in self._history else None, own, notes)]
 
@@ -240,7 +241,10 @@ class ClientMemory:
         except (KeyError, FlashError) as error:
             if self.simulated:
                 raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
-            warn(f"the record of which masks clients have is lost ({error}): they are sent full masks again")
+            warn(
+                f"the list of masks that clients hold is lost ({error}). The run goes on: clients are sent full masks "
+                "again."
+            )
             clients, history = {}, {}
         self._saved = (clients, history)
         self.rollback()

@@ -91,8 +91,10 @@ class PrivateSide:
             answer = party.advertise()
         elif step == MASKED and first:  # the terms: a round without masks
             if self.secure:
-                raise Unmasked("the server asks for an input without masks, and this client takes part in secure "
-                               "rounds only")  # fmt: skip
+                raise Unmasked(
+                    "the server asks for an unprotected update, but this client takes part in secure rounds only. Set "
+                    "secure = true on the server."
+                )
             return self._train(data, Terms.from_bytes(first, self.policy), None, *_take(rest)[1:], memory)
         else:
             saved = self.drawer.read("party")
@@ -126,13 +128,16 @@ class PrivateSide:
         local, mask = sent.local, sent.mask
         if local is None or mask is None or (update.mask is not None and not update.mask.equal(mask)):
             raise FlashError(
-                "a private round needs one frozen mask for all clients, and training changed this client's: use a "
-                "method such as dense, pdst or spdst"
+                "training changed the mask of this client, but a private round needs one frozen mask for all clients. "
+                "Use a method such as dense, pdst or spdst."
             )
         honest = 1 if party is None else terms.policy.honest(terms.cohort)
         how = Packing(sent.layout, local, mask.active, terms.cohort, terms.ranges, terms.noise, honest)
         if (how.length, how.bits) != (terms.length, terms.bits):
-            raise Malformed(f"the order has {how.length} numbers, and the server announced {terms.length}")
+            raise Malformed(
+                f"the order needs {how.length} numbers of {how.bits} bits, but the server announced {terms.length} of "
+                f"{terms.bits}"
+            )
         tail = sent.layout.size - sent.layout.trained_size
         if not local.statistics:  # they were not sent; what is reported of them is their value
             start = torch.cat([start, start.new_zeros(tail)])
@@ -141,7 +146,10 @@ class PrivateSide:
             scale, members = how.sections[0].scale, terms.policy.honest(len(party.cohort))
             deviation = terms.noise.deviation(scale, how.length, members)
             if not LEAST <= deviation <= LARGEST:
-                raise TooLittleNoise(f"noise with a deviation of {deviation} units cannot be drawn exactly")
+                raise TooLittleNoise(
+                    f"the noise has a standard deviation of {deviation}: it can be drawn exactly only from {LEAST} to "
+                    f"{LARGEST}. Change dp_noise or dp_epsilon on the server."
+                )
             numbers += discrete_gaussian(deviation, how.length)
         return numbers.astype(f"<u{terms.bits // 8}")
 

@@ -71,9 +71,9 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     )  # fmt: skip
     if privacy.noise is not None and not LEAST <= how.deviation <= LARGEST:
         raise ConfigError(
-            f"noise of {privacy.noise.multiplier:.3g} times the clip cannot be drawn exactly for {cohort} clients: "
-            f"in the whole numbers that clients send, its standard deviation would be {how.deviation}, allowed are "
-            f"{LEAST} to {LARGEST}. Change dp_noise or dp_epsilon"
+            f"noise of {privacy.noise.multiplier:.3g} times the clip with {cohort} clients cannot be drawn exactly. "
+            f"Clients send whole numbers, and in these the noise has a standard deviation of {how.deviation}. It must "
+            f"be from {LEAST} to {LARGEST}. Change dp_noise or dp_epsilon."
         )
     return how
 

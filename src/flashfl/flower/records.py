@@ -39,9 +39,12 @@ def to_array(data: bytes) -> Array:
 def read_array(array: Array, limit: int | None = None) -> bytes:
     """The bytes of an array that `to_array` made; BadRecord if there are more than `limit`."""
     if limit is not None and len(array.data) > limit:
-        raise BadRecord(f"a reply of {len(array.data)} bytes, at most {limit} fit what was ordered")
+        raise BadRecord(f"the reply has {len(array.data)} bytes, at most {limit} are allowed for this order")
     if array.stype != STYPE or array.dtype != "uint8" or tuple(array.shape) != (len(array.data),):
-        raise BadRecord(f"an array of type {array.dtype}, {array.stype} where bytes were expected")
+        raise BadRecord(
+            f"the array has dtype {array.dtype} and stype {array.stype}, expected a flat array of uint8 with stype "
+            f"{STYPE}"
+        )
     return bytes(array.data)
 
 
@@ -52,7 +55,7 @@ def read_blob(content: RecordDict, *names: str, limit: int | None = None) -> tup
         if isinstance(record, ArrayRecord) and list(record) == ["blob"]:
             return name, read_array(record["blob"], limit)
     found = ", ".join(sorted(content)[:8]) or "nothing"
-    raise BadRecord(f"a record with {found} where {' or '.join(names)} was expected")
+    raise BadRecord(f"the record holds {found}, expected {' or '.join(names)}")
 
 
 def fields(name: str, values: Mapping[str, Field]) -> RecordDict:
@@ -68,7 +71,7 @@ def read_fields(content: RecordDict, name: str) -> dict[str, Field]:
     plain = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
     for value in plain.values():
         if isinstance(value, str) and len(value) > LONGEST_FIELD:
-            raise BadRecord(f"a text of {len(value)} characters, at most {LONGEST_FIELD} are read")
+            raise BadRecord(f"a text has {len(value)} characters, at most {LONGEST_FIELD} are allowed")
     return plain
 
 

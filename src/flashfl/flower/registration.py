@@ -71,7 +71,8 @@ class Entry:
         entry = Entry(node, Client(client, n, density), held)
         if terms.samples and n > terms.samples:
             raise ConfigError(
-                f"client {client} registers {n} samples, and the server allows flower.max_samples = {terms.samples}"
+                f"client {client} registers {n} samples, but flower.max_samples = {terms.samples}. Raise "
+                "flower.max_samples on the server, or give the client fewer samples."
             )
         if wire != VERSION:
             raise ConfigError(
@@ -85,9 +86,10 @@ class Entry:
             )
         if other is not None:
             raise ConfigError(
-                f"client {client} has other fixed weights: {other[:100]!r} differs from the server's. Fixed weights do "
-                "not travel: load them from the same file on both sides, or give the task a class or a function "
-                "instead of a module, so that both sides draw them from one seed"
+                f"client {client} has other fixed weights: {other[:100]!r} differs from the server's. Fixed weights "
+                "are never sent, so both sides must start with the same. Load them from the same file on both sides. "
+                "Or give the task a class or a function instead of a module: both sides then initialise it from the "
+                "same seed."
             )
         if package != __version__:
             log.warning("client %d runs flashfl %s, the server %s", client, printable(package, 40), __version__)

@@ -191,8 +191,8 @@ class Registry:
         if own != entry:
             if not self.options.rebind:
                 raise ConfigError(
-                    f"it registers as {entry}, and it was {own}. A node must stay the same client, with as many "
-                    "samples, for the whole run. If the change is meant, resume the run with flower.rebind=true"
+                    f"it registers as {entry}, but it was {own} before. A node must keep its client and its number of "
+                    "samples for the whole run. If you changed it on purpose, resume the run with flower.rebind=true."
                 )
             log.warning("node %d was restarted: it is %s now, and was %s", entry.node, entry, own)
             del self.bound[own.client.id]

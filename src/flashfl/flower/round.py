@@ -161,8 +161,8 @@ class ClientEvaluation(Exchange):
         possible = 0 <= metric <= n * (1 + 1e-5) if self.share else abs(metric) <= LARGEST_METRIC
         if n != held or not (abs(loss) <= LARGEST_METRIC and possible):
             raise records.BadRecord(
-                f"it reports loss {loss} and metric {metric}, summed over {n} samples: they are out of range, or these "
-                f"are not the {held} samples that it registered"
+                f"it reports loss {loss} and metric {metric}, summed over {n} samples. Expected: sums in the valid "
+                f"range, over the {held} held-back samples that it registered."
             )
         self._found[post.client.id] = (n, loss, metric)
         return None

@@ -80,9 +80,10 @@ def _connect(socket: Path, parent: int, reference: str) -> Connection:
                 process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
                 _started.append(process)
             elif process.poll() is not None or time.monotonic() > end:
+                why = "it took too long" if process.poll() is None else f"exit code {process.poll()}"
                 raise RuntimeError(
-                    f"the process that keeps this node's task loaded did not start (exit code {process.poll()}; None: "
-                    "it took too long). Its own error, if any, was printed before this one"
+                    f"the process that loads this node's task did not start ({why}). If it printed an error, look for "
+                    "it above."
                 ) from None
             time.sleep(0.02)
 

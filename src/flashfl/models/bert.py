@@ -64,8 +64,8 @@ def pretrained(
     if lost := sorted(n for n in drawn if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n):
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
-            f"the weights in {path} are not those of its config.json: {', '.join(lost[:3])}{more} are not there, or of "
-            "another shape. Fetch both again"
+            f"the weights in {path} do not match its config.json: {', '.join(lost[:3])}{more} are missing or have "
+            "another shape. Download both files again."
         )
     for what, wanted, has in (("vocab", vocab, "vocab_size"), ("length", length, "max_position_embeddings")):
         if wanted > getattr(net.config, has, wanted):

@@ -113,15 +113,20 @@ class Party:
         """
         self._begin(MASKED)
         if len(vector) != self.terms.length or vector.dtype != np.dtype(f"<u{self.terms.bits // 8}"):
-            raise WrongRound(f"this round has {len(vector)} numbers, and the server announced {self.terms.length}")
+            raise WrongRound(
+                f"the input has {len(vector)} numbers of type {vector.dtype}, but the server announced "
+                f"{self.terms.length} of {self.terms.bits} bits"
+            )
         content, size = unframe(inbox, MASKED, self.terms), (len(self.cohort) + 7) // 8
         self.sharing = tuple(sorted(flagged(content[:size], self.cohort)))
         self._check_enough(self.sharing, STEPS[SHARES])
         self._open_boxes(entries(content[size:], BOX))
         phase, round, _ = self.terms.tag
         if not self.me.gives(self.terms.run, phase, round):
-            raise SecondInput(f"this client already gave its input to a sum of round {round}, and a second sum would "
-                              "show who is in one and not in the other")  # fmt: skip
+            raise SecondInput(
+                f"this client already sent its update for round {round}. The difference of two sums could reveal "
+                "single updates, so it sends none again."
+            )
         self.common = common
         keys = {other: self._mask_key(other) for other in self._neighbours()}
         hidden = vector.copy()
@@ -132,17 +137,25 @@ class Party:
     def confirm(self, survivors: bytes) -> bytes:
         """Step 4: sign who survived. A client signs one list only, and only one it is on."""
         if self.step > CONFIRM:
-            raise AsksForBoth("the server sends a second list of survivors in one attempt: a client's key and its "
-                              "self-mask could both be collected")  # fmt: skip
+            raise AsksForBoth(
+                "the server sent a second list of survivors in one attempt. With two lists it could unmask the update "
+                "of one client, so this client stops."
+            )
         self._begin(CONFIRM)
         content, size = unframe(survivors, CONFIRM, self.terms), (len(self.cohort) + 7) // 8
         alive, dropped = flagged(content[:size], self.cohort), flagged(content[size:], self.cohort)
         if both := alive & dropped:
-            raise AsksForBoth(f"the server asks for the key and for the self-mask of client {min(both)}")
+            raise AsksForBoth(
+                f"the server asks for both the key and the self-mask of client {min(both)}. Together they reveal its "
+                "update, so this client stops."
+            )
         if alive | dropped != set(self.sharing):
-            raise DifferentCohorts("the survivors and the dropped are not the clients that shared their secrets")
+            raise DifferentCohorts(
+                "the server's lists of survivors and of dropped clients do not match the clients that shared their "
+                "secrets"
+            )
         if self.me.id not in alive:
-            raise DifferentCohorts("this client sent its input and is not among the survivors")
+            raise DifferentCohorts("this client sent its update, but the server's list of survivors does not name it")
         self.survivors = tuple(sorted(alive))
         self._check_enough(self.survivors, STEPS[MASKED])
         return frame(CONFIRM, self.terms, self._view, self.me.identity.sign(_vote(self.terms, self._view)))
@@ -153,10 +166,13 @@ class Party:
         found = entries(unframe(votes, UNMASK, self.terms), VOTE)
         for client, digest, signature in found.tolist():
             if client not in self.survivors:
-                raise DifferentCohorts(f"client {client} signed a list of survivors that it is not on")
+                raise DifferentCohorts(f"client {client} signed the list of survivors, but the list does not name it")
             self.me.directory.check(client, _vote(self.terms, digest), signature)
             if digest != self._view:
-                raise DifferentCohorts(f"client {client} was shown another cohort, other survivors or another model")
+                raise DifferentCohorts(
+                    f"client {client} saw another cohort, list of survivors or model than this client. The server must "
+                    "send the same to all."
+                )
         self._check_enough(found["id"].tolist(), STEPS[CONFIRM])
         rows = [
             (client, client not in self.survivors, both[SHARE:] if client in self.survivors else both[:SHARE])
@@ -184,8 +200,8 @@ class Party:
         mine = (self.me.id, Exchange(self.box_key).public, Exchange(self.mask_key).public)
         if len(self.cohort) < self.terms.policy.least:
             raise CohortTooSmall(
-                f"the cohort has {len(self.cohort)} clients, and this client asks for at least "
-                f"{self.terms.policy.least}"
+                f"the cohort has {len(self.cohort)} clients, but this client requires at least "
+                f"{self.terms.policy.least} (policy.least)"
             )
         if len(self.cohort) > self.terms.cohort:
             raise WrongRound(
@@ -195,7 +211,7 @@ class Party:
         for client, box, mask, signature in self._cards.tolist():
             self.me.directory.check(client, _card(self.terms, client, box, mask), signature)
             if client == self.me.id and (client, box, mask) != mine:
-                raise BadSignature("the cohort lists another key of this client than it sent")
+                raise BadSignature("the cohort's list has a key for this client that differs from the one it sent")
         if self.me.id not in self.cohort:
             raise DifferentCohorts("this client is not in the cohort that it was sent")
 
@@ -233,7 +249,8 @@ class Party:
     def _open_boxes(self, boxes: List) -> None:
         if len(boxes) > _MOST_CHOSEN * len(self.chosen):
             raise Malformed(
-                f"{len(boxes)} clients claim this client as a neighbour: at most {_MOST_CHOSEN * len(self.chosen)} may"
+                f"{len(boxes)} clients chose this client as a neighbour, at most {_MOST_CHOSEN * len(self.chosen)} are "
+                "allowed"
             )
         for sender, box in boxes.tolist():
             if sender not in self.sharing or sender == self.me.id:

@@ -76,7 +76,8 @@ class Terms:
         offered = 0.0 if terms.noise is None else terms.noise.multiplier
         if offered < policy.noise:
             raise TooLittleNoise(
-                f"the server offers noise of {offered:g} times the clip, and this client asks for {policy.noise:g}"
+                f"the server's noise is {offered:g} times the clip, but this client requires at least "
+                f"{policy.noise:g}. Raise dp_noise on the server, or lower policy.noise."
             )
         return terms
 

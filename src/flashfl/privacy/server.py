@@ -77,8 +77,8 @@ class Collector:
         least = max(self.terms.policy.least, self.terms.policy.threshold(cohort))
         if len(self.alive) < least:
             raise TooFew(
-                f"{len(self.alive)} of {cohort} clients are left after the step '{STEPS[self.step]}': at least {least} "
-                "are needed, so nothing is opened"
+                f"{len(self.alive)} of {cohort} clients are left after the step '{STEPS[self.step]}', at least {least} "
+                "are needed. The sum of this attempt stays hidden."
             )
         if self.step == ADVERTISE:
             self._roster = listing(CARD, [(client, *card) for client, card in self._cards.items()])
@@ -100,7 +100,10 @@ class Collector:
             return frame(CONFIRM, self.terms, *(flags(some, self.cohort) for some in lists))
         if self.step == UNMASK:
             return frame(UNMASK, self.terms, listing(VOTE, self._votes))
-        raise WrongStep("there is no message for this step: the first needs the terms only, or the last is over")
+        raise WrongStep(
+            "the server has no message for this step. In the first step clients get the terms only; after the last "
+            "step nothing is sent."
+        )
 
     def _card(self, client: int, content: memoryview) -> None:
         found = entries(content, CARD)

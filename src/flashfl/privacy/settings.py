@@ -79,9 +79,9 @@ def check_settings(s: PrivacySettings) -> None:
     private = s.dp_epsilon > 0 or s.dp_noise > 0
     if s.dp_sampling == "poisson" and (s.secure or not private):
         raise ConfigError(
-            "dp_sampling = 'poisson': needs dp_epsilon or dp_noise, and `secure` off. Poisson cohorts amplify privacy "
-            "only if they stay secret, and with `secure` privacy must hold against the server, which knows them. Use "
-            "dp_sampling = 'fixed'."
+            "dp_sampling = 'poisson': needs dp_epsilon or dp_noise, and secure = false. Poisson cohorts add privacy "
+            "only while they are secret. With `secure`, privacy must hold against the server too, and the server "
+            "knows the cohort. Set dp_sampling = 'fixed'."
         )
     if private and s.static_bn:
         raise ConfigError(

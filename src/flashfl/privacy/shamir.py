@@ -29,7 +29,7 @@ def restore(shares: Mapping[int, bytes]) -> bytes:
     """The secret that these shares, by place, were made from. They must be at least as many as the threshold."""
     value = at_zero({place: int.from_bytes(share, "big") for place, share in shares.items()}, PRIME)
     if value >= 1 << 256:
-        raise ValueError("these shares belong to no secret of 32 bytes")
+        raise ValueError("these shares do not give a secret of 32 bytes")
     return value.to_bytes(32, "big")
 
 

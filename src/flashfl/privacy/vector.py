@@ -123,8 +123,8 @@ class Packing:
         if self.noise is not None:
             if report == "counts":
                 raise ConfigError(
-                    "layer counts are too few and too coarse to hide in noise: leave the first phase out with "
-                    "warmup_clients = 0, or use pdst with allocation = 'erk'"
+                    "the first phase asks clients for layer counts, which are too few and too coarse to hide in "
+                    "noise. Set warmup_clients = 0 to skip it, or use pdst with allocation = 'erk'."
                 )
             yield "changes", (self.active + dense if report == "weights" else 0) + statistics, self.noise.clip, False
             return
@@ -150,7 +150,8 @@ class Packing:
         room = math.log2(min((2.0 ** (self.bits - 1) - 2 * self.cohort) / total, most / limit))
         if self.noise is None and room + math.log2(limit) < 8:
             raise ConfigError(
-                f"{self.cohort} clients a round are too many for sums in numbers of {self.bits} bits: lower per_round"
+                f"{self.cohort} clients a round are too many: in sums of {self.bits}-bit integers, each value would "
+                "have less than 8 bits. Lower per_round."
             )
         return 2.0 ** math.floor(room)
 

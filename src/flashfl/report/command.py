@@ -48,7 +48,9 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     again.add_argument("table", nargs="?", default="", help=_TABLES)
     again.add_argument("--all", action="store_true", help="all tables on one page, and what is missing")
     for name in _FILTERS:
-        again.add_argument(f"--{name}", default="", help="only these cells (comma-separated)")
+        again.add_argument(
+            f"--{name}", default="", help=f"show or run only cells with this {name} (several: comma-separated)"
+        )
     again.add_argument("--seeds", type=int, help="seeds of each cell (default: 1 when running, all when showing)")
     again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default) only shows")
     again.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
@@ -140,7 +142,8 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     cells = [cell for some in tables.values() for cell in some]
     if not args.budget_minutes and not args.results.is_dir():
         raise ConfigError(
-            f"--results {args.results}: there is no such folder. Give the folder results of a clone of the repository"
+            f"--results {args.results}: there is no such folder. Clone the flashfl repository and give its folder "
+            "`results`."
         )
     failed = 0
     if args.budget_minutes > 0:

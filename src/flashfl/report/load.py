@@ -49,7 +49,7 @@ class RunData:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
         longer = {"train.extended": before} if (before := self.header.get("extended")) else {}
         if config := self.header.get("config"):
-            return flat(config) | longer
+            return flat(config) | {"task.model": self.model} | longer
         identity = self.header["identity"]
         # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
         # name says which data it has, and may be split again for each seed.

@@ -98,8 +98,8 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
     if density == 0:
         least = min(max(cost.bytes(1e-4, replace(train, values=f).down, replace(train, values=f).up)) for f in CHOICES)
         raise ConfigError(
-            f"budget = {train.budget}: what is not sparse in the model of {task.name} needs about {least} bytes a "
-            "message. Raise the budget."
+            f"budget = {train.budget}: too small. The dense part of the model of {task.name} alone needs about {least} "
+            "bytes a message. Raise the budget."
         )
     found = replace(method, density=density)  # type: ignore[call-arg]
     down, up = cost.bytes(density, made.down, made.up)

@@ -179,7 +179,10 @@ def load(
     """
     found = found_in(folder)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {folder}: start the run again (--overwrite if it had begun)")
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}. Start the run again; if the folder holds results already, add "
+            "--overwrite."
+        )
     passed: dict[Path, Unusable] = {}
     for path in found:
         try:
@@ -208,7 +211,7 @@ def _take_over(path: Path, point: Checkpoint, accept: Callable[[Checkpoint], Non
     try:
         accept(point)
     except Exception as error:  # the content may be a stranger's, and fail in any way
-        raise Unusable(f"{path.name}: its state or what clients remember cannot be used ({error})") from None
+        raise Unusable(f"{path.name}: the state or the clients' memory in it cannot be used ({error})") from None
 
 
 def _read(path: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
@@ -259,11 +262,11 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
         counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
         if f"checkpoint-{rounds:08d}" != path.stem:
-            raise ValueError(f"it says {rounds!s:.20} rounds, unlike its name")
+            raise ValueError(f"it records {rounds!s:.20} rounds, but its file name says another number")
         if min(*counters.values(), *astuple(traffic)) < 0 or counters["attempt"] >= 1 << 16:
             raise ValueError("a counter is out of bounds")
         if max(counters["round"], counters["counted"]) > rounds:
-            raise ValueError(f"it says {rounds} rounds, but its counters say more")
+            raise ValueError(f"it records {rounds} rounds, but its counters are higher")
         state = State(
             plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
             average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},
@@ -281,7 +284,7 @@ def _mask(plan: Plan, packed: Tensor, described: Any) -> Mask:
     check_recipe(recipe, plan.layout)
     mask = Mask.unpack(plan.layout, packed.numpy(), plan.device, recipe)
     if not recipe_mask(plan.layout, recipe).equal(mask):
-        raise ValueError("a recipe gives another mask than the stored one")
+        raise ValueError("a stored mask differs from the mask that its recipe gives")
     return mask
 
 

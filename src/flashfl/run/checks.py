@@ -36,9 +36,10 @@ def check_private(method: Method, task: Task, config: TrainConfig) -> None:
         return
     if not method.common:
         raise ConfigError(
-            f"{method.name or type(method).__name__}: clients' masks differ, and a weight that one client alone holds "
-            "would show in a secure sum. Use a method with one frozen mask for all (dense, pdst, spdst, or jmwst with "
-            "adapt.rate = 0), or switch `secure` and `dp_*` off. A custom method says `common = True`."
+            f"{method.name or type(method).__name__}: its clients have different masks. A weight that only one client "
+            "has would be visible in a secure sum. Use a method with one frozen mask for all (dense, pdst, spdst, or "
+            "jmwst with adapt.rate = 0), or switch `secure` and `dp_*` off. If all clients of a custom method share "
+            "one frozen mask, set `common = True` in its class."
         )
     if task.test is None:
         raise ConfigError(

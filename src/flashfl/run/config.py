@@ -40,7 +40,7 @@ _MOST = 1024  # workers, threads or lanes: more than any machine can use
 class TrainConfig:
     """How a run goes: its length, the clients' training, and where and how it is carried out."""
 
-    rounds: int = 60  # rounds that count; a first phase is not among them
+    rounds: int = 60  # training rounds, not counting a first phase
     per_round: int = 5  # clients that train in a round
     epochs: int = 1  # passes of a client over its samples in a round
     batch: int = 16  # samples in a step
@@ -51,7 +51,7 @@ class TrainConfig:
     prox: float = 0.0  # FedProx's pull towards the server's model
     lr_last: float = 1.0  # within a round, the learning rate falls linearly towards lr_last times its first value
     max_steps: int = 0  # at most this many batches an epoch; 0: all
-    server: ServerStep = field(default_factory=ServerStep)  # the server's own step: momentum, adam, lr
+    server: ServerStep = field(default_factory=ServerStep)  # the server's step (FedAvgM, FedAdam)
     static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
     seed: int = 0  # of everything random in the run
     eval_every: int = 5  # rounds between evaluations
@@ -76,7 +76,7 @@ class TrainConfig:
     dp_delta: float = 1e-5  # the delta that epsilon is counted for
     dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
     dp_sampling: Literal["fixed", "poisson"] = "fixed"  # poisson: clients join a round at random, per_round on average
-    dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: what dp_epsilon allows for `rounds`
+    dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: as much as dp_epsilon needs for `rounds`
     ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
     policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
     device: str = "auto"  # cpu or cuda; auto: cuda if there is one
@@ -88,7 +88,7 @@ class TrainConfig:
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
     sparse_compute: bool = True  # on a CPU: compute active weights only, if that is measured to be faster
-    checkpoint_every: int = 25  # most rounds between checkpoints (or 20 s); 0: only at the end and when interrupted
+    checkpoint_every: int = 25  # write a checkpoint every N rounds or 20 s; 0: only at the end and when interrupted
     track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
     def __post_init__(self) -> None:
@@ -121,9 +121,9 @@ class TrainConfig:
                 )
         if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
             raise ConfigError(
-                f"feedback = true with values_up = {self.up.values!r} and rounding = {self.rounding!r}: it adds to "
-                "the next update what rounding to the nearest lost. Set rounding = 'nearest' and fewer bits, such as "
-                "values_up = 'int4'."
+                f"feedback = true with values_up = {self.up.values!r} and rounding = {self.rounding!r}: feedback "
+                "corrects the errors of rounding to the nearest, so it needs rounding = 'nearest' and fewer bits than "
+                "fp32. Set both, for instance values_up = 'int4', or set feedback = false."
             )
         check_names(self.track)
         self.local()
@@ -173,15 +173,16 @@ def _check_sparse(method: Any, task: Task) -> None:
     if not layout.prunable:
         trained = ", ".join(layer.name for layer in layout.of_kind("dense"))
         raise ConfigError(
-            f"{method.name} is a sparse method, and no weight of the model may be sparse (it has {trained or 'none'}): "
-            "name some in the task's `prunable`, or take the method dense"
+            f"{method.name} is a sparse method, but the model has no prunable weights. Its trained parameters are: "
+            f"{trained or 'none'}. Name some of them in the task's `prunable`, or use the method 'dense'."
         )
     if 2 * layout.prunable_size >= layout.size or method.density == 1 or task.own_rule:
         return
     largest = sorted(layout.of_kind("dense"), key=lambda layer: -layer.size)[:3]
     warn(
-        f"only {layout.prunable_size / layout.size:.0%} of the model's values may be sparse; the largest that travel "
-        f"dense are {', '.join(f'{x.name} ({x.size})' for x in largest)}: see `prunable` of the task"
+        f"only {layout.prunable_size / layout.size:.0%} of the model's values are prunable, so little is saved. The "
+        f"largest others are {', '.join(f'{x.name} ({x.size})' for x in largest)}. To prune them too, set `prunable` "
+        "of the task."
     )
 
 
@@ -215,8 +216,8 @@ def _known_method(name: Any) -> type[Method]:
         raise ConfigError(f"{unknown('method', str(name), METHODS)} (register a custom one with --load FILE.py)")
     if METHODS[name].name != name:  # by which records and checkpoints know it
         raise ConfigError(
-            f"the method registered as {name!r} calls itself {METHODS[name].name!r}: "
-            f'let its class say name: ClassVar[str] = "{name}"'
+            f"the method registered as {name!r} has the name {METHODS[name].name!r}: both must be equal. Write name: "
+            f"ClassVar[str] = '{name}' in its class."
         )
     return METHODS[name]
 

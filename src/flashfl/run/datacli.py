@@ -146,8 +146,10 @@ def _check(args: argparse.Namespace, overrides: Mapping[str, str]) -> None:
         ("classes", data.classes, info.classes),
     ):
         if published and found != published:
-            raise DataError(f"{info.name} under {root.absolute()} has {found:,} {what} where {published:,} belong: "
-                            f"files are missing or are not the published ones. {info.files.get}")  # fmt: skip
+            raise DataError(
+                f"{info.name} under {root.absolute()} has {found:,} {what}, expected {published:,}: files are missing "
+                f"or are not the published ones. {info.files.get}"
+            )
     counts = np.bincount(data.labels, minlength=data.classes)
     print(f"{info.name}: {train:,} training and {f'{test:,}' if test else 'no'} test samples of {data.classes} "
           f"classes, shape {_shape(data.shape)}")  # fmt: skip

@@ -71,7 +71,9 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
     if not header.get("config"):
         made = folder / "model.safetensors"
         where = f"its model is in {made} already" if made.exists() and not view else "use run.save() where it was run"
-        raise ConfigError(f"{folder} was made in Python and does not say how its task was made; {where}")
+        raise ConfigError(
+            f"{folder} was made in Python: its task is not recorded, so export cannot build the model; {where}"
+        )
     for name in ("config", "identity"):
         if not isinstance(header.get(name), dict):
             raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table {name!r}")

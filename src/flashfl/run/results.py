@@ -50,7 +50,7 @@ class Results:
         """The results in a run's folder, or an error that names what is wrong with it."""
         path = folder / RESULTS
         if path.exists() and not path.is_file():
-            raise FlashError(f"{folder} is not a run: {path.name} is not a file")
+            raise FlashError(f"{folder} is not a run: its {path.name} is a folder or something else, expected a file")
         try:
             return Results(path, *_parse(path))
         except OSError as error:

@@ -39,7 +39,10 @@ def encode(
     sections: dict[str, Sequence[Chunk]] = {name: [data] for name, data in _small_sections(message).items()}
     if mask is not None:
         if message.counts is not None and tuple(message.counts) != counts:
-            raise BadCount(f"the message's counts {message.counts} are not its mask's, {counts}; leave them out")
+            raise BadCount(
+                f"the message has layer counts {message.counts}, but its mask has {counts}. Leave the counts out: the "
+                "mask gives them."
+            )
         choice = plan(mask, bases, form)
         sections["mask"], coding = choice.write(), Coding(choice.form, choice.base, how)
     if message.values is not None:
@@ -112,7 +115,7 @@ def decode(
     counts = mask.counts if mask is not None else None
     values, carries, value_form = section("values", lambda reader: read_values(reader, layout, counts)) or no_values
     if value_form.changes and head.kind != "update":
-        raise BadField(f"the values of an {head.kind} are changes; only updates may have them")
+        raise BadField(f"this message of kind {head.kind!r} sends changes instead of weights; only updates may do that")
     active = mask.active if mask is not None else None
     return replace(
         head,

@@ -88,7 +88,10 @@ def check_sections(kind: Kind, names: Sequence[str]) -> None:
     if "mask" in names and "counts" in names:
         raise BadSection("the message has layer counts beside a mask, which already gives them")
     if "own" in names and "start" not in names:
-        raise BadSection("the order names a mask the client kept, but not the round it was kept from")
+        raise BadSection(
+            "the order has a section 'own', the mask that a client stored, but no section 'start', the round it was "
+            "stored in"
+        )
     if kind == "update" and not {"mask", "values", "counts"} & set(names):
         raise BadSection("the update is empty: it has no mask, values or counts")
 

@@ -69,7 +69,10 @@ def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Cho
     if may_win("bitmap", geo.bitmap_size):
         found.append(Choice("bitmap", None, geo.bitmap_size, lambda: (b"\4", mask.packed.tobytes())))
     if not found:
-        raise BadField(f"the mask cannot be sent as {only!r}: no base equals it, or it has no recipe")
+        raise BadField(
+            f"the mask cannot be sent as {only!r}. 'known' needs a mask that the receiver already holds, 'recipe' "
+            "needs a mask made from a recipe, and 'difference' a base mask."
+        )
     return min(found, key=lambda choice: choice.size)
 
 
@@ -188,7 +191,10 @@ def _read_recipe(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
     check_recipe(recipe, layout)
     mask = recipe_mask(layout, recipe)
     if mask.hash != name:
-        raise BadMask(f"the recipe gives the mask {mask.hash}, the message says {name}; the two sides differ")
+        raise BadMask(
+            f"the recipe gives the mask {mask.hash}, but the message says {name}. Check that both sides run the same "
+            "version of flashfl."
+        )
     return mask
 
 

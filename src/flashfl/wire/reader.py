@@ -75,7 +75,7 @@ class Reader:
         """A number of items, from 1 to `most`."""
         found = self.number(1)
         if found == 0:
-            raise BadCount(f"the section {self.what!r} has no {items}; it must be left out then")
+            raise BadCount(f"the section {self.what!r} is empty: it has no {items}. Leave out an empty section.")
         if found > most:
             raise TooLarge(f"{found} {items}, at most {most} are accepted here")
         return found

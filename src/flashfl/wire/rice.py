@@ -116,5 +116,7 @@ def _ranks(gaps: Array, k: int, size: int) -> Array:
     if int(gaps.sum()) > size - len(gaps):
         raise OutOfRange("mask: a Rice-coded position lies outside its layer")
     if best_k(gaps)[0] != k:
-        raise BadField("mask: a Rice parameter is not the smallest of those that give the least size")
+        raise BadField(
+            "mask: a Rice parameter is not the best one. Use the one with the smallest size; if several tie, the lowest"
+        )
     return np.cumsum(gaps + 1, dtype=np.int64) - 1

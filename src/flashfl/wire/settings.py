@@ -39,7 +39,7 @@ def read_local(reader: Reader, layout: Layout, limits: Limits) -> Local:
     except Exception as error:  # a stranger's settings may fail in any way inside a part's own checks
         raise BadField(f"the client's settings cannot be read: {error}") from None
     if not canonical:
-        raise BadField("the client's settings are not in canonical form; write them as the format's page says")
+        raise BadField("the client's settings are not in canonical form; see flashfl/wire/FORMAT.md")
     assert isinstance(local, Local)
     return local
 

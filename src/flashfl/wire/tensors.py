@@ -157,7 +157,7 @@ def _read_bits(reader: Reader, limits: Limits, name: str, form: Form) -> Tensor:
         return torch.from_numpy(reader.bits(count))
     held = reader.number(4)
     if held > count:
-        raise BadCount(f"the extra {name!r} marks {held} positions and has only {count}")
+        raise BadCount(f"the extra {name!r} claims {held} set bits, but has only {count} bits")
     [ranks] = rice.read(reader, [held], [count])
     bits = np.zeros(count, bool)
     bits[ranks] = True

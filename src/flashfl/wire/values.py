@@ -183,7 +183,7 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
     carries, form = CARRIES[kind], FORMS[number]
     how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))
     if how.changes and carries not in ("all", "weights"):
-        raise BadField("values: these hold no weights, and only weights can be sent as changes")
+        raise BadField(f"values: only weights can be sent as changes, and these are {carries!r} values")
     if counts is None and carries != "statistics":
         raise BadSection("the message has values but no mask; values need the mask they belong to")
     counts = counts or ()
@@ -233,4 +233,7 @@ def _check_levels(found: Levels, sizes: Sequence[int], form: Form) -> None:
     wide = scales.double()
     fits = (tops == most) & (wide >= TINY) & (most * wide < 2.0**128)
     for at in (~torch.where(scales == 0, tops == 0, fits)).nonzero().flatten().tolist():
-        raise BadField(f"values: the {form} scale {scales[at]:g} does not fit levels of at most {tops[at]}")
+        raise BadField(
+            f"values: {form} scale {scales[at]:g} with largest level {tops[at]}: must be scale 0 with level 0, or "
+            f"level {most} with a scale of at least 2^-107 and below 2^128 / {most}"
+        )

@@ -36,7 +36,10 @@ def _binary(path: Path, classes: int) -> Pair:
     head = 1 if classes == 10 else 2
     data = np.frombuffer(read(path), dtype=np.uint8)
     if len(data) == 0 or len(data) % (head + _PIXELS):
-        raise damaged(path, f"its {len(data)} bytes are no whole number of records of {head + _PIXELS}")
+        raise damaged(
+            path,
+            f"it has {len(data)} bytes, expected a multiple of {head + _PIXELS} (the size of one image with its label)",
+        )
     rows = data.reshape(-1, head + _PIXELS)
     return rows[:, head:], rows[:, head - 1].astype(np.int64)
 

@@ -17,7 +17,10 @@ _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 def load(path: Path, options: Options) -> DataSet:
     """The images in RGB. Classes are numbered in the order of their folders' names."""
     if not path.is_dir():
-        raise DataError(f"no folder {path.absolute()}: folder:PATH names a folder with one folder of images a class")
+        raise DataError(
+            f"there is no folder {path.absolute()}. folder:PATH must name a folder that has one subfolder of images "
+            "for each class."
+        )
     train = path / "train" if (path / "train").is_dir() else path
     tests = [path / name for name in ("test", "val") if train != path and (path / name).is_dir()][:1]
     names = _classes(train)

@@ -33,7 +33,7 @@ def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
     start = 4 + 4 * dims
     magic, head = bytes([0, 0, kind, dims]), read_start(path)[:start]
     if head[:4] != magic:
-        raise damaged(path, f"it begins with {head[:4].hex() or 'nothing'} where {magic.hex()} belongs")
+        raise damaged(path, f"it begins with {head[:4].hex() or 'nothing'}, expected {magic.hex()}")
     shape = [int.from_bytes(head[at : at + 4], "big") for at in range(4, start, 4)]
     dtype = np.dtype(_TYPES[kind])
     wanted = start + prod(shape) * dtype.itemsize
@@ -47,7 +47,7 @@ def _pair(pixels: Path, labels: Path) -> Pair:
     """The images of one file and the labels of another."""
     x, y = read_idx(pixels, _UINT8, 3), read_idx(labels, _UINT8, 1)
     if x.shape[1:] != (28, 28):
-        raise damaged(pixels, f"its images have {x.shape[1]}x{x.shape[2]} pixels where 28x28 belong")
+        raise damaged(pixels, f"its images have {x.shape[1]}x{x.shape[2]} pixels, expected 28x28")
     if len(x) != len(y):
         raise damaged(labels, f"{len(y)} labels for the {len(x)} images of {pixels.name}")
     check_labels(labels, y, 10)
@@ -63,9 +63,9 @@ def _with_writers(paths: list[Path], options: Options) -> DataSet:
     mnist = MNIST.read(paths[:4], options)
     rows = read_idx(paths[4], _INT32, 2)
     if rows.shape[1] <= _WRITER or len(rows) != len(mnist.train):
-        raise damaged(paths[4], f"a table of {rows.shape} where {len(mnist.train)} rows of 8 columns belong")
+        raise damaged(paths[4], f"it has a table of shape {rows.shape}, expected {len(mnist.train)} rows and 8 columns")
     if not np.array_equal(rows[:, 0], mnist.labels):
-        raise damaged(paths[4], "its digits are not those of MNIST's training labels")
+        raise damaged(paths[4], "its digits differ from MNIST's training labels")
     return replace(mnist, writers=rows[:, _WRITER])
 
 

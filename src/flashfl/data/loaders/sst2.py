@@ -17,7 +17,7 @@ def read_tsv(path: Path) -> Texts:
     """The sentences and labels of a GLUE file. Its first line names the columns."""
     first, *lines = read_text(path).split("\n")
     if first.strip() != "sentence\tlabel":
-        raise damaged(path, f"its first line is {first[:40]!r} where 'sentence<tab>label' belongs")
+        raise damaged(path, f"its first line is {first[:40]!r}, expected 'sentence<tab>label'")
     sentences, labels = [], []
     for number, line in enumerate(lines, 2):
         if not line.strip():

@@ -26,7 +26,7 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     wnids, train, annotations = paths
     names = read_text(wnids).split()
     if not names or len(set(names)) != len(names):
-        raise damaged(wnids, "it is not a list of different class names")
+        raise damaged(wnids, "expected a list of class names, without repetitions")
     classes = {name: i for i, name in enumerate(names)}
     found = {"train": _train(train, classes), "val": _validation(annotations, classes)}
     pairs = [_decoded(f"{split}-", files, wnids.parent) for split, files in found.items()]
@@ -48,7 +48,7 @@ def _validation(annotations: Path, classes: dict[str, int]) -> Listed:
     for number, line in enumerate(read_text(annotations).splitlines(), 1):
         columns = line.split("\t")
         if len(columns) < 2 or columns[1] not in classes or "/" in columns[0]:
-            raise damaged(annotations, f"line {number} is not an image and a class of wnids.txt")
+            raise damaged(annotations, f"line {number}: expected an image name, a tab and a class that wnids.txt lists")
         files.append((annotations.parent / "images" / columns[0], classes[columns[1]]))
     if not files:
         raise damaged(annotations, "it lists no images")
