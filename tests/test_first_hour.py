@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, DataError
+from flashfl.engine.replica import warn_of_metric
 from tests.conftest import blobs, make_task
 
 QUICK: dict[str, Any] = {"per_round": 2, "batch": 4, "workers": 1}
@@ -248,3 +249,24 @@ def test_option_of_another_method_names_the_methods_that_have_it() -> None:
 
     with pytest.raises(ConfigError, match=r"unknown option 'r_int': pdst has no such setting; jmwst"):
         make_config({}, {"method": "pdst", "r_int": "5"})
+
+
+def test_number_in_place_of_the_data_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Write clients=10"):
+        fl.tasks.digits(10)
+
+
+def test_root_of_a_mean_is_warned_about_whatever_the_samples_are(recwarn: pytest.WarningsRecorder) -> None:
+    def rmse(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean().sqrt()
+
+    for seed in range(4):
+        x = torch.randn(50, 8, generator=torch.Generator().manual_seed(seed))
+        clients = [(x, x.sum(1)) for _ in range(2)]
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1), nn.Flatten(0))
+        with pytest.warns(RuntimeWarning, match="rmse is not a mean over samples"):
+            warn_of_metric(fl.Task(model, clients, loss=nn.functional.mse_loss, metric=rmse, higher_is_better=False))
+    recwarn.clear()
+    broken = [(x * torch.nan, x.sum(1)) for _ in range(2)]
+    warn_of_metric(fl.Task(model, broken, loss=nn.functional.mse_loss))
+    assert not [w for w in recwarn if "mean over samples" in str(w.message)]

@@ -454,7 +454,7 @@ def test_a_run_stopped_by_its_clients_keeps_its_last_good_state(tmp_path: Path) 
                 source.inputs[0].fill_(float("nan"))  # type: ignore[attr-defined]
 
     with pytest.raises(
-        RunStopped, match=r"round 2 \(training\) failed 3 times.*not finite.*The state before this round is kept"
+        RunStopped, match=r"round 2 \(training\) failed 3 times.*not finite.*keeps the state before this round"
     ):
         go(tmp_path, task=task, watch=explode, checkpoint_every=0)
     config = TrainConfig(rounds=4, **SETTINGS)

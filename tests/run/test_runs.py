@@ -25,6 +25,7 @@ from flashfl.core.errors import ConfigError, DataError, RunStopped
 from flashfl.core.exchange import Evaluation, Outcome, Sums, Traffic
 from flashfl.core.loop import run_rounds
 from flashfl.data.task import Task
+from flashfl.engine.train import NOT_FINITE
 from flashfl.run.config import TrainConfig, make_config, plan_of
 from flashfl.run.export import export_run, masks_beside
 from flashfl.run.results import Results
@@ -117,7 +118,9 @@ def with_nans(clients: set[int]) -> Task:
 def test_a_client_whose_loss_is_nan_is_left_out_and_the_round_goes_on(method: fl.Method, tmp_path: Path) -> None:
     run = go(method, with_nans({2}), per_round=6, folder=tmp_path)
     for line in Results.read(tmp_path).rounds:
-        assert line.failures == {2: "its weights or its loss are not finite after training"}
+        assert line.failures == {
+            2: "its weights or its loss are not finite after training: check its data, or lower lr"
+        }
         assert np.isfinite(line.loss)
     assert torch.isfinite(run.weights.vector).all()
 
@@ -129,7 +132,7 @@ def test_a_client_that_is_left_out_is_told_of_once_where_nobody_watches() -> Non
             go(fl.Dense(), with_nans({2, 4}), rounds=3, per_round=6, **more)
         return [str(one.message) for one in caught]
 
-    why = "its weights or its loss are not finite after training"
+    why = NOT_FINITE
     assert told() == [f"client {c} was dropped in round 0: {why}" for c in (2, 4)]
     assert not told(watch=lambda state, line: None), "whoever watches says it"
     dropped = told(dropout=0.3)

@@ -96,7 +96,8 @@ def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
     if s.attempt >= retries:
         raise RunStopped(
             f"round {s.round} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
-            f"({_reasons(outcome)}). The state before this round is kept. Remove the cause and resume the run."
+            f"({_reasons(outcome)}). A run with a folder keeps the state before this round: remove the "
+            "cause and resume it."
         )
     return s.skip() if outcome.revealed else s.again()
 
@@ -115,7 +116,8 @@ def _gather_statistics(
         if asked.attempt >= retries:
             raise RunStopped(
                 f"static_bn = true: BatchNorm statistics are gathered at the end, and no client could report any "
-                f"({_reasons(outcome)}). The state before this is kept. Remove the cause and resume the run."
+                f"({_reasons(outcome)}). A run with a folder keeps the state before this: remove the cause "
+                "and resume it."
             )
         asked = asked.again()
     # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.

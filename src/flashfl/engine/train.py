@@ -26,7 +26,7 @@ from .sparse import SparseTraining
 from .step import MaskedStep
 from .work import Schedule
 
-NOT_FINITE = "its weights or its loss are not finite after training"
+NOT_FINITE = "its weights or its loss are not finite after training: check its data, or lower lr"
 
 
 def evaluation_batches(n: int) -> Iterator[tuple[int, int]]:

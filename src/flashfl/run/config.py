@@ -259,6 +259,8 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
 
 
 def _unknown_option(option: str, method: str, homes: Mapping[str, Home]) -> ConfigError:
+    if option in vars(METHODS[method]).get("__annotations__", {}):
+        return ConfigError(f"unknown option {option!r}: put @dataclass(frozen=True) above the class of {method}")
     having = [name for name, cls in METHODS.items() if option in {f.name for f in fields(cls)}]
     if having:
         return ConfigError(f"unknown option {option!r}: {method} has no such setting; {', '.join(having)} have it")
