@@ -2,7 +2,7 @@
 
     python bench/attacks.py                          # every row against the defaults, one seed: ten minutes
     python bench/attacks.py --only JMWST replay      # rows whose name contains one of these words
-    python bench/attacks.py --settings defaults clip trim off --seeds 0 1 --json results/bench/attacks.json --resume
+    python bench/attacks.py --settings defaults clip trim off --seeds 0 1 2 --json results/bench/attacks.json --resume
 
 Ten clients train on the 8x8 digits for 12 rounds, all of them in every round. One lies, or two that agree. Clients,
 messages and server are Flower's, in one process (`flashfl.flower.testing`): every update is really encoded, decoded and
