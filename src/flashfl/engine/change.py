@@ -65,6 +65,7 @@ class Others:
         """starts: what each client was sent. Updates of other clients stay as they are."""
         self.layout, self.starts = layout, starts
         self._total = torch.zeros(0)
+        self._square: float | None = None  # of the sum, once all changes are in it
         self._along: dict[int, tuple[float, float]] = {}  # client -> how far it goes along, length of the others' sum
 
     def add(self, update: Update) -> None:
@@ -82,7 +83,8 @@ class Others:
         if update.client not in self.starts:
             return
         change, total, n = self._change(update), self._sum(update), update.n
-        dot, square, whole = float(change @ total), float(change @ change), float(self._total @ self._total)
+        dot, square = float(change @ total), float(change @ change)
+        whole = self._square = float(self._total @ self._total) if self._square is None else self._square
         others = whole - 2 * n * dot + n * n * square  # the square of total - n * change
         length = others**0.5 if others > _ROUNDING * (whole + n * n * square) else 0.0
         self._along[update.client] = ((dot - n * square) / length if length else 0.0, length)
