@@ -104,7 +104,7 @@ def test_round_without_clients_adds_noise_alone_and_spends_too(
         monkeypatch.setattr(
             "flashfl.run.simulate.make_engine", lambda task, config, folder: GPUEngine(task, config, "cpu", folder)
         )
-    monkeypatch.setattr("flashfl.core.method.flip", lambda key, clients, chance: [])
+    monkeypatch.setattr("flashfl.core.state.flip", lambda key, clients, chance: [])
     models: list[torch.Tensor] = []
     run = simulated(
         task, rounds=2, dp_noise=2.0, dp_clip=0.01, watch=lambda s, record: models.append(s.weights.packed())

@@ -81,7 +81,7 @@ def test_paper_configuration_files_match_the_paper(name: str) -> None:
 def test_every_cell_matches_its_own_figure(table: str) -> None:
     for cell in cells.load_table(table).cells:
         found = published.lookup(flat(cell.config(seed=1).to_json()))
-        if cell.paper and table not in ("feddst", "fedspa"):  # settings of other papers: reports show no figure
+        if cell.paper and table not in ("feddst", "fedspa", "disagreement"):  # other papers' or one client's: no figure
             assert (found.mean, found.differs) == (cell.paper["mean"], ())
 
 

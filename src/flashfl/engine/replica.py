@@ -156,15 +156,23 @@ def warn_of_buffers(task: Task) -> None:
 def warn_of_metric(task: Task) -> None:
     """Warn if the metric is no mean over samples: averaged over batches, it is not the metric of all samples."""
     data = task.evaluation[0]
-    whole = len(task.evaluation) == 1 and len(data) <= EVALUATION_BATCH
-    if task.metric is accuracy or whole or len(data) < 2:
+    if task.metric is accuracy or len(data) < 2:
         return
     module, count = task.build().eval(), min(8, len(data))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             inputs, target = data.fetch(torch.arange(count))
             output = module(*inputs)
-            output[:1] += 10 + 10 * output.abs().max()  # a sample unlike the others: a root of a mean shows at once
+            if target.is_floating_point() and output.numel() == target.numel() and output.shape != target.shape:
+                warn(
+                    f"the model's outputs have the shape {tuple(output.shape)}, and the targets {tuple(target.shape)}: "
+                    "a loss such as mse_loss then compares every sample with every other. Give both the same shape"
+                )
+                return
+            if len(task.evaluation) == 1 and len(data) <= EVALUATION_BATCH:
+                return  # all samples are evaluated at once
+            far = 100 + 100 * (output.abs().max() + target.abs().max())
+            output[:1] += far  # a sample unlike the others: a root of a mean shows at once
             all_, first, rest = (float(task.metric(output[part], target[part])) for part in _PARTS)
     except Exception:  # whatever the user's model or metric raises is reported where it is evaluated
         return

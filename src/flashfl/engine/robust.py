@@ -3,8 +3,8 @@
 Nobody is judged. Each number that a client adds to the sums has a bound, and the bound comes from the cohort:
 
 - A client counts as at most twice the median of the cohort's samples.
-- What a client adds to the weights, the length of its change times its samples, is shortened to twice the median. So is
-  every extra tensor.
+- A change of the weights is shortened to twice the median length, and so is what it adds to the sum: this length times
+  the client's samples. The same holds for every extra tensor.
 - A change that goes against those of the others, further than a fifth of the cohort does, is blended with theirs: the
   further, the more. A client may differ from the others, but it cannot undo what they learn.
 - Of BatchNorm statistics, layer counts and losses, a fifth of the samples is dropped at either end before averaging;
@@ -161,14 +161,18 @@ class Cohort:
     def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
         """Client -> by what to multiply its change, or its extra of this name.
 
-        What a client adds is as long as its change times its samples. Long ones are shortened to `clip` times the
+        Both the change and what it adds to the sum (the change times the samples) are shortened to `clip` times their
         median. Then all are lengthened by the share of the samples that this took away: so the average does not move
         less because clients are unlike, or because one of them lies.
         """
-        norms = {client: shares[client] * seen.norms[name] for client, seen in self._seen.items() if name in seen.norms}
-        median = _median(norms.values())
-        most = self.robust.clip * median
-        short = {client: most / norm if norm > most else 1.0 for client, norm in norms.items()}
+        norms = {client: seen.norms[name] for client, seen in self._seen.items() if name in seen.norms}
+        added = {client: shares[client] * norm for client, norm in norms.items()}
+        median, clip = _median(norms.values()), self.robust.clip
+        most, most_added = clip * median, clip * _median(added.values())
+        short = {
+            client: min(1.0, most / max(norm, most), most_added / max(added[client], most_added)) if norm else 1.0
+            for client, norm in norms.items()
+        }
         for client, norm in norms.items():
             if norm > _SUSPICIOUS * median:
                 what = f"its {name!r}" if name else "its change"

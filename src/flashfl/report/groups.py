@@ -11,7 +11,7 @@ from ..core.record import RoundRecord
 from ..methods import METHODS
 from ..run.summary import PHASES, Metric, Summary, summarise
 from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
-from .load import ELSEWHERE, Found, RunData
+from .load import ELSEWHERE, STARTED, Found, RunData
 
 DIGESTS = "task.digests."  # these settings tell runs apart, but tell a reader nothing
 Groups = Mapping[str, Sequence[RunData]]
@@ -86,11 +86,15 @@ def _unlike(taken: Sequence[str], label: str) -> str:
 
 def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
     """The settings that tell a run from others: up to three that all have, the method's first, and more if needed."""
-    differ = [k for k in mine if k not in ELSEWHERE and any(o.get(k) != mine[k] for o in others)]
+
+    def differs(other: Mapping[str, Any], k: str) -> bool:
+        return other.get(k) != mine[k] and (k in other or other[STARTED] == mine[STARTED])
+
+    differ = [k for k in mine if k not in ELSEWHERE and any(differs(o, k) for o in others)]
     differ.sort(key=lambda k: not k.startswith("method."))
-    named = [k for k in differ if not k.startswith(DIGESTS) and all(k in o for o in others)][:3]
-    while alike := [o for o in others if all(o.get(k) == mine[k] for k in named)]:
-        told = {k: sum(o.get(k) != mine[k] for o in alike) for k in differ}
+    named = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and all(k in o for o in others)][:3]
+    while alike := [o for o in others if not any(differs(o, k) for k in named)]:
+        told = {k: sum(differs(o, k) for o in alike) for k in differ}
         best = max(told, key=lambda k: told[k], default="")
         if not told.get(best):
             break

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..core.errors import FlashError
 from ..core.record import RoundRecord
+from ..data import registry
 from ..measure.mismatch import pairwise
 from ..paper.published import Published, lookup
 from ..run.observe import SNAPSHOTS, snapshots
@@ -22,6 +23,7 @@ from ..run.track import flat
 
 # Settings that say where or how a run is carried out, not what it is. Runs that differ only in these are one group.
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
+STARTED = "run.started"  # a run started from Python records fewer settings of its task than one started by a command
 _PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
 MOST_MASKS = 48  # a heatmap with more rows cannot be read on a screen
 
@@ -49,7 +51,7 @@ class RunData:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
         longer = {"train.extended": before} if (before := self.header.get("extended")) else {}
         if config := self.header.get("config"):
-            return flat(config) | {"task.model": self.model} | longer
+            return flat(config) | longer | {STARTED: "by command"}
         identity = self.header["identity"]
         # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
         # name says which data it has, and may be split again for each seed.
@@ -58,7 +60,13 @@ class RunData:
             digests |= {"samples": identity.get("samples"), "data": self.header["task"].get("data")}
         task = {"dataset": self.header["task"]["name"], **self.info, "digests": digests}
         task.pop("histogram", None)
-        return flat({"method": identity["method"], "task": task, "train": identity["settings"]}) | longer
+        if self.info and registry.info(self.dataset).model == self.model:
+            task["model"] = ""  # as the command line records it
+        return (
+            flat({"method": identity["method"], "task": task, "train": identity["settings"]})
+            | longer
+            | {STARTED: "from Python"}
+        )
 
     @property
     def info(self) -> Mapping[str, Any]:
