@@ -25,8 +25,10 @@ def test_resume_needs_no_settings_and_extends(tmp_path: Path, capsys: pytest.Cap
     first = capsys.readouterr().out
     assert main(["run", "--out", out, "--resume", "--quiet"]) == 0
     assert capsys.readouterr().out.split("checksum")[1] == first.split("checksum")[1]
+    assert main(["export", out]) == 0
     with pytest.warns(RuntimeWarning, match="rounds was 3 and is 5 now"):
         assert main(["run", "--out", out, "--resume", "--rounds", "5", "--quiet"]) == 0
+    assert "model.safetensors there was exported earlier" in capsys.readouterr().out
     found = Results.read(Path(out))
     assert len(found.rounds) == 5
     assert found.header["config"]["train"]["rounds"] == 5

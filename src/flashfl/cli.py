@@ -229,6 +229,8 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         + (f"; stopped early: {run.stopped}" if run.stopped else "")
     )
     print(f"results in {folder}")
+    if (folder / "model.safetensors").exists():
+        print(f"model.safetensors there was exported earlier: write it anew with `flashfl export {folder}`")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 

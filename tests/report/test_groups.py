@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashfl import PDST, HeteroJMWST, PruneRegrow, simulate, tasks
+from flashfl import PDST, SPDST, HeteroJMWST, PruneRegrow, simulate, tasks
 from flashfl.cli import main
 from flashfl.data.task import Task
 from flashfl.paper import published
@@ -257,3 +257,13 @@ def test_custom_tasks_with_other_data_are_not_averaged(tmp_path: Path, change: C
         task = Task(DropoutNet, clients, blobs(9, (6,), 9))
         simulate(PDST(0.3), task, 1, folder=tmp_path / str(i), per_round=2, seed=seed, workers=1, device="cpu")
     assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2, 1]
+
+
+def test_same_run_from_python_and_by_command_differs_in_nothing_else(tmp_path: Path) -> None:
+    words = ["--clients", "4", "--per-round", "2", "--rounds", "1", "--max-steps", "1", "--device", "cpu", "--quiet"]
+    assert main(["run", "--method", "spdst", "--density", "0.02", *words, "--out", str(tmp_path / "a")]) == 0
+    method, task = SPDST(density=0.02), tasks.digits(clients=4)
+    settings = {"rounds": 1, "per_round": 2, "max_steps": 1, "device": "cpu", "progress": False}
+    simulate(method, task, **settings, folder=tmp_path / "b")
+    labels = list(groups_of(load([tmp_path / "a", tmp_path / "b"]).runs))
+    assert labels == ["spdst · started by command", "spdst · started from Python"]
