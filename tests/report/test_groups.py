@@ -265,5 +265,9 @@ def test_same_run_from_python_and_by_command_differs_in_nothing_else(tmp_path: P
     method, task = SPDST(density=0.02), tasks.digits(clients=4)
     settings = {"rounds": 1, "per_round": 2, "max_steps": 1, "device": "cpu", "progress": False}
     simulate(method, task, **settings, folder=tmp_path / "b")
-    labels = list(groups_of(load([tmp_path / "a", tmp_path / "b"]).runs))
-    assert labels == ["spdst · started by command", "spdst · started from Python"]
+    found = load([tmp_path / "a", tmp_path / "b"])
+    assert list(groups_of(found.runs)) == ["spdst · started by command", "spdst · started from Python"]
+    assert "rounds" not in groups_table(found).head
+    simulate(PDST(density=0.02), task, **{**settings, "rounds": 2}, folder=tmp_path / "c")
+    table = groups_table(load([tmp_path]))
+    assert sorted(row[table.head.index("rounds")].value for row in table.rows) == [1, 1, 2]

@@ -143,8 +143,12 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     if not marked:
         notes = [f"not shown: {problem.why}" for problem in found.problems]
     at = table.head.index("density")
-    rows = [[*row[:at], entry, *row[at:]] for row, entry in zip(table.rows, entries, strict=True)]
-    return Table((*table.head[:at], "paper %", *table.head[at:]), rows, title, notes)
+    head, added = ["paper %"], [[entry] for entry in entries]
+    rounds = [int(runs[0].settings.get("train.rounds", len(runs[0].counted))) for runs in groups.values()]
+    if len(set(rounds)) > 1:  # then accuracies cannot be compared as they stand
+        head, added = [*head, "rounds"], [[*some, Entry(str(n), n)] for some, n in zip(added, rounds, strict=True)]
+    rows = [[*row[:at], *some, *row[at:]] for row, some in zip(table.rows, added, strict=True)]
+    return Table((*table.head[:at], *head, *table.head[at:]), rows, title, notes)
 
 
 def task_tables(found: Found) -> str:
