@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from flashfl.paper.cells import Cell, chosen, load_table, table_names
 from flashfl.paper.reproduce import reproduce
 from flashfl.paper.results import RECIPE, Stored, command_of, settled, stale
 from flashfl.paper.tables import ABOUT, add_flashplus, panels, table_of
+from flashfl.report import command
 from flashfl.report.page import table_page
 from flashfl.run import compare as comparing
 from flashfl.run.config import OUTSIDE, make_config
@@ -615,3 +617,7 @@ def test_result_is_read_where_the_uploads_reach_a_limit(tmp_path: Path) -> None:
     stored_result(tmp_path, cells[0], 0.95, curve=curve[:2], bytes={"up": gib + 1, "down": 0})
     assert len(stored.all(cells[0], None)) == 1
     assert stored.all(cells[1], None) == [], "a run that ended before 2 GiB says nothing about it"
+
+
+def test_help_names_every_table() -> None:
+    assert set(re.findall(r"\w+", command._TABLES)) - {"or"} == set(table_names())

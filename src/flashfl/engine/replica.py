@@ -154,7 +154,10 @@ def warn_of_buffers(task: Task) -> None:
 
 
 def warn_of_metric(task: Task) -> None:
-    """Warn if the metric is no mean over samples: averaged over batches, it is not the metric of all samples."""
+    """Warn if outputs and targets have different shapes, or if the metric is no mean over samples.
+
+    Averaged over batches, such a metric is not the metric of all samples.
+    """
     data = task.evaluation[0]
     if task.metric is accuracy or len(data) < 2:
         return

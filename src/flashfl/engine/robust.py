@@ -170,14 +170,16 @@ class Cohort:
         median, clip = _median(norms.values()), self.robust.clip
         most, most_added = clip * median, clip * _median(added.values())
         short = {
-            client: min(1.0, most / max(norm, most), most_added / max(added[client], most_added)) if norm else 1.0
+            client: min(most / max(norm, most), most_added / max(added[client], most_added)) if norm else 1.0
             for client, norm in norms.items()
         }
         for client, norm in norms.items():
             if norm > _SUSPICIOUS * median:
                 what = f"its {name!r}" if name else "its change"
-                times = f"{norm / median:.3g} times" if median else "infinitely"
-                self.notes[client] = f"{what} is {times} as long as the cohort's median; it is shortened"
+                times = (
+                    f"{norm / median:.3g} times as long as the cohort's median" if median else "not 0, as the median is"
+                )
+                self.notes[client] = f"{what} is {times}; it is shortened"
         again = sum(shares[client] for client in short) / sum(shares[client] * share for client, share in short.items())
         return {client: share * again for client, share in short.items()}
 

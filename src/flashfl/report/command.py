@@ -21,8 +21,8 @@ FIGURES = (
 )
 _RUNS = "folders of runs, or folders that contain runs"
 _TABLES = (
-    "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa, sst2, feddst, fedspa, zerofl, rivals "
-    "or rivals_lr"
+    "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa, disagreement, vgg16, sst2, feddst, "
+    "fedspa, zerofl, rivals or rivals_lr"
 )
 _FILTERS = ("dataset", "alpha", "density", "method")
 _PLOTS, _TEXTS = (".png", ".svg", ".pdf"), (".md", ".html")
