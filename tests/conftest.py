@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,14 @@ from torch import nn
 from flashfl.core.layout import Layout
 from flashfl.core.rng import uniform
 from flashfl.data.task import Task
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test that draws from torch's, NumPy's or Python's own generator draws the same in every run."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

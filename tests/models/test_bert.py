@@ -42,10 +42,13 @@ def test_frozen_embeddings_are_fixed() -> None:
 
 def test_masked_tokens_do_not_matter() -> None:
     model = build_model("bert-scratch", **SMALL).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10)  # at a fresh model's scale attention hardly changes the output
     ids, mask = batch()
     other = torch.where(mask == 1, ids, 7)
-    assert torch.allclose(model(ids, mask), model(other, mask), atol=1e-6)
-    assert not torch.allclose(model(ids, mask), model(ids, torch.ones_like(mask)), atol=1e-6)
+    assert torch.allclose(model(ids, mask), model(other, mask), atol=1e-4)
+    assert (model(ids, mask) - model(ids, torch.ones_like(mask))).abs().max() > 1e-3
 
 
 def test_mask_gives_the_same_output_as_in_transformers() -> None:
