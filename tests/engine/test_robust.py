@@ -14,9 +14,9 @@ from flashfl.aggregate import add, average
 from flashfl.core.engine import FixedPopulation
 from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask, Weights
+from flashfl.core.mask import Mask, Weights, repack
 from flashfl.data.task import Task
-from flashfl.engine.change import Others, Start
+from flashfl.engine.change import Start, agreeing
 from flashfl.engine.client import update_message
 from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
@@ -177,7 +177,7 @@ def test_start_is_packed_under_another_mask(share: float) -> None:
     new = Mask(LAYOUT, torch.where(torch.rand(9) < share, ~old.bits, old.bits))
     model = Weights.masked(old, torch.randn(12))
     expected = model.restrict(new).packed()[: new.active + 2]
-    assert torch.equal(Start(old, model.packed()).under(new), expected)
+    assert torch.equal(repack(model.packed(), old, new), expected)
 
 
 def test_samples_are_bounded_by_twice_the_median() -> None:
@@ -282,16 +282,11 @@ def test_blended_change_is_no_longer_than_before() -> None:
         changes = torch.randn(6, 9)
         changes[5] = -changes[:5].sum(0)
         updates = [update(i, 10, [1] * 9, [*row, 0.0, 0.0, 0.0]) for i, row in enumerate(changes.tolist())]
-        others = Others(LAYOUT, dict.fromkeys(range(6), ZERO))
-        for each in updates:
-            others.add(each)
-        for each in updates:
-            others.compare(each)
-        for each in updates:
-            assert each.values is not None
-            blended = others.blend(each, 1).values
-            assert blended is not None
-            assert float(blended[:9].norm()) <= float(each.values[:9].norm()) * (1 + 1e-6)
+        blended = list(agreeing(LAYOUT, dict.fromkeys(range(6), ZERO), lambda updates=updates: updates, 1))
+        for before, after in zip(updates, blended, strict=True):
+            assert before.values is not None
+            assert after.values is not None
+            assert float(after.values[:9].norm()) <= float(before.values[:9].norm()) * (1 + 1e-6)
 
 
 def test_trimmed_account_drops_the_extremes() -> None:

@@ -187,3 +187,15 @@ class Weights:
 
     def to(self, device: torch.device | str) -> Weights:
         return Weights(self.mask.to(device), self.vector.to(device))
+
+
+def repack(values: Tensor, old: Mask, new: Mask) -> Tensor:
+    """Packed values under another mask, without statistics. A weight outside the old mask is 0."""
+    layout, a, b = new.layout, new.active, old.active
+    values = values[: b + layout.trained_size - layout.prunable_size]
+    if new.equal(old):
+        return values
+    out = values.new_zeros(a + len(values) - b)
+    out[:a][old.bits[new.places]] = values[:b][new.bits[old.places]]
+    out[a:] = values[b:]
+    return out

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..aggregate import add
 from ..core.client import active_range, fields_of, moves_mask, overrides
 from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
-from ..core.mask import Mask, Weights
+from ..core.mask import Mask, repack
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
@@ -106,9 +106,9 @@ class Encoding(Account):
         kept = None if notes is None else Kept(notes)
         self.accepted(client, order.tag, order.mask, update.mask if keeps else None, kept)
         del self._orders[client]
-        found, sent = _update(update, order), order.values
+        found = _update(update, order)
         if self.cohort is not None:
-            self.cohort.see(found, Start.of(found, order.local or Local(), order.mask, lambda: sent))
+            self.cohort.see(found, Start.of(found, order.local or Local(), order.mask, order.values))
         self._held.put(found, order.mask)
         self._add_ready()
 
@@ -161,12 +161,10 @@ def _limits(order: Message) -> Limits:
 
 def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
     """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
+    assert order.mask is not None
     assert order.values is not None
-    layout, values = order.layout, order.values
-    if mask is not order.mask:
-        values = Weights(mask, order.weights().vector).packed()
-    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
-    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
+    weights, statistics = repack(order.values, order.mask, mask), order.layout.size - order.layout.trained_size
+    return torch.cat([weights, weights.new_zeros(statistics)]) if carries == "all" else weights
 
 
 def _restored(update: Message, order: Message) -> Message:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..aggregate import add
 from ..core.exchange import Sums, Update
 from ..core.layout import Layout
-from .change import Others, Start
+from .change import Start, agreeing
 from .settings import EngineSettings
 
 SAMPLES = 2  # a client counts as at most this many times the median of the cohort's samples
@@ -149,14 +149,8 @@ class Cohort:
         if not (self.robust.bounded and self.robust.clip and len(starts) >= _FEW):
             yield from updates()
             return
-        others = Others(layout, starts)
-        for update in updates():
-            others.add(update)
-        for update in updates():
-            others.compare(update)
         most = max(1, int(_TRIM * len(starts)))  # clients that go least along with the others
-        for update in updates():
-            yield others.blend(update, most)
+        yield from agreeing(layout, starts, updates, most)
 
     def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
         """Client -> by what to multiply its change, or its extra of this name.
