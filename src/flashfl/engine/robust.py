@@ -150,9 +150,6 @@ class Cohort:
     def _bounds(self) -> dict[int, _Bound]:
         counts = {client: seen.n for client, seen in self._seen.items()}
         most = most_samples(counts.values()) if self.robust.bounded else max(counts.values(), default=0)
-        for client, n in counts.items():
-            if n > most:
-                self.notes[client] = f"registered {n} samples and counts as {most}, twice the median"
         shares = {client: min(n, most) for client, n in counts.items()}
         factors = {
             name: self._factors(name, shares) for name in {n for seen in self._seen.values() for n in seen.norms}
