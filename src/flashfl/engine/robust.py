@@ -151,9 +151,11 @@ class Cohort:
         counts = {client: seen.n for client, seen in self._seen.items()}
         most = most_samples(counts.values()) if self.robust.bounded else max(counts.values(), default=0)
         shares = {client: min(n, most) for client, n in counts.items()}
-        factors = {
-            name: self._factors(name, shares) for name in {n for seen in self._seen.values() for n in seen.norms}
-        }
+        names = sorted({name for seen in self._seen.values() for name in seen.norms})
+        factors = {name: self._factors(name, shares) for name in names}
+        for client, n in counts.items():
+            if n > most:
+                self.notes[client] = f"registered {n} samples and counts as {most}, twice the median"
         return {
             client: _Bound(shares[client], {name: factors[name][client] for name in seen.norms})
             for client, seen in self._seen.items()
