@@ -49,7 +49,10 @@ class RunData:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
-        longer = {"train.extended": before} if (before := self.header.get("extended")) else {}
+        longer = {}
+        if before := self.header.get("extended"):
+            steps = [*before, self.header["identity"]["settings"]["rounds"]]
+            longer["train.extended"] = f"from {' to '.join(map(str, steps))} rounds"
         if config := self.header.get("config"):
             return flat(config) | longer | {STARTED: "by command"}
         identity = self.header["identity"]
