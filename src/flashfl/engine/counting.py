@@ -196,10 +196,8 @@ class Counting(Account):
         else:
             held = self._held.get(seat.client.id, update)
             self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra)
-            start = Start.of(
-                held, local, seat.sent.mask, seat.sent.packed()
-            )  # unrounded, as the encoding account has it
-            self.cohort.see(held, start)
+            sent = seat.sent  # unrounded, as the encoding account has it
+            self.cohort.see(held, Start.of(held, local, sent.mask, sent.packed()))
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"
         notes = Kept(notes=seat.notes) if seat.notes else None
