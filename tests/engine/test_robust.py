@@ -14,9 +14,9 @@ from flashfl.aggregate import add, average
 from flashfl.core.engine import FixedPopulation
 from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask, Weights
+from flashfl.core.mask import Mask, Weights, repacked
 from flashfl.data.task import Task
-from flashfl.engine.change import Others, Start
+from flashfl.engine.change import Others
 from flashfl.engine.client import update_message
 from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
@@ -39,13 +39,19 @@ def update(client: int, n: int, bits: list[int], values: list[float]) -> Update:
     return Update.of(client, n, Weights.masked(mask, torch.tensor(values)), mask.counts, {"loss": 1.0})
 
 
-def sums_of(updates: Iterable[Update], robust: Robust, start: Start | None = None) -> Sums:
+def sums_of(updates: Iterable[Update], robust: Robust, start: Weights | None = None) -> Sums:
+    """The sums of updates whose clients were sent the model `start`."""
     sums, cohort = Sums(LAYOUT), Cohort(robust)
-    given = list(updates)
+    given = [each if start is None else started(each, start) for each in updates]
     for each in given:
-        cohort.see(each, start)
+        cohort.see(each)
     cohort.add(sums, lambda: given)
     return sums
+
+
+def started(each: Update, start: Weights) -> Update:
+    assert each.mask is not None
+    return replace(each, start=repacked(start.packed(), start.mask, each.mask)[:-1])
 
 
 def trimmed_sums(updates: Iterable[Update], trim: float) -> Sums:
@@ -170,14 +176,13 @@ def test_clip_when_most_clients_have_not_moved() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_start_is_packed_under_another_mask(share: float) -> None:
+def test_values_are_packed_under_another_mask(share: float) -> None:
     """Against the dense vectors: a weight outside the old mask counts as 0."""
     torch.manual_seed(int(10 * share))
     old = Mask(LAYOUT, torch.rand(9) < 0.5)
     new = Mask(LAYOUT, torch.where(torch.rand(9) < share, ~old.bits, old.bits))
     model = Weights.masked(old, torch.randn(12))
-    expected = model.restrict(new).packed()[: new.active + 2]
-    assert torch.equal(Start(old, model.packed()).under(new), expected)
+    assert torch.equal(repacked(model.packed(), old, new), model.restrict(new).packed())
 
 
 def test_samples_are_bounded_by_twice_the_median() -> None:
@@ -244,7 +249,7 @@ def test_extras_are_bounded_whatever_their_type(kind: torch.dtype) -> None:
     assert float(sums_of(made, Robust(clip=1.0)).extra["c"] / 40) <= 2
 
 
-ZERO = Start(MASK, torch.zeros(12))
+ZERO = Weights(MASK, torch.zeros(12))
 
 
 def agreed(changes: list[list[float]], most: float = 2.0) -> torch.Tensor:
@@ -281,12 +286,12 @@ def test_blended_change_is_no_longer_than_before() -> None:
     for _ in range(20):
         changes = torch.randn(6, 9)
         changes[5] = -changes[:5].sum(0)
-        updates = [update(i, 10, [1] * 9, [*row, 0.0, 0.0, 0.0]) for i, row in enumerate(changes.tolist())]
-        others = Others(LAYOUT, dict.fromkeys(range(6), ZERO))
-        for each in updates:
-            others.add(each)
-        for each in updates:
-            others.compare(each)
+        rows = [[*row, 0.0, 0.0, 0.0] for row in changes.tolist()]
+        updates = [started(update(i, 10, [1] * 9, row), ZERO) for i, row in enumerate(rows)]
+        others = Others(LAYOUT)
+        for look in (others.add, others.compare):
+            for each in updates:
+                look(each, 10, 1.0)
         for each in updates:
             assert each.values is not None
             blended = others.blend(each, 1).values
@@ -319,7 +324,7 @@ def test_counting_account_agrees_with_the_encoding_one(robust: Robust, chunk: in
     vectors = [Weights.masked(mask, torch.randn(12) * (10 if i == 1 else 1)).vector for i, mask in enumerate(masks)]
     order = Order(start, Local(adapt=PruneRegrow()), 1, (2, 0, 0))
     updates = [Update.of(i, 5 + i, Weights(masks[i], vectors[i]), masks[i].counts) for i in (0, 1, 2, 4)]
-    expected = sums_of(updates, robust, Start(start.mask, start.packed()))
+    expected = sums_of(updates, robust, start)
 
     vectors[3] = vectors[3] + torch.nan
     account = Counting(ClientMemory(MaskStore(LAYOUT, {})), robust=robust)

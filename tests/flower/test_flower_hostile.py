@@ -25,7 +25,7 @@ from flashfl.core.mask import Weights
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records, server_task
 from flashfl.flower.app import read_config, task_of
-from flashfl.flower.registration import NONE, Entry, Terms, difference, fingerprint
+from flashfl.flower.registration import NONE, Entry, difference, fingerprint
 from flashfl.flower.testing import InProcessGrid
 from tests.conftest import blobs, make_task
 from tests.test_every_method import small
@@ -132,11 +132,10 @@ def fields(**said: Any) -> dict[str, Any]:
     ],
 )
 def test_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str) -> None:
-    terms = Terms("a", samples=100)
-    assert Entry.read(7, fields(n=100), terms).client.n == 100
-    assert Entry.read(7, fields(n=2**32), Terms("a")).client.n == 2**32
+    assert Entry.read(7, fields(n=100), "a", most=100).client.n == 100
+    assert Entry.read(7, fields(n=2**32), "a").client.n == 2**32
     with pytest.raises(ConfigError, match=why):
-        Entry.read(7, fields(**said), terms)
+        Entry.read(7, fields(**said), "a", most=100)
 
 
 def test_max_samples_refuses_larger_clients() -> None:

@@ -31,7 +31,6 @@ from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.flower import FlowerOptions, records, superlink, supernode
 from flashfl.flower.attendance import Attendance
-from flashfl.flower.registration import Terms
 from flashfl.flower.registry import Registry
 from flashfl.flower.round import SLACK
 from tests.conftest import make_task
@@ -173,7 +172,7 @@ def test_impossible_waiting_options_are_refused(bad: dict[str, float]) -> None:
 def test_only_present_and_refresh_use_the_network() -> None:
     task = make_task("norm")
     grid = federation(task)
-    registry = Registry(grid, Terms(task.layout.hash), PATIENT)
+    registry = Registry(grid, task, PATIENT)
     assert (registry.size, registry.fixed, registry.entries, registry.save()["size"]) == (0, None, {}, 0)
     assert not grid.pushed
     assert len(registry.present()) == 8
@@ -220,7 +219,7 @@ def test_text_of_a_registration_is_escaped(field: str, caplog: pytest.LogCapture
         return [reply]
 
     task = make_task("norm")
-    registry = Registry(federation(task, only(node_of(BAD), "query", nasty)), Terms(task.layout.hash), PATIENT)
+    registry = Registry(federation(task, only(node_of(BAD), "query", nasty)), task, PATIENT)
     registry.present()
     assert (node_of(BAD) in registry.refused) == (field != "package")
     for text in (*registry.refused.values(), *(record.getMessage() for record in caplog.records)):

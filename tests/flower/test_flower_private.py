@@ -165,8 +165,9 @@ def test_clients_with_an_identity_send_no_input_without_masks(task: fl.Task, nod
 
 def test_clients_with_an_identity_do_not_evaluate_models_for_the_server(task: fl.Task) -> None:
     context = Context(run_id=1, node_id=1, node_config={"identity": "k"}, state=RecordDict(), run_config={})
-    with pytest.raises(ConfigError, match="secure rounds only"):
-        Host(task).evaluate(context, b"")
+    for kind in ("train", "evaluate"):
+        reply = Host(task).serve(Message(records.blob("order", b""), 1, kind), context)
+        assert "secure rounds only" in (records.failure(reply) or "")
 
 
 def test_clients_without_keys_cannot_take_part_in_secure_rounds(task: fl.Task) -> None:

@@ -18,7 +18,6 @@ from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.flower import FlowerOptions, client_app, records, server_task
-from flashfl.flower.registration import Terms, fingerprint
 from flashfl.flower.registry import Registry
 from tests.conftest import NormNet, blobs, make_task
 from tests.test_every_method import small
@@ -26,7 +25,7 @@ from tests.test_every_method import small
 
 def registry_of(grid: Any, task: Any, need: int = 1, rebind: bool = False) -> Registry:
     options = FlowerOptions(wait=0.1, poll=0.01, rebind=rebind)
-    return Registry(grid, Terms(task.layout.hash, fingerprint(task)), options, need)
+    return Registry(grid, task, options, need)
 
 
 def test_clients_are_known_by_their_own_ids() -> None:

@@ -10,14 +10,14 @@ from torch import Tensor
 from ..aggregate import add
 from ..core.client import active_range, fields_of, moves_mask, overrides
 from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
-from ..core.mask import Mask, Weights
+from ..core.mask import Mask, repacked
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
 from ..wire.errors import NonFinite, WrongContent
 from ..wire.values import Carries
 from .account import Account
-from .change import Start
+from .change import start_of
 from .held import Held
 from .memory import ClientMemory, Kept
 from .pipeline import tallied
@@ -108,7 +108,8 @@ class Encoding(Account):
         del self._orders[client]
         found, sent = _update(update, order), order.values
         if self.cohort is not None:
-            self.cohort.see(found, Start.of(found, order.local or Local(), order.mask, lambda: sent))
+            found = replace(found, start=start_of(found, order.local or Local(), order.mask, lambda: sent))
+            self.cohort.see(found)
         self._held.put(found, order.mask)
         self._add_ready()
 
@@ -162,9 +163,8 @@ def _limits(order: Message) -> Limits:
 def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
     """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
     assert order.values is not None
-    layout, values = order.layout, order.values
-    if mask is not order.mask:
-        values = Weights(mask, order.weights().vector).packed()
+    assert order.mask is not None
+    layout, values = order.layout, repacked(order.values, order.mask, mask)
     weights = values[: mask.active + layout.trained_size - layout.prunable_size]
     return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
 

@@ -7,10 +7,10 @@ import tempfile
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from ..core.exchange import Update
 from ..core.layout import Layout
@@ -26,7 +26,8 @@ class Held:
         """folder: where the file would be. The system's temporary folder may be in memory."""
         self.layout, self.folder, self.room = layout, folder, room
         self._memory: dict[int, tuple[Update, int]] = {}  # client -> its update, and the room it takes
-        self._places: dict[int, tuple[int, Mask | None]] = {}  # client -> place in the file, and its order's mask
+        # Client -> place in the file; its mask and start, if they are its order's.
+        self._places: dict[int, tuple[int, Mask | None, Tensor | None]] = {}
         self._file: IO[bytes] | None = None
 
     def clients(self) -> list[int]:
@@ -35,9 +36,10 @@ class Held:
 
     def put(self, update: Update, order: Mask | None) -> None:
         """Hold an update; `order` is its order's mask."""
-        values, mask = update.values, update.mask
+        values, mask, start = update.values, update.mask, update.start
         own = mask is not None and mask is not order
         need = (values.nbytes if values is not None else 0) + 2 * self.layout.prunable_size * own  # mask and places
+        need += start.nbytes if own and start is not None else 0
         if need <= self.room:
             self.room -= need
             self._memory[update.client] = (update, need)
@@ -47,9 +49,13 @@ class Held:
                 self.folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (closed with this object)
             weakref.finalize(self, self._file.close)
-        self._places[update.client] = (self._file.seek(0, 2), None if own else mask)
-        parts = (values.numpy() if values is not None else None, mask.packed if own and mask is not None else None)
-        pickle.dump((replace(update, mask=None, values=None), *parts), self._file, protocol=5)
+        self._places[update.client] = (self._file.seek(0, 2), *((None, None) if own else (mask, start)))
+        arrays = [
+            values.numpy() if values is not None else None,
+            mask.packed if own and mask is not None else None,
+            start.numpy() if own and start is not None else None,
+        ]
+        pickle.dump((replace(update, mask=None, values=None, start=None), *arrays), self._file, protocol=5)
 
     def pop(self, client: int) -> Update:
         """An update that was held; it is held no longer."""
@@ -67,11 +73,12 @@ class Held:
         if client in self._memory:
             return self._memory[client][0]
         assert self._file is not None
-        place, mask = self._places[client]
+        place, mask, start = self._places[client]
         self._file.seek(place)
-        loaded: tuple[Update, np.ndarray[Any, Any] | None, np.ndarray[Any, Any] | None] = pickle.load(self._file)
-        update, values, bits = loaded
+        update: Update
+        update, values, bits, began = pickle.load(self._file)
         if bits is not None:
             mask = Mask(self.layout, Mask.unpack(self.layout, bits).bits, update.counts)
-        found: Update = replace(update, mask=mask, values=None if values is None else torch.from_numpy(values))
-        return found
+        if began is not None:
+            start = torch.from_numpy(began)
+        return replace(update, mask=mask, values=None if values is None else torch.from_numpy(values), start=start)

@@ -40,13 +40,15 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Round:
-    """The last accepted round of a client."""
+    """The last accepted round of a client, if there was one."""
 
-    tag: Tag
-    order: Kept
-    own: Kept | None
+    tag: Tag | None = None
+    order: Kept | None = None
+    own: Kept | None = None
     notes: Kept | None = None
 
+
+_NOTHING = _Round()
 
 # What all clients hold, and the masks that the server still knows: oldest acknowledgement first, with how many clients
 # hold each.
@@ -78,66 +80,58 @@ class ClientMemory:
 
     # -- what clients hold ---------------------------------------------------------------------------------------
 
+    def _held(self, client: int) -> _Round:
+        return self._clients.get(client, _NOTHING)
+
+    def _mask(self, kept: Kept | None) -> Mask | None:
+        """A mask that the server knows; None if it is lost: its client is then sent a full one."""
+        return kept.mask or self.store.find(kept.digest) if kept is not None and kept in self._history else None
+
     def start(self, client: int) -> Tag | None:
         """The last round accepted from this client: its next work starts from there."""
-        held = self._clients.get(client)
-        return held.tag if held else None
+        return self._held(client).tag
 
     def base(self, client: int) -> Mask | None:
         """The mask of the last order this client acknowledged, if the server still knows it."""
-        held = self._clients.get(client)
-        return self._mask(held.order) if held and held.order in self._history else None
+        return self._mask(self._held(client).order)
 
     def own(self, client: int) -> Mask | None:
         """The mask this client keeps, if the server still knows it."""
-        kept = self._known_own(client)
-        return self._mask(kept) if kept else None
+        return self._mask(self._held(client).own)
 
     def own_hash(self, client: int) -> str | None:
         """The hash of `own`, without reading the mask."""
-        kept = self._known_own(client)
-        return kept.digest if kept and kept.digest in self.store else None
+        kept = self._held(client).own
+        return kept.digest if kept is not None and kept in self._history and kept.digest in self.store else None
 
     def remembered(self, client: int) -> Mask | None:
         """The mask that a simulated client kept, whether or not the server knows it."""
-        held = self._clients.get(client)
-        return None if held is None or held.own is None else held.own.mask or self.store[held.own.digest]
+        kept = self._held(client).own
+        return None if kept is None else kept.mask or self.store[kept.digest]
 
     def rounds(self, client: int) -> Rounds:
         """What a simulated client remembers, as hashes of masks in the store."""
-        held = self._clients.get(client)
-        if held is None:
+        held = self._held(client)
+        if held.tag is None:
             return []
-        own = held.own.digest if held.own is not None else None
-        if own is not None and own not in self.store:
-            raise CheckpointError(
-                f"the stored mask {own} of client {client} is missing. Resume the run: it continues from the last "
-                "checkpoint."
-            )
-        notes = held.notes.digest if held.notes is not None else None
-        if notes is not None and notes not in self.store:
-            raise CheckpointError(
-                f"the memory of client {client} ({notes}) is missing. Resume the run: it continues from the last "
-                "checkpoint."
-            )
-        return [(held.tag, held.order.digest if held.order in self._history else None, own, notes)]
+        order = held.order.digest if held.order is not None and held.order in self._history else None
+        own, notes = (None if kept is None else kept.digest for kept in (held.own, held.notes))
+        for digest in (own, notes):
+            if digest is not None and digest not in self.store:
+                raise CheckpointError(
+                    f"the stored memory {digest} of client {client} is missing. Resume the run: it continues from the "
+                    "last checkpoint."
+                )
+        return [(held.tag, order, own, notes)]
 
     def notes(self, client: int) -> Notes:
         """What the parts of a simulated client remember."""
-        held = self._clients.get(client)
-        if held is None or held.notes is None:
+        kept = self._held(client).notes
+        if kept is None:
             return {}
-        if held.notes.notes is None:
-            held.notes.notes = self.store.notes(held.notes.digest)
-        return held.notes.notes
-
-    def _known_own(self, client: int) -> Kept | None:
-        held = self._clients.get(client)
-        return held.own if held and held.own in self._history else None
-
-    def _mask(self, kept: Kept) -> Mask | None:
-        """A mask the server knows; None if it is lost: its client is then sent a full one."""
-        return kept.mask or self.store.find(kept.digest)
+        if kept.notes is None:
+            kept.notes = self.store.notes(kept.digest)
+        return kept.notes
 
     # -- what happens to them ------------------------------------------------------------------------------------
 
@@ -156,21 +150,20 @@ class ClientMemory:
 
     def forget(self, client: int) -> None:
         """The client holds nothing: it is sent full masks and starts afresh."""
-        self._set(client, None)
+        self._set(client, _NOTHING)
 
     def _find(self, order: Kept) -> Kept | None:
         """The order's mask in the history that equals this one: equal masks of orders count once."""
-        history, mask = self._history, order.mask
+        masks, mask = [kept for kept in reversed(self._history) if not kept.own], order.mask
         if mask is None:
-            return next((kept for kept in reversed(history) if not kept.own and kept.digest == order.digest), None)
+            return next((kept for kept in masks if kept.digest == order.digest), None)
         # The very same object is the common case, and the only one that does not wait for the GPU.
-        same = next((kept for kept in reversed(history) if not kept.own and kept.mask is mask), None)
-        shared = (kept for kept in reversed(history) if not kept.own and kept.mask is not None)
-        return same or next((kept for kept in shared if kept.mask is not None and kept.mask.equal(mask)), None)
+        same = next((kept for kept in masks if kept.mask is mask), None)
+        return same or next((kept for kept in masks if kept.mask is not None and kept.mask.equal(mask)), None)
 
-    def _set(self, client: int, new: _Round | None) -> None:
-        history, old = self._history, self._clients.pop(client, None)
-        if new is not None:
+    def _set(self, client: int, new: _Round) -> None:
+        history, old = self._history, self._clients.pop(client, _NOTHING)
+        if new is not _NOTHING:
             self._clients[client] = new
         _count(history, new, 1)  # what stays is counted before it is released
         _count(history, old, -1)
@@ -217,7 +210,7 @@ class ClientMemory:
         return {
             **({"sparse": True} if self.sparse else {}),
             "clients": {
-                str(client): [list(held.tag), place.get(held.order), place.get(held.own), place.get(held.notes)]
+                str(client): [list(held.tag or ()), place.get(held.order), place.get(held.own), place.get(held.notes)]
                 for client, held in clients.items()
             },
             "masks": masks,
@@ -251,10 +244,10 @@ class ClientMemory:
         self.sparse = bool(saved.get("sparse", False))
 
 
-def _count(history: dict[Kept, int], held: _Round | None, step: int) -> None:
+def _count(history: dict[Kept, int], held: _Round, step: int) -> None:
     """A client holds the masks of this round from now on, or no longer (-1)."""
-    for kept in () if held is None else (held.order, held.own):
-        if kept in history:
+    for kept in (held.order, held.own):
+        if kept is not None and kept in history:
             history[kept] += step
             if not history[kept]:
                 del history[kept]
@@ -280,7 +273,7 @@ def _read(saved: Mapping[str, Any]) -> _Table:
     for client, ((phase, round, attempt), *places) in saved["clients"].items():
         tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))
         order, own, notes = (None if at is None else kept[_whole(at, len(kept))] for at in places)
-        held = _Round(tag, order or Kept(), own, notes)
+        held = _Round(tag, order, own, notes)
         if own is not None:
             own.own = True
         clients[_whole(int(client), 1 << 64)] = held

@@ -35,11 +35,11 @@ from .vault import open_vault
 
 
 class Drawer(Protocol):
-    """A client's own storage, out of the server's sight."""
+    """A client's own storage, out of the server's sight. On Flower it is a dict in the client's context."""
 
-    def read(self, name: str) -> bytes | None: ...
+    def get(self, name: str) -> bytes | None: ...
 
-    def write(self, name: str, data: bytes) -> None: ...
+    def __setitem__(self, name: str, data: bytes) -> None: ...
 
 
 class FolderDrawer:
@@ -48,11 +48,11 @@ class FolderDrawer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def read(self, name: str) -> bytes | None:
+    def get(self, name: str) -> bytes | None:
         path = self.folder / name
         return path.read_bytes() if path.exists() else None
 
-    def write(self, name: str, data: bytes) -> None:
+    def __setitem__(self, name: str, data: bytes) -> None:
         put(self.folder / name, data)
 
 
@@ -69,11 +69,11 @@ class PrivateSide:
 
     def _gives(self, run: str, phase: int, round: int) -> bool:
         """Record that this client gives its input to this round; False if it did to this or to a later one."""
-        known: dict[str, list[int]] = json.loads(self.drawer.read("gave") or b"{}")
+        known: dict[str, list[int]] = json.loads(self.drawer.get("gave") or b"{}")
         if known.get(run, [0, -1]) >= [phase, round]:
             return False
         known[run] = [phase, round]
-        self.drawer.write("gave", json.dumps(known).encode())
+        self.drawer["gave"] = json.dumps(known).encode()
         return True
 
     def answer(self, data: Source, request: bytes, memory: Rounds) -> Reply:
@@ -81,7 +81,7 @@ class PrivateSide:
         try:
             return self._answer(data, request, memory)
         except Refused as error:
-            self.drawer.write("party", b"")  # a client that refuses has no part in this attempt any more
+            self.drawer["party"] = b""  # a client that refuses has no part in this attempt any more
             raise ClientFailed(f"{type(error).__name__}: {error}") from None
 
     def _answer(self, data: Source, request: bytes, memory: Rounds) -> Reply:
@@ -97,7 +97,7 @@ class PrivateSide:
                 )
             return self._train(data, Terms.from_bytes(first, self.policy), None, *_take(rest)[1:], memory)
         else:
-            saved = self.drawer.read("party")
+            saved = self.drawer.get("party")
             if not saved:
                 raise WrongStep("this client takes no part in this attempt")
             party = Party.load(saved, self.me, self.policy)
@@ -106,7 +106,7 @@ class PrivateSide:
             if step not in (SHARES, CONFIRM, UNMASK):
                 raise Malformed(f"there is no step {step}")
             answer = {SHARES: party.share, CONFIRM: party.confirm, UNMASK: party.unmask}[step](first)
-        self.drawer.write("party", party.save())
+        self.drawer["party"] = party.save()
         return Reply(answer, memory)
 
     def _train(
@@ -120,7 +120,7 @@ class PrivateSide:
 
         reply = self.side.work(self.client, data, order, memory, pack)
         if party is not None and not reply.lacks:
-            self.drawer.write("party", party.save())
+            self.drawer["party"] = party.save()
         return reply
 
     def _words(self, update: Update, sent: Message, start: Tensor, terms: Terms, party: Party | None) -> Words:

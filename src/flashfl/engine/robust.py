@@ -26,7 +26,7 @@ from torch import Tensor
 from ..aggregate import add
 from ..core.exchange import Sums, Update
 from ..core.layout import Layout
-from .change import Others, Start
+from .change import Others
 from .settings import EngineSettings
 
 SAMPLES = 2  # a client counts as at most this many times the median of the cohort's samples
@@ -65,13 +65,18 @@ class Robust:
 PLAIN = Robust()
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """What is remembered of an update until the cohort is known."""
 
     n: int
-    start: Start | None
     norms: dict[str, float]  # of the change of the weights (""), and of extras by name
+
+
+class _Bound(NamedTuple):
+    """As how many samples a client counts, and by what its change ("") and its extras are multiplied."""
+
+    n: int
+    factors: dict[str, float]
 
 
 class Told(NamedTuple):
@@ -91,22 +96,21 @@ class Cohort:
     notes: dict[int, str] = field(default_factory=dict)  # client -> what was bounded by much
     _seen: dict[int, _Seen] = field(default_factory=dict)
 
-    def see(self, update: Update, start: Start | None) -> None:
-        """An update that answers an order with the weights `start`; None if the client trained no weights."""
+    def see(self, update: Update) -> None:
+        """An update, with its `start`."""
         norms = {}
         if self.robust.clip:
             # Whole numbers too, as the sender chooses the type. Only bits need no bound.
             tensors = {name: e.value + 0.0 for name, e in update.extra.items() if e.value.dtype != torch.bool}
-            if start is not None:
-                before, after = start.change(update)
-                tensors[""] = after - before
+            if (change := update.change) is not None:
+                tensors[""] = change
             norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
-        self._seen[update.client] = _Seen(update.n, start, norms)
+        self._seen[update.client] = _Seen(update.n, norms)
 
     def add(self, sums: Sums, updates: Callable[[], Iterable[Update]]) -> None:
         """Bound and add the updates, in ascending client id. They are gone through up to three times."""
         layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
-        for update in self._agreeing(layout, lambda: self._bounded(updates())):
+        for update in self._bounded(layout, updates):
             add(sums, update)
             seen.append(replace(update, mask=None, values=None))
             if update.mask is None or update.values is None:
@@ -127,36 +131,35 @@ class Cohort:
             sums.loss = sums.n * float(trimmed_mean(losses, shares, _cut(shares)))
             sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(each)).tolist()]
 
-    def _bounded(self, updates: Iterable[Update]) -> Iterator[Update]:
-        """The updates with bounded samples, changes and extras."""
+    def _bounded(self, layout: Layout, updates: Callable[[], Iterable[Update]]) -> Iterator[Update]:
+        """The updates with bounded samples, changes and extras. Those that go against the others most are blended."""
+        bounds, others = self._bounds(), Others(layout)
+        changed = sum("" in bound.factors for bound in bounds.values())
+        blended = self.robust.bounded and changed >= _FEW
+        for look in (others.add, others.compare) if blended else ():
+            for update in updates():
+                bound = bounds[update.client]
+                look(update, bound.n, bound.factors.get("", 1.0))
+        for update in updates():
+            bound = bounds[update.client]
+            found = replace(update, n=bound.n)
+            for name, factor in bound.factors.items():
+                found = _scaled(found, name, factor)
+            yield others.blend(found, max(1, int(_TRIM * changed))) if blended else found
+
+    def _bounds(self) -> dict[int, _Bound]:
         counts = {client: seen.n for client, seen in self._seen.items()}
         most = most_samples(counts.values()) if self.robust.bounded else max(counts.values(), default=0)
         shares = {client: min(n, most) for client, n in counts.items()}
         names = sorted({name for seen in self._seen.values() for name in seen.norms})
         factors = {name: self._factors(name, shares) for name in names}
-        for update in updates:
-            client = update.client
-            if counts[client] > most:
-                self.notes[client] = f"registered {counts[client]} samples and counts as {most}, twice the median"
-            update = replace(update, n=shares[client])
-            for name in self._seen[client].norms:
-                update = _scaled(update, self._seen[client].start, name, factors[name][client])
-            yield update
-
-    def _agreeing(self, layout: Layout, updates: Callable[[], Iterable[Update]]) -> Iterator[Update]:
-        """The bounded updates. Those that go furthest against the others are blended with theirs."""
-        starts = {client: seen.start for client, seen in self._seen.items() if seen.start is not None}
-        if not (self.robust.bounded and self.robust.clip and len(starts) >= _FEW):
-            yield from updates()
-            return
-        others = Others(layout, starts)
-        for update in updates():
-            others.add(update)
-        for update in updates():
-            others.compare(update)
-        most = max(1, int(_TRIM * len(starts)))  # clients that go least along with the others
-        for update in updates():
-            yield others.blend(update, most)
+        for client, n in counts.items():
+            if n > most:
+                self.notes[client] = f"registered {n} samples and counts as {most}, twice the median"
+        return {
+            client: _Bound(shares[client], {name: factors[name][client] for name in seen.norms})
+            for client, seen in self._seen.items()
+        }
 
     def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
         """Client -> by what to multiply its change, or its extra of this name.
@@ -201,15 +204,17 @@ def _median(numbers: Collection[float]) -> float:
     return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
 
 
-def _scaled(update: Update, start: Start | None, name: str, factor: float) -> Update:
+def _scaled(update: Update, name: str, factor: float) -> Update:
     """The update with an extra multiplied by `factor`, or the change of its weights if the name is empty."""
     if factor == 1:
         return update
-    if name or start is None or update.values is None:
+    if name:
         extra = update.extra[name]
         return replace(update, extra={**update.extra, name: replace(extra, value=extra.value * factor)})
-    before, after = start.change(update)
-    return replace(update, values=torch.cat([before.lerp(after, factor), update.values[len(before) :]]))
+    assert update.start is not None
+    assert update.values is not None
+    weights, rest = update.values[: len(update.start)], update.values[len(update.start) :]
+    return replace(update, values=torch.cat([update.start.lerp(weights, factor), rest]))
 
 
 def _write(row: Tensor, update: Update) -> None:

@@ -123,10 +123,7 @@ class MaskStore(Mapping[str, Mask]):
         """What `put_notes` stored. Missing notes are a KeyError, damaged ones a CheckpointError."""
         data = self.backend[digest]
         if _digest(data) != digest:
-            del self.backend[digest]
-            raise CheckpointError(
-                f"{self.folder or 'memory'}/{digest}.mask is damaged: its content does not match its name"
-            )
+            raise self._damaged(digest)
         return notes_from_bytes(data)
 
     def find_notes(self, digest: str) -> dict[str, Extra]:
@@ -140,15 +137,14 @@ class MaskStore(Mapping[str, Mask]):
         data = self.backend[digest]
         try:
             mask = mask_from_bytes(data, self.layout)
-            why = "" if mask.hash == digest else "its content does not match its name"
         except FlashError as error:
-            why = str(error)
-        if why:
-            del self.backend[digest]  # or `put` would take it for the mask when that comes again
-            raise self._damaged(digest, why)
+            raise self._damaged(digest, str(error)) from None
+        if mask.hash != digest:
+            raise self._damaged(digest)
         return mask
 
-    def _damaged(self, digest: str, why: str) -> CheckpointError:
+    def _damaged(self, digest: str, why: str = "its content does not match its name") -> CheckpointError:
+        del self.backend[digest]  # or `put` would take it for the mask when that comes again
         return CheckpointError(f"{self.folder or 'memory'}/{digest}.mask is damaged: {why}")
 
     def __iter__(self) -> Iterator[str]:

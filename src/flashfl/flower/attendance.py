@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
+
+from flwr.app import Metadata
 
 from ..core.errors import ConfigError
 
@@ -47,12 +50,25 @@ class FlowerOptions:
             raise ConfigError(f"enough = {self.enough}: must be above 0 and at most 1")
 
 
+@dataclass
+class Post:
+    """A message on its way to a client."""
+
+    client: int
+    metadata: Metadata  # its message id is known once Flower has taken the message
+    sent: float = field(default_factory=time.monotonic)
+    seconds: float | None = None  # how long a reply of the client took
+    reminded: bool = False
+    done: bool = False
+
+
 class Attendance:
     """Remembers how long clients took, and who missed rounds. A restarted server starts with a clean slate."""
 
     def __init__(self, options: FlowerOptions, need: int = 1) -> None:
         self.options, self.need = options, need
         self.passed_over: dict[int, int] = {}  # client -> for how many more rounds
+        self.late: dict[str, Post] = {}  # messages whose replies are no longer waited for, by id
         self._missed: dict[int, int] = {}  # client -> rounds it missed in a row
         self._seconds: dict[tuple[str, int], deque[float]] = {}  # by kind of message and client
 

@@ -29,15 +29,8 @@ from . import records
 from .registration import fingerprint
 
 TaskFn = Callable[[Context], Task]
+Work = Callable[[ClientSide, int, Source, bytes, Rounds], Reply]  # a client's samples, its message, what it remembers
 _ROUNDS, _MASKS = "flashfl.rounds", "flashfl.masks"  # the names of our records in a context's state
-
-
-def _refuse_plain(context: Context) -> None:
-    """A node with an identity key reveals nothing about its samples but in secure rounds."""
-    if "identity" in context.node_config:
-        raise ConfigError(
-            "this node has an identity key, so it takes part in secure rounds only: set secure = true on the server"
-        )
 
 
 class Host:
@@ -55,9 +48,17 @@ class Host:
         torch.set_num_threads(self.threads)  # the last bits of results depend on it; a simulation trains with one
         try:
             if "private" in message.content:
-                return self.private(context, records.read_blob(message.content, "private")[1])
+                from .private import answer  # only here, as it needs an extra
+
+                request = records.read_blob(message.content, "private")[1]
+                return self.train(context, request, functools.partial(answer, context), "answer")
             if kind == "query":
                 return self.about(context)
+            if "identity" in context.node_config:  # it reveals nothing about its samples but in secure rounds
+                raise ConfigError(
+                    "this node has an identity key, so it takes part in secure rounds only: set secure = true on the "
+                    "server"
+                )
             order = records.read_blob(message.content, "order")[1]
             self.trainer.sparse = bool(records.read_fields(message.content, "compute").get("sparse"))
             return self.train(context, order) if kind == "train" else self.evaluate(context, order)
@@ -70,7 +71,7 @@ class Host:
         """Who this client is and what it runs. A client of secure rounds does not tell how many samples it has."""
         secret = "identity" in context.node_config
         fields: dict[str, str | int | float] = {
-            "client": client_id(context), "n": 1 if secret else len(self._samples(context)),
+            "client": _client_id(context), "n": 1 if secret else len(self._samples(context)),
             "held": 0 if secret else len(self._evaluation_samples(context) or ()), "layout": self.task.layout.hash,
             "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
         }  # fmt: skip
@@ -79,40 +80,27 @@ class Host:
             fields["density"] = float(density)
         return records.fields("client", fields)
 
-    def train(self, context: Context, order: bytes) -> RecordDict:
-        """Carry out an order."""
-        _refuse_plain(context)
-        memory, masks = recall(context.state)
+    def train(self, context: Context, order: bytes, work: Work = ClientSide.work, reply: str = "update") -> RecordDict:
+        """Carry out an order. What the client remembers goes into its context.
+
+        work: what it does, and reply: the name of its answer, in a private round.
+        """
+        memory, masks = _recall(context.state)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
-        return self._reply(
-            context, side.work(client_id(context), self._samples(context), order, memory), masks, "update"
-        )
-
-    def private(self, context: Context, request: bytes) -> RecordDict:
-        """Answer a request of a private round."""
-        from .private import answer  # only here, as it needs an extra
-
-        memory, masks = recall(context.state)
-        side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
-        reply = answer(context, client_id(context), side, self._samples(context), request, memory)
-        return self._reply(context, reply, masks, "answer")
-
-    def _reply(self, context: Context, reply: Reply, masks: dict[str, bytes], name: str) -> RecordDict:
-        """The reply's record. What the client remembers goes into its context."""
-        names = {name for _, *names in reply.memory for name in names if name is not None}
-        context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(reply.memory)})
+        found = work(side, _client_id(context), self._samples(context), order, memory)
+        names = {name for _, *names in found.memory for name in names if name is not None}
+        context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(found.memory)})
         context.state[_MASKS] = ArrayRecord({name: records.to_array(masks[name]) for name in sorted(names)})
-        return records.blob("lack" if reply.lacks else name, reply.data)
+        return records.blob("lack" if found.lacks else reply, found.data)
 
     def evaluate(self, context: Context, data: bytes) -> RecordDict:
         """Loss and metric of a model on the samples this client holds back, times their number."""
-        _refuse_plain(context)
-        samples, layout, client = self._evaluation_samples(context), self.task.layout, client_id(context)
+        samples, layout, client = self._evaluation_samples(context), self.task.layout, _client_id(context)
         if samples is None:
             raise ConfigError(
                 f"client {client} holds no samples back, so it cannot evaluate: give its task a `holdout` above 0"
             )
-        masks = recall(context.state)[1]
+        masks = _recall(context.state)[1]
         store = MaskStore(layout, masks)
         try:
             order = decode(data, layout, known={name: mask for name in masks if (mask := store.find(name)) is not None})
@@ -125,7 +113,7 @@ class Host:
 
     def _at(self, context: Context) -> int:
         """Which of the task's clients this node plays: the only one, or the one its partition names."""
-        at = 0 if len(self.task.train) == 1 else int(context.node_config.get("partition-id", client_id(context)))
+        at = 0 if len(self.task.train) == 1 else int(context.node_config.get("partition-id", _client_id(context)))
         if not 0 <= at < len(self.task.train):
             raise ConfigError(f"partition-id = {at}: the task has {len(self.task.train)} clients, numbered from 0")
         return at
@@ -140,7 +128,7 @@ class Host:
         return self.task.evaluation[evaluators.index(at)] if at in evaluators else None
 
 
-def client_id(context: Context) -> int:
+def _client_id(context: Context) -> int:
     """The node's setting `client-id`, else `partition-id`."""
     config = context.node_config
     if "client-id" not in config and "partition-id" not in config:
@@ -150,7 +138,7 @@ def client_id(context: Context) -> int:
     return int(config["client-id"] if "client-id" in config else config["partition-id"])
 
 
-def recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
+def _recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
     """A client's last rounds, each with the hashes of the order's mask, its own mask and its notes; and those, packed.
 
     Both are empty if the records are damaged.

@@ -25,29 +25,7 @@ from ..privacy.policy import Policy
 _STATE = "flashfl.private"  # the name of our record in a context's state
 
 
-class ContextDrawer:
-    """A client's own storage in its context's state, which stays on its node."""
-
-    def __init__(self, context: Context) -> None:
-        self.state = context.state
-
-    def read(self, name: str) -> bytes | None:
-        record = self.state.get(_STATE)
-        found = record.get(name) if isinstance(record, ConfigRecord) else None
-        return found if isinstance(found, bytes) else None
-
-    def write(self, name: str, data: bytes) -> None:
-        record = self.state.get(_STATE)
-        held = dict(record) if isinstance(record, ConfigRecord) else {}
-        self.state[_STATE] = ConfigRecord({**held, name: data})
-
-
-def has_identity(context: Context) -> bool:
-    """Whether this node takes part in secure rounds, and in no others."""
-    return "identity" in context.node_config
-
-
-def answer(context: Context, client: int, side: ClientSide, data: Source, request: bytes, memory: Rounds) -> Reply:
+def answer(context: Context, side: ClientSide, client: int, data: Source, request: bytes, memory: Rounds) -> Reply:
     """A node's answer to a request of a private round."""
     config = context.node_config
     policy = {
@@ -55,14 +33,19 @@ def answer(context: Context, client: int, side: ClientSide, data: Source, reques
         for name in ("least", "survive", "corrupt", "noise")
         if f"policy-{name}" in config
     }
-    if has_identity(context):
+    secure = "identity" in config  # it takes part in secure rounds, and in no others
+    if secure:
         identity, directory = read_identity(Path(str(config["identity"]))), _directory(context)
     else:  # without masks nobody signs anything; a secure round finds that its key is unknown
         identity, directory = Identity.new(), Directory({})
-    return PrivateSide(
-        side, client, ContextDrawer(context), build(Policy, policy, "policy"), identity, directory,
-        has_identity(context),
-    ).answer(data, request, memory)  # fmt: skip
+    record = context.state.get(_STATE)  # stays on its node
+    kept = record.items() if isinstance(record, ConfigRecord) else ()
+    drawer = {name: value for name, value in kept if isinstance(value, bytes)}
+    try:
+        own = PrivateSide(side, client, drawer, build(Policy, policy, "policy"), identity, directory, secure)
+        return own.answer(data, request, memory)
+    finally:
+        context.state[_STATE] = ConfigRecord({**drawer})
 
 
 def _directory(context: Context) -> Directory:

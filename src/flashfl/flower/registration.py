@@ -31,16 +31,6 @@ _CLOSE = 1e-4  # of a tensor's norm
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a node must have to take part."""
-
-    layout: str  # the model's hash
-    fixed: str = NONE  # the fingerprint of its fixed tensors
-    samples: int = 0  # the most samples a client may register; 0: no limit but the format's
-    bounded: bool = False  # whether a round bounds what clients with many samples count
-
-
-@dataclass(frozen=True)
 class Entry:
     """A registered node."""
 
@@ -59,19 +49,23 @@ class Entry:
             raise ConfigError(f"client {client} states density {density}: must be above 0 and at most 1")
 
     @staticmethod
-    def read(node: int, fields: Mapping[str, Field], terms: Terms) -> Entry:
-        """What a node says about itself, or a ConfigError that says why it cannot take part."""
+    def read(node: int, fields: Mapping[str, Field], layout: str, fixed: str = NONE, most: int = 0) -> Entry:
+        """What a node says about itself, or a ConfigError that says why it cannot take part.
+
+        layout: the hash of the server's model. fixed: the fingerprint of its fixed tensors. most: the most samples a
+        client may register; 0: no limit but the format's.
+        """
         try:
             client, n, held = (int(fields[name]) for name in ("client", "n", "held"))
             theirs, wire, package = str(fields["layout"]), int(fields["wire"]), str(fields["package"])
             density = float(fields["density"]) if "density" in fields else None
-            other = difference(terms.fixed, str(fields.get("fixed", NONE)))
+            other = difference(fixed, str(fields.get("fixed", NONE)))
         except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"its registration cannot be read ({error!r})") from None
         entry = Entry(node, Client(client, n, density), held)
-        if terms.samples and n > terms.samples:
+        if most and n > most:
             raise ConfigError(
-                f"client {client} registers {n} samples, but flower.max_samples = {terms.samples}. Raise "
+                f"client {client} registers {n} samples, but flower.max_samples = {most}. Raise "
                 "flower.max_samples on the server, or give the client fewer samples."
             )
         if wire != VERSION:
@@ -79,9 +73,9 @@ class Entry:
                 f"client {client} speaks version {wire} of the wire format, the server {VERSION}: install the same "
                 "version of flashfl on both sides"
             )
-        if theirs != terms.layout:
+        if theirs != layout:
             raise ConfigError(
-                f"client {client} has another model: its layout is {theirs[:40]}, the server's {terms.layout}. "
+                f"client {client} has another model: its layout is {theirs[:40]}, the server's {layout}. "
                 "Model, prunable weights and fixed weights must be the same on both sides"
             )
         if other is not None:

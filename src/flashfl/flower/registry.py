@@ -22,10 +22,10 @@ from ..core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from ..core.exchange import Client
 from ..core.method import Method
 from ..core.parts import coerce
-from ..engine.robust import most_samples
+from ..data.task import Task
 from . import records
 from .attendance import Attendance, FlowerOptions
-from .registration import Entry, Terms
+from .registration import Entry, fingerprint
 
 log = logging.getLogger("flwr.flashfl")
 _ERRORS = 3  # how often an unknown node may fail to answer before it is refused
@@ -49,8 +49,9 @@ class Registry:
 
     fixed: tuple[Client, ...] | None = None  # clients come and go
 
-    def __init__(self, grid: Grid, terms: Terms, options: FlowerOptions, need: int = 1) -> None:
-        self.grid, self.terms, self.options, self.need = grid, terms, options, max(1, need)
+    def __init__(self, grid: Grid, task: Task, options: FlowerOptions, need: int = 1) -> None:
+        self.grid, self.options, self.need = grid, options, max(1, need)
+        self._terms = (task.layout.hash, fingerprint(task), options.max_samples)  # what a node must have to take part
         self.attendance = Attendance(options, self.need)
         self.nodes: dict[int, Node] = {}  # those that are there now
         self.bound: dict[int, Entry] = {}  # by client id: what its node registered first in this run
@@ -61,7 +62,6 @@ class Registry:
         self._checked = time.monotonic()  # when refused nodes were last asked again
         self._admit: Callable[[Sequence[Client]], Sequence[Client]] = tuple
         self._known: tuple[Client, ...] = ()  # registered and admitted, ascending by id
-        self._noted: dict[int, int] = {}  # client -> its samples, where they are many more than the others'
 
     @property
     def refused(self) -> dict[int, str]:
@@ -140,7 +140,7 @@ class Registry:
                 self.nodes[refused].ask = True
         new = [node for node in self.nodes.values() if node.ask and not node.asked]
         if new:
-            content = records.fields("query", {"layout": self.terms.layout})
+            content = records.fields("query", {"layout": self._terms[0]})
             messages = [Message(content, node.id, "query", ttl=self.options.timeout) for node in new]
             for node, message in zip(new, self.grid.push_messages(messages), strict=True):
                 node.asked, node.ask = message, not message
@@ -164,7 +164,7 @@ class Registry:
         try:
             if (why := records.failure(reply.content)) is not None:
                 raise ConfigError(why)
-            entry = Entry.read(node.id, records.read_fields(reply.content, "client"), self.terms)
+            entry = Entry.read(node.id, records.read_fields(reply.content, "client"), *self._terms)
             self._bind(entry)
         except FlashError as error:
             node.entry = None
@@ -212,21 +212,6 @@ class Registry:
         for client in sorted(set(before) - set(self.entries)):
             log.warning("client %d (node %d) has left", client, before[client].node)
         self._known = self._admitted()
-        self._note_counts()
-
-    def _note_counts(self) -> None:
-        """Say which clients register so many samples that they will be bounded."""
-        counts = [client.n for client in self._known]
-        most = most_samples(counts) if self.terms.bounded and len(counts) > 2 else max(counts, default=0)
-        for client in self._known:
-            if client.n > most and self._noted.get(client.id) != client.n:
-                self._noted[client.id] = client.n
-                log.warning(
-                    "client %d registers %d samples; it counts as at most %d, twice the median",
-                    client.id,
-                    client.n,
-                    most,
-                )
 
     def _admitted(self) -> tuple[Client, ...]:
         """The registered clients with the densities the method gives them. Clients it cannot take are refused."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from flwr.app import Message, Metadata, RecordDict
+from flwr.app import Message, RecordDict
 
 from ..core.errors import FlashError, RunStopped
-from ..core.exchange import Client, Evaluation, Order
+from ..core.exchange import Evaluation, Outcome, Tag
 from ..engine.encoding import Encoding
 from ..engine.robust import most_samples
 from ..engine.trust import LARGEST_METRIC
 from . import records
+from .attendance import Post
 from .registry import Registry
 
 if TYPE_CHECKING:
@@ -22,19 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr.flashfl")
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
-
-
-@dataclass
-class Post:
-    """A message on its way to a client."""
-
-    client: Client
-    order: Order
-    metadata: Metadata  # its message id is known once Flower has taken the message
-    sent: float = field(default_factory=time.monotonic)
-    seconds: float | None = None  # how long a reply of the client took
-    reminded: bool = False
-    done: bool = False
+_TOGETHER = 8  # messages pushed at a time
+_PATIENT = 10.0  # seconds of waiting for the last clients after which the log says so
 
 
 class Exchange:
@@ -49,70 +41,120 @@ class Exchange:
         self,
         account: Encoding | PrivateRound,
         registry: Registry,
-        kind: str = "train",
+        tag: Tag,
         sends: str = "order",
         takes: str = "update",
     ) -> None:
-        """kind: of its messages. sends, takes: the names of what they carry, and of what replies carry."""
-        self.account, self.kind, self.sends, self.takes = account, kind, sends, takes
-        self.timeout = registry.options.timeout
+        """sends, takes: the names of what messages carry, and of what replies carry."""
+        self.account, self.registry, self.sends, self.takes = account, registry, sends, takes
+        self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
         self.entries = registry.entries  # as of now: the registry replaces them when it looks again
-        self.posts: list[Post] = []
+        self.group = ".".join(map(str, tag))
+        self.silent: list[int] = []  # clients that gave no reply
+        self.seconds = {"send": 0.0, "wait": 0.0}
 
-    def post(self, client: Client, order: Order, data: bytes) -> Message:
-        """The message that carries the bytes of an order to its client."""
-        message = self._message(client, order, data)
-        self.posts.append(Post(client, order, message.metadata))
+    def ask(self, requests: Iterable[tuple[int, bytes]], kind: str = "train") -> None:
+        """Send each client its bytes. Take replies until all are in, or as long as options and past rounds allow."""
+        self.kind, self.posts = kind, list[Post]()
+        began = time.monotonic()
+        self._push(self._post(client, data) for client, data in requests)
+        sent = time.monotonic()
+        self._wait(sent)
+        self.seconds["send"] += sent - began
+        self.seconds["wait"] += time.monotonic() - sent
+
+    def _post(self, client: int, data: bytes) -> Message:
+        message = self._message(client, data)
+        self.posts.append(Post(client, message.metadata))
         return message
 
-    def _message(self, client: Client, order: Order, data: bytes) -> Message:
-        content, group = records.blob(self.sends, data), ".".join(map(str, order.tag))
+    def _message(self, client: int, data: bytes) -> Message:
+        content = records.blob(self.sends, data)
         if self.account.memory.sparse:
             content.update(records.fields("compute", {"sparse": 1}))
-        return Message(content, self.entries[client.id].node, self.kind, ttl=self.timeout, group_id=group)
+        node = self.entries[client].node
+        return Message(content, node, self.kind, ttl=self.options.timeout, group_id=self.group)
 
-    @property
-    def waiting(self) -> dict[str, Post]:
-        """Unanswered posts by message id. Without an id, Flower never took the message."""
-        return {p.metadata.message_id: p for p in self.posts if p.metadata.message_id and not p.done}
+    def _push(self, messages: Iterable[Message]) -> None:
+        """Send messages a few at a time: faster than one by one, and never all of them in memory."""
+        rest = iter(messages)
+        while some := list(itertools.islice(rest, _TOGETHER)):
+            if not all(self.grid.push_messages(some)):
+                log.warning("the SuperLink did not take a message: its client will be dropped")
 
-    @property
-    def reply_times(self) -> list[float]:
-        """Seconds that each good reply took."""
-        return [p.seconds for p in self.posts if p.seconds is not None and p.client.id not in self.account.failures]
+    def _wait(self, began: float) -> None:
+        """Take replies until all are in or time is up, and drop the clients that did not reply.
 
-    def take(self, reply: Message) -> Message | None:
-        """Deal with a reply; the message that must follow it, if the client lacks a mask."""
+        Flower's own loop looks every three seconds only.
+        """
+        pause, told = min(0.05, self.options.poll), False
+        # Without an id, Flower never took the message.
+        while waiting := {p.metadata.message_id: p for p in self.posts if p.metadata.message_id and not p.done}:
+            missing = [post.client for post in waiting.values()]
+            times = [p.seconds for p in self.posts if p.seconds is not None and p.client not in self.account.failures]
+            allowed = self.attendance.time_allowed(self.kind, missing, times)
+            waited, so_far = time.monotonic() - began, f"{len(times)} of {len(self.posts)} replies are in"
+            if waited >= allowed:
+                log.warning("waited %.0f s for %s; %s", waited, _names(missing), so_far)
+                self.silent += missing
+                self.attendance.late |= waiting
+                break
+            if not told and times and waited > max(times) + _PATIENT:
+                told = True
+                log.info("%s; waiting up to %.0f s for %s", so_far, allowed - waited, _names(missing))
+            if not self._pull(list(waiting)):
+                time.sleep(pause)
+                pause = min(self.options.poll, 2 * pause)
+        for post in self.posts:
+            if not post.done:
+                self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
+
+    def _pull(self, messages: list[str]) -> bool:
+        """Take the replies to these messages that have arrived; whether there were any."""
+        now, late = time.monotonic(), self.attendance.late
+        late = self.attendance.late = {i: p for i, p in late.items() if now - p.sent < self.options.timeout}
+        replies = list(self.grid.pull_messages([*messages, *late]))
+        for reply in replies:
+            post = late.pop(reply.metadata.reply_to_message_id, None)
+            if post is None:
+                self._take(reply)
+            elif not reply.has_error():
+                seconds = time.monotonic() - post.sent
+                log.warning("client %d replied after %.0f s, too late: dropped", post.client, seconds)
+                self.attendance.replied(post.metadata.message_type, post.client, seconds)
+        return bool(replies)
+
+    def _take(self, reply: Message) -> None:
         about = reply.metadata.reply_to_message_id
         post = next((p for p in self.posts if p.metadata.message_id == about), None)
         if post is None:
             log.warning("node %d sent a reply that nobody waits for: dropped", reply.metadata.src_node_id)
         elif post.done:
-            log.warning("client %d replied twice: the second reply is dropped", post.client.id)
+            log.warning("client %d replied twice: the second reply is dropped", post.client)
         elif reply.has_error():
             self._drop(post, f"Flower reports error {reply.error.code}: {reply.error.reason}")
         elif reply.metadata.src_node_id != post.metadata.dst_node_id:
-            log.warning("node %d replied in place of client %d: dropped", reply.metadata.src_node_id, post.client.id)
+            log.warning("node %d replied in place of client %d: dropped", reply.metadata.src_node_id, post.client)
         else:
-            return self._read(post, reply.content)
-        return None
+            self._read(post, reply.content)
 
-    def _read(self, post: Post, content: RecordDict) -> Message | None:
+    def _read(self, post: Post, content: RecordDict) -> None:
+        """Count a reply. If the client lacks a mask, it is sent another message."""
         try:
             if (why := records.failure(content)) is not None:
                 self._drop(post, why)
             elif (data := self.read(post, content)) is not None:
-                follow = self._message(post.client, post.order, data)
+                follow = self._message(post.client, data)
                 post.metadata, post.reminded = follow.metadata, True
-                return follow
+                return self._push([follow])
         except FlashError as error:
             self._drop(post, f"{type(error).__name__}: {error}")
         post.done, post.seconds = True, time.monotonic() - post.sent
-        return None
+        self.attendance.replied(self.kind, post.client, post.seconds)
 
     def read(self, post: Post, content: RecordDict) -> bytes | None:
         """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
-        client, account = post.client.id, self.account
+        client, account = post.client, self.account
         kind, data = records.read_blob(content, self.takes, "lack", limit=account.largest_update(client) + SLACK)
         if kind == "lack":
             return account.lacking(client, data)
@@ -121,13 +163,19 @@ class Exchange:
 
     def _drop(self, post: Post, why: str) -> None:
         post.done = True
-        self.account.failed(post.client.id, why)
+        self.account.failed(post.client, why)
 
-    def stop_waiting(self) -> None:
-        """Drop the clients that have not replied."""
-        for post in self.posts:
-            if not post.done:
-                self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
+    def settle(self) -> Outcome:
+        """Close the account: the round is over. Clients that did not reply are passed over for a while."""
+        began = time.monotonic()
+        outcome = self.account.close()
+        for client, what in sorted(self.account.cohort.notes.items()) if self.account.cohort else ():
+            log.warning("client %d: %s", client, what)
+        self.attendance.round_over(self.silent)
+        self.registry.doubt(outcome.failures)
+        self.registry.stale = True
+        seconds = {**self.seconds, "check": time.monotonic() - began}
+        return replace(outcome, failures=self.dropped(), seconds=seconds)
 
     def dropped(self) -> dict[int, str]:
         """Why clients were dropped, in words that are safe to print and store. The log is told too."""
@@ -137,23 +185,27 @@ class Exchange:
         return reasons
 
 
+def _names(clients: list[int]) -> str:
+    return ("client " if len(clients) == 1 else "clients ") + ", ".join(map(str, sorted(clients)))
+
+
 class ClientEvaluation(Exchange):
     """Sends a model to the clients that hold samples back, and adds up what they find."""
 
     name = "evaluation"
     account: Encoding
 
-    def __init__(self, account: Encoding, registry: Registry, share: bool) -> None:
+    def __init__(self, account: Encoding, registry: Registry, tag: Tag, share: bool) -> None:
         """`share`: the metric is a share of samples, so it is at most 1."""
-        super().__init__(account, registry, "evaluate")
+        super().__init__(account, registry, tag)
         self.share = share
         self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
 
     def read(self, post: Post, content: RecordDict) -> bytes | None:
         if "lack" in content and not post.reminded:
             # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
-            return self.account.in_full(post.client.id)
-        found, held = records.read_fields(content, "evaluated"), self.entries[post.client.id].held
+            return self.account.in_full(post.client)
+        found, held = records.read_fields(content, "evaluated"), self.entries[post.client].held
         try:
             n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
         except (KeyError, ValueError, OverflowError) as error:
@@ -164,12 +216,13 @@ class ClientEvaluation(Exchange):
                 f"it reports loss {loss} and metric {metric}, summed over {n} samples. Expected: sums in the valid "
                 f"range, over the {held} held-back samples that it registered."
             )
-        self._found[post.client.id] = (n, loss, metric)
+        self._found[post.client] = (n, loss, metric)
         return None
 
-    def close(self) -> Evaluation:
+    def mean(self) -> Evaluation:
         """The mean over all samples of the clients that replied. Samples are bounded as in training."""
-        self.dropped()
+        self.attendance.missed(self.silent)
+        self.registry.doubt(self.dropped())
         found = [self._found[c] for c in sorted(self._found)]
         if self.account.robust.bounded and found:
             most = most_samples([n for n, _, _ in found])

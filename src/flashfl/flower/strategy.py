@@ -29,7 +29,6 @@ from ..run.simulate import drive
 from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
-from .registration import Terms, fingerprint
 from .registry import Registry
 
 log = logging.getLogger("flwr.flashfl")
@@ -170,10 +169,8 @@ class FlashStrategy(Strategy):
 
     def connect(self, grid: Grid) -> FlowerEngine:
         """Wait for clients. Returns the engine that sends them orders."""
-        need, options = self.train.min_replies, self.options
-        bounded = self.train.robust == "on"
-        terms = Terms(self.task.layout.hash, fingerprint(self.task), options.max_samples, bounded)
-        registry = Registry(grid, terms, options, need)
+        options = self.options
+        registry = Registry(grid, self.task, options, self.train.min_replies)
         if self.resume:
             _load_latest(registry, self.folder)
         registry.gather(options.clients or min(self.train.per_round, registry.size or self.train.per_round))
