@@ -491,10 +491,15 @@ def test_custom_method_is_loaded_from_its_file(own: str, tmp_path: Path, capsys:
     assert list(header["code"]) == ["flashfl", "a_method_of_mine"]
     assert cli.main(["run", "--method", "own", "--still.rate", "0.1", "--out", "a", "--resume", *words]) == 0
     assert cli.main(["export", "a", "--load", own]) == 0
+    capsys.readouterr()
+    assert cli.main(["run", "--out", "a", "--resume", "--load", own, "--quiet"]) == 0
+    assert f"write it anew with `flashfl export --load {own} a`" in capsys.readouterr().out
     assert cli.main(["compare", "--methods", "own,pdst", "--seeds", "1", "--out", "c", *words]) == 0
     capsys.readouterr()
     assert cli.main(["methods", "--load", own]) == 0
     assert "\nown\n" in capsys.readouterr().out
+    assert cli.main(["methods", "own", "--load", own]) == 0
+    assert capsys.readouterr().out.endswith(f"    flashfl run --load {own} --method own --density 0.05\n")
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])

@@ -97,6 +97,7 @@ def test_run_killed_between_checkpoints_is_extended(tmp_path: Path) -> None:
     assert len(Results.read(out).rounds) == done + 3
     assert (out / "results.jsonl").read_text().splitlines()[1] == before
     assert not (out / "results.jsonl.old").exists()
+    assert load([out]).runs[0].settings["train.changed"] == f"from 1000 to {done + 3} rounds"
 
 
 def test_warnings_on_the_command_line_are_one_plain_line(tmp_path: Path) -> None:

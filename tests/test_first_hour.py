@@ -273,7 +273,8 @@ def test_optimizer_says_what_clients_and_the_server_can_use() -> None:
         ("cross_entropy", "loss=torch.nn.functional.cross_entropy$"),
         ("what", "loss is the text 'what': .* loss=torch.nn.functional.mse_loss$"),
         (nn.MSELoss, r"loss is the class MSELoss: .* loss=MSELoss\(\)$"),
-        (None, "loss is a NoneType"),
+        ("CrossEntropyLoss", r"loss=torch.nn.CrossEntropyLoss\(\)$"),
+        (None, "loss is of type NoneType"),
     ],
 )
 def test_loss_that_is_no_function_is_refused(given: Any, said: str) -> None:

@@ -230,7 +230,8 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     print(f"results in {folder}")
     if (folder / "model.safetensors").exists():
-        print(f"model.safetensors there was exported earlier: write it anew with `flashfl export {folder}`")
+        load = f"--load {args.load} " if args.load else ""
+        print(f"model.safetensors there was exported earlier: write it anew with `flashfl export {load}{folder}`")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 

@@ -166,13 +166,15 @@ class Task:
 
 def _check_function(role: str, given: object) -> None:
     """A loss or a metric must be a function of (output, targets), not a name or a class."""
-    wrong, write = f"a {type(given).__name__}", "torch.nn.functional.mse_loss"
+    wrong, write = f"of type {type(given).__name__}", "torch.nn.functional.mse_loss"
     if isinstance(given, str):
-        wrong, found = (
-            f"the text {given!r}",
-            (name for name in (given, f"{given}_loss") if hasattr(nn.functional, name)),
-        )
-        write = f"torch.nn.functional.{next(found, 'mse_loss')}" if given != "accuracy" else "flashfl.accuracy"
+        names = {
+            name: f"torch.nn.functional.{name}" for name in (given, f"{given}_loss") if hasattr(nn.functional, name)
+        }
+        if given.endswith("Loss") and hasattr(nn, given):
+            names[given] = f"torch.nn.{given}()"
+        wrong = f"the text {given!r}"
+        write = "flashfl.accuracy" if given == "accuracy" else next(iter(names.values()), write)
     elif isinstance(given, type):
         wrong, write = f"the class {given.__name__}", f"{given.__name__}()"
     elif callable(given):

@@ -52,7 +52,8 @@ class RunData:
         longer = {}
         if before := self.header.get("extended"):
             steps = [*before, self.header["identity"]["settings"]["rounds"]]
-            longer["train.extended"] = f"from {' to '.join(map(str, steps))} rounds"
+            how = "extended" if steps == sorted(steps) else "changed"
+            longer[f"train.{how}"] = f"from {' to '.join(map(str, steps))} rounds"
         if config := self.header.get("config"):
             return flat(config) | longer | {STARTED: "by command"}
         identity = self.header["identity"]
