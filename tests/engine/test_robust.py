@@ -16,14 +16,14 @@ from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights, repack
 from flashfl.data.task import Task
-from flashfl.engine.change import Start, agreeing
 from flashfl.engine.client import update_message
 from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import Cohort, Robust, trimmed_mean
+from flashfl.engine.robust import Cohort, Robust
 from flashfl.engine.store import MaskStore
+from flashfl.engine.trim import trimmed_mean
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.simulate import drive
@@ -39,12 +39,13 @@ def update(client: int, n: int, bits: list[int], values: list[float]) -> Update:
     return Update.of(client, n, Weights.masked(mask, torch.tensor(values)), mask.counts, {"loss": 1.0})
 
 
-def sums_of(updates: Iterable[Update], robust: Robust, start: Start | None = None) -> Sums:
-    sums, cohort = Sums(LAYOUT), Cohort(robust)
-    given = list(updates)
+def sums_of(updates: Iterable[Update], robust: Robust, start: Weights | None = None) -> Sums:
+    """start: what the clients were sent; None: they trained no weights."""
+    sums, cohort, work = Sums(LAYOUT), Cohort(robust), Local(report="weights" if start else "statistics")
+    given, sent = list(updates), start or ZERO
     for each in given:
-        cohort.see(each, start)
-    cohort.add(sums, lambda: given)
+        cohort.see(each, work, sent.mask, sent.packed())
+    cohort.add(sums, given)
     return sums
 
 
@@ -78,9 +79,9 @@ def test_trim_of_three_tenths_drops_three_of_ten() -> None:
 
 
 def test_sums_serve_every_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashfl.engine import robust
+    from flashfl.engine import trim
 
-    monkeypatch.setattr(robust, "_STRETCH", 8)  # two or three weights at a time: stretches cross byte borders
+    monkeypatch.setattr(trim, "_STRETCH", 8)  # two or three weights at a time: stretches cross byte borders
     every, values = [1] * 9, [float(i) for i in range(12)]
     updates = [update(i, 10, every, values) for i in range(3)]
     updates.append(update(3, 10, [0, 1] * 4 + [0], [-50.0] * 12))
@@ -244,7 +245,7 @@ def test_extras_are_bounded_whatever_their_type(kind: torch.dtype) -> None:
     assert float(sums_of(made, Robust(clip=1.0)).extra["c"] / 40) <= 2
 
 
-ZERO = Start(MASK, torch.zeros(12))
+ZERO = Weights(MASK, torch.zeros(12))
 
 
 def agreed(changes: list[list[float]], most: float = 2.0) -> torch.Tensor:
@@ -282,7 +283,10 @@ def test_blended_change_is_no_longer_than_before() -> None:
         changes = torch.randn(6, 9)
         changes[5] = -changes[:5].sum(0)
         updates = [update(i, 10, [1] * 9, [*row, 0.0, 0.0, 0.0]) for i, row in enumerate(changes.tolist())]
-        blended = list(agreeing(LAYOUT, dict.fromkeys(range(6), ZERO), lambda updates=updates: updates, 1))
+        cohort = Cohort(Robust(bounded=True, clip=2.0))
+        for each in updates:
+            cohort.see(each, Local(), MASK, ZERO.packed())
+        blended = list(cohort._agreeing(LAYOUT, lambda updates=updates: updates))
         for before, after in zip(updates, blended, strict=True):
             assert before.values is not None
             assert after.values is not None
@@ -314,7 +318,7 @@ def test_counting_account_agrees_with_the_encoding_one(robust: Robust, chunk: in
     vectors = [Weights.masked(mask, torch.randn(12) * (10 if i == 1 else 1)).vector for i, mask in enumerate(masks)]
     order = Order(start, Local(adapt=PruneRegrow()), 1, (2, 0, 0))
     updates = [Update.of(i, 5 + i, Weights(masks[i], vectors[i]), masks[i].counts) for i in (0, 1, 2, 4)]
-    expected = sums_of(updates, robust, Start(start.mask, start.packed()))
+    expected = sums_of(updates, robust, start)
 
     vectors[3] = vectors[3] + torch.nan
     account = Counting(ClientMemory(MaskStore(LAYOUT, {})), robust=robust)
