@@ -18,7 +18,8 @@ import flashfl as fl
 from flashfl import cli
 from flashfl.core.parts import _PARTS
 from flashfl.run import compare as comparing
-from flashfl.run.config import RunConfig
+from flashfl.run.config import RunConfig, make_config
+from flashfl.run.options import options_of
 from flashfl.run.results import Results
 
 TINY = [
@@ -110,6 +111,33 @@ def test_methods_lists_every_method_with_its_settings(capsys: pytest.CaptureFixt
     assert "--density" in text
     assert "random|gradient|momentum" in text
     assert "--r-int" in text
+    assert text.endswith("`flashfl methods NAME` describes one method, what its settings mean, and how to run it.\n")
+
+
+@pytest.mark.parametrize("name", list(fl.METHODS))
+def test_methods_name_describes_one_method_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods", name]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == name
+    assert lines[1].strip() == (fl.METHODS[name].__doc__ or "").splitlines()[0]
+    assert any(line.startswith("  Bytes: ") for line in lines)
+    options = [i for i, line in enumerate(lines) if line.startswith("    --") and line.endswith(")")]
+    assert len(options) == len(options_of(fl.METHODS[name]))
+    assert all(lines[i + 1].startswith(" " * 8) for i in options), "every setting is explained"
+    words = lines[-1].split()
+    assert words[:4] == ["flashfl", "run", "--method", name]
+    config = make_config({}, dict(zip((w[2:] for w in words[2::2]), words[3::2], strict=True)))
+    assert config.method == fl.METHODS[name]()
+
+
+def test_methods_name_explains_inherited_settings_and_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods", "flashplus"]) == 0
+    text = capsys.readouterr().out
+    assert "--warmup-epochs 10  (int)\n        their epochs.\n" in text
+    assert "--adapt.rate 0.25  (float)\n        the share of active weights dropped, before decay.\n" in text
+    assert "--grow 0.0  (float)\n        the mask grows from density * (1 - grow) to density * (1 + grow)" in text
+    assert "--average 0.98 --weight-decay 0.0005" in text
+    assert "The other settings" not in text
 
 
 @dataclass(frozen=True)
@@ -294,7 +322,9 @@ def test_interrupted_run_resumes_to_the_same_result(tmp_path: Path, capsys: pyte
         (["run", "--dataset", "cifr10"], "cifr10"),
         (["run", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
         (["run", "--device", "tpu"], "device = 'tpu': expected auto, cpu, cuda or cuda:N"),
-        (["run", "--out", "/dev/null/x", *TINY], "/dev/null/x"),
+        (["run", "--out", "/dev/null/x", *TINY], "/dev/null/x cannot be a folder, because /dev/null is a file"),
+        (["run", "--optimizer", "adam"], "optimizer = 'adam': there is no such setting. Clients train with SGD"),
+        (["methods", "spdts"], "unknown method 'spdts': did you mean 'spdst'?"),
         (["compare", "--methods", "nst,jmwts"], "unknown method 'jmwts': did you mean 'jmwst'?"),
         (["compare", "--methods", ","], "--methods names no method"),
         (["compare", "--seeds", "0"], "--seeds 0: must be at least 1"),
@@ -461,10 +491,15 @@ def test_custom_method_is_loaded_from_its_file(own: str, tmp_path: Path, capsys:
     assert list(header["code"]) == ["flashfl", "a_method_of_mine"]
     assert cli.main(["run", "--method", "own", "--still.rate", "0.1", "--out", "a", "--resume", *words]) == 0
     assert cli.main(["export", "a", "--load", own]) == 0
+    capsys.readouterr()
+    assert cli.main(["run", "--out", "a", "--resume", "--load", own, "--quiet"]) == 0
+    assert f"write it anew with `flashfl export --load {own} a`" in capsys.readouterr().out
     assert cli.main(["compare", "--methods", "own,pdst", "--seeds", "1", "--out", "c", *words]) == 0
     capsys.readouterr()
     assert cli.main(["methods", "--load", own]) == 0
     assert "\nown\n" in capsys.readouterr().out
+    assert cli.main(["methods", "own", "--load", own]) == 0
+    assert capsys.readouterr().out.endswith(f"    flashfl run --load {own} --method own --density 0.05\n")
 
 
 @pytest.mark.parametrize("threads", ["1", "2"])

@@ -12,6 +12,7 @@ import pytest
 
 import flashfl as fl
 from flashfl.cli import main
+from flashfl.report.groups import groups_of
 from flashfl.report.load import load
 from flashfl.run.results import Results
 from tests.conftest import make_task
@@ -51,6 +52,7 @@ def test_report_keeps_an_extended_run_apart_from_one_that_had_all_rounds(tmp_pat
         assert main(["run", "--out", str(tmp_path / "longer"), "--resume", "--rounds", "3", "--quiet"]) == 0
     whole, longer = load([tmp_path / "whole", tmp_path / "longer"]).runs
     assert whole.key != longer.key
+    assert list(groups_of([whole, longer])) == ["pdst", "pdst · extended from 2 to 3 rounds"]
 
 
 def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
@@ -95,6 +97,7 @@ def test_run_killed_between_checkpoints_is_extended(tmp_path: Path) -> None:
     assert len(Results.read(out).rounds) == done + 3
     assert (out / "results.jsonl").read_text().splitlines()[1] == before
     assert not (out / "results.jsonl.old").exists()
+    assert load([out]).runs[0].settings["train.changed"] == f"from 1000 to {done + 3} rounds"
 
 
 def test_warnings_on_the_command_line_are_one_plain_line(tmp_path: Path) -> None:

@@ -251,6 +251,42 @@ def test_option_of_another_method_names_the_methods_that_have_it() -> None:
         make_config({}, {"method": "pdst", "r_int": "5"})
 
 
+def test_optimizer_says_what_clients_and_the_server_can_use() -> None:
+    from flashfl.run.config import make_config
+
+    said = r"optimizer = 'adam': .* Clients train with SGD: set `lr`, `momentum` .* --server\.adam 0\.99"
+    with pytest.raises(ConfigError, match=said):
+        fl.simulate(fl.PDST(density=0.3), make_task("norm"), 1, optimizer="adam")
+    for data, overrides in (({"train": {"optimizer": "adam"}}, {}), ({}, {"optimizer": "adam"})):
+        with pytest.raises(ConfigError, match=said):
+            make_config(data, overrides)
+    server = {"adam": 0.99, "momentum": 0.9, "lr": 0.01}  # what the sentence advises
+    assert fl.simulate(fl.PDST(density=0.3), make_task("norm"), 1, per_round=2, workers=1, server=server).history
+    words = {"server.adam": "0.99", "server.momentum": "0.9", "server.lr": "0.01"}
+    assert make_config({}, words).train.server.adam == 0.99
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("mse", "loss is the text 'mse': expected a function of .*, for instance loss=torch.nn.functional.mse_loss$"),
+        ("cross_entropy", "loss=torch.nn.functional.cross_entropy$"),
+        ("what", "loss is the text 'what': .* loss=torch.nn.functional.mse_loss$"),
+        (nn.MSELoss, r"loss is the class MSELoss: .* loss=MSELoss\(\)$"),
+        ("CrossEntropyLoss", r"loss=torch.nn.CrossEntropyLoss\(\)$"),
+        (None, "loss is of type NoneType"),
+    ],
+)
+def test_loss_that_is_no_function_is_refused(given: Any, said: str) -> None:
+    data = [(torch.rand(8, 3), torch.rand(8, 1))] * 2
+    with pytest.raises(ConfigError, match=said):
+        fl.Task(lambda: nn.Linear(3, 1), data, loss=given)
+    if given is not None:  # then the metric is the default one
+        with pytest.raises(ConfigError, match=said.replace("loss is", "metric is").replace("loss=", "metric=")):
+            fl.Task(lambda: nn.Linear(3, 1), data, metric=given)
+    assert fl.Task(lambda: nn.Linear(3, 1), data, loss=nn.MSELoss()).metric_name == "loss"
+
+
 def test_number_in_place_of_the_data_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match="Write clients=10"):
         fl.tasks.digits(10)

@@ -18,6 +18,7 @@ from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands
 from .run.datacli import add_data
+from .run.listing import add_listings
 from .run.sealed import KEY
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         description="Train sparse models with federated learning: FLASH and its rivals. Messages are sparse too, so "
         "fewer bytes travel.",
         epilog="Give any setting as --name value, for instance --density 0.05 --rounds 100 --alpha 0.1. "
-        "`flashfl methods` lists the settings of methods, `flashfl settings` all others.",
+        "`flashfl methods` lists the settings of methods, `flashfl methods NAME` explains one method, `flashfl "
+        "settings` lists all other settings.",
     )
     parser.add_argument("--version", action="version", version=f"flashfl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -148,9 +150,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     export.add_argument("--view", default="", help="export another model than the reported one, e.g. 'density 0.1'")
     add_data(add)
     add_commands(add)
-    methods = add("methods", _methods, "list every method with its settings and defaults")
-    add("settings", _settings, "list every setting of training and tasks with its default")
-    _add_shared(run, comparison, export, methods)
+    _add_shared(run, comparison, export, add_listings(add))
     return parser, made
 
 
@@ -230,7 +230,8 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     print(f"results in {folder}")
     if (folder / "model.safetensors").exists():
-        print(f"model.safetensors there was exported earlier: write it anew with `flashfl export {folder}`")
+        load = f"--load {args.load} " if args.load else ""
+        print(f"model.safetensors there was exported earlier: write it anew with `flashfl export {load}{folder}`")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 
@@ -290,44 +291,6 @@ def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     print(export_run(args.run, args.to, args.view, args.format))
     return 0
-
-
-def _methods(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    import inspect
-
-    from .core.method import Method
-    from .methods import METHODS
-    from .sparsity import PruneRegrow
-
-    for name, cls in METHODS.items():
-        said = [cls.__doc__ or ""]
-        # What a method inherits is explained by its parent, below the first paragraph.
-        parents = [base for base in cls.__mro__[1:] if issubclass(base, Method) and base is not Method]
-        said += [(base.__dict__.get("__doc__") or "").partition("\n\n")[2] for base in parents]
-        text = "\n\n".join(inspect.cleandoc(each).strip() for each in said if each.strip())
-        print(f"{name}\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines()))
-        _print_options(cls)
-    rule = (PruneRegrow.__doc__ or "").partition("\n\n")[2]
-    print("--adapt.NAME\n" + "\n".join(f"  {line}".rstrip() for line in inspect.cleandoc(rule).splitlines()))
-    return 0
-
-
-def _settings(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    from .data.tasks import TaskConfig
-    from .run.config import TrainConfig
-
-    for title, cls in (("training", TrainConfig), ("task", TaskConfig)):
-        print(title)
-        _print_options(cls)
-    return 0
-
-
-def _print_options(cls: type) -> None:
-    from .run.options import options_of
-
-    for option, (kind, default, said) in options_of(cls).items():
-        print(f"    --{option.replace('_', '-'):<20} {default!s:<20} {kind}" + (f"  ({said})" if said else ""))
-    print()
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.core.state import State
 from flashfl.data.task import Task
-from flashfl.engine.account import Held
 from flashfl.engine.client import ClientSide, Reply, update_message
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.encoding import OWN, Encoding
 from flashfl.engine.gpu import GPUEngine
+from flashfl.engine.held import Held
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.robust import PLAIN, Robust
 from flashfl.engine.store import MaskStore
@@ -222,7 +222,7 @@ def test_held_updates_come_back_from_memory_or_file(room: int, tmp_path: Path) -
     for client in (5, 1, 9, 0, 3):
         mask = OTHER if client % 2 else MASK
         update = Update.of(client, 10, Weights.masked(mask, torch.rand(LAYOUT.size)), mask.counts, {"loss": 2.0})
-        updates[client] = replace(update, extra={"x": Extra("dense", torch.rand(2, 3))})
+        updates[client] = replace(update, extra={"x": Extra("dense", torch.rand(2, 3))}, start=torch.rand(3))
         held.put(updates[client], MASK)
     held.put(Update(7, 3, None, None, (2,)), MASK)
     assert [update.client for update in held] == [0, 1, 3, 5, 7, 9]
@@ -239,6 +239,7 @@ def test_held_updates_come_back_from_memory_or_file(room: int, tmp_path: Path) -
         assert found.mask.equal(update.mask)  # type: ignore[arg-type]
         assert (found.mask is MASK) == (client % 2 == 0), "the order's mask is not copied"
         assert torch.equal(found.values, update.values)  # type: ignore[arg-type]
+        assert torch.equal(found.start, update.start)  # type: ignore[arg-type]
         assert torch.equal(found.extra["x"].value, update.extra["x"].value)
     assert not list(tmp_path.glob("new/*")), "the file has no name, so it cannot be left behind"
     assert held.room == room

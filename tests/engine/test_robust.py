@@ -14,16 +14,16 @@ from flashfl.aggregate import add, average
 from flashfl.core.engine import FixedPopulation
 from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
 from flashfl.core.layout import Layout
-from flashfl.core.mask import Mask, Weights, repack
+from flashfl.core.mask import Mask, Weights, repacked
 from flashfl.data.task import Task
+from flashfl.engine.change import Others
 from flashfl.engine.client import update_message
 from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import Cohort, Robust
+from flashfl.engine.robust import Cohort, Robust, trimmed_mean
 from flashfl.engine.store import MaskStore
-from flashfl.engine.trim import trimmed_mean
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
 from flashfl.run.simulate import drive
@@ -40,13 +40,18 @@ def update(client: int, n: int, bits: list[int], values: list[float]) -> Update:
 
 
 def sums_of(updates: Iterable[Update], robust: Robust, start: Weights | None = None) -> Sums:
-    """start: what the clients were sent; None: they trained no weights."""
-    sums, cohort, work = Sums(LAYOUT), Cohort(robust), Local(report="weights" if start else "statistics")
-    given, sent = list(updates), start or ZERO
+    """The sums of updates whose clients were sent the model `start`."""
+    sums, cohort = Sums(LAYOUT), Cohort(robust)
+    given = [each if start is None else started(each, start) for each in updates]
     for each in given:
-        cohort.see(each, work, sent.mask, sent.packed())
+        cohort.see(each)
     cohort.add(sums, given)
     return sums
+
+
+def started(each: Update, start: Weights) -> Update:
+    assert each.mask is not None
+    return replace(each, start=repacked(start.packed(), start.mask, each.mask)[:-1])
 
 
 def trimmed_sums(updates: Iterable[Update], trim: float) -> Sums:
@@ -79,9 +84,9 @@ def test_trim_of_three_tenths_drops_three_of_ten() -> None:
 
 
 def test_sums_serve_every_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashfl.engine import trim
+    from flashfl.engine import robust
 
-    monkeypatch.setattr(trim, "_STRETCH", 8)  # two or three weights at a time: stretches cross byte borders
+    monkeypatch.setattr(robust, "_STRETCH", 8)  # two or three weights at a time: stretches cross byte borders
     every, values = [1] * 9, [float(i) for i in range(12)]
     updates = [update(i, 10, every, values) for i in range(3)]
     updates.append(update(3, 10, [0, 1] * 4 + [0], [-50.0] * 12))
@@ -171,14 +176,13 @@ def test_clip_when_most_clients_have_not_moved() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_start_is_packed_under_another_mask(share: float) -> None:
+def test_values_are_packed_under_another_mask(share: float) -> None:
     """Against the dense vectors: a weight outside the old mask counts as 0."""
     torch.manual_seed(int(10 * share))
     old = Mask(LAYOUT, torch.rand(9) < 0.5)
     new = Mask(LAYOUT, torch.where(torch.rand(9) < share, ~old.bits, old.bits))
     model = Weights.masked(old, torch.randn(12))
-    expected = model.restrict(new).packed()[: new.active + 2]
-    assert torch.equal(repack(model.packed(), old, new), expected)
+    assert torch.equal(repacked(model.packed(), old, new), model.restrict(new).packed())
 
 
 def test_samples_are_bounded_by_twice_the_median() -> None:
@@ -282,15 +286,17 @@ def test_blended_change_is_no_longer_than_before() -> None:
     for _ in range(20):
         changes = torch.randn(6, 9)
         changes[5] = -changes[:5].sum(0)
-        updates = [update(i, 10, [1] * 9, [*row, 0.0, 0.0, 0.0]) for i, row in enumerate(changes.tolist())]
-        cohort = Cohort(Robust(bounded=True, clip=2.0))
+        rows = [[*row, 0.0, 0.0, 0.0] for row in changes.tolist()]
+        updates = [started(update(i, 10, [1] * 9, row), ZERO) for i, row in enumerate(rows)]
+        others = Others(LAYOUT)
+        for look in (others.add, others.compare):
+            for each in updates:
+                look(each, 10, 1.0)
         for each in updates:
-            cohort.see(each, Local(), MASK, ZERO.packed())
-        blended = list(cohort._agreeing(LAYOUT, lambda updates=updates: updates))
-        for before, after in zip(updates, blended, strict=True):
-            assert before.values is not None
-            assert after.values is not None
-            assert float(after.values[:9].norm()) <= float(before.values[:9].norm()) * (1 + 1e-6)
+            assert each.values is not None
+            blended = others.blend(each, 1).values
+            assert blended is not None
+            assert float(blended[:9].norm()) <= float(each.values[:9].norm()) * (1 + 1e-6)
 
 
 def test_trimmed_account_drops_the_extremes() -> None:

@@ -102,6 +102,7 @@ def test_paper_figure_is_not_shown_beside_another_model(compared: Path, tmp_path
         told = make_config(load_toml(PAPER / "cifar10.toml"), {"model": model}).to_json()
         found = load([edited(compared / "spdst-seed0", tmp_path / model, partial(dict, config=told))])
         assert ("85.64 ± 0.58" in groups_table(found).markdown()) is known
+        assert ("paper %" in groups_table(found).head) is known
         assert (found.runs[0].published.saving is not None) is known
         axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
         figures.accuracy_rounds(axes, groups_of(found.runs))

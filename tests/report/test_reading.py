@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,54 @@ def test_page_of_several_tasks_has_a_part_for_each(regression: Path, compared: P
     assert len(texts(browser, "#rmse-by-round .line")) == 1
     assert len(texts(browser, "#accuracy-by-round-2 .line")) == 3
     assert not browser.get_log("browser")
+
+
+def renamed(header: dict[str, Any]) -> dict[str, Any]:
+    """A run of a task and a method whose names are long and have no spaces."""
+    method = {"name": "a_method_with_an_exceedingly_long_name_and_no_space_to_break_it_at"}
+    about = {"dataset": "prices-of-houses-in-a-county-with-a-long-name", "model": "ANetworkWithAVeryLongNameToo"}
+    metric = {"name": "mean_squared_error_in_dollars", "higher_is_better": False}
+    task = header["task"] | {"info": header["task"]["info"] | about, "metric": metric}
+    return header | {"config": header["config"] | {"method": method}, "task": task}
+
+
+@pytest.mark.parametrize("width", [390, 360])
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_only_tables_scroll_sideways_on_a_phone(
+    compared: Path, tmp_path: Path, open_page: Open, width: int, tasks: int
+) -> None:
+    edited(compared / "nst-seed0", tmp_path / "long", renamed)
+    if tasks == 2:
+        edited(compared / "jmwst-seed0", tmp_path / "other")
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri(), width)
+    browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    wider = browser.execute_script(
+        "return [...document.querySelectorAll('body *')].filter((n) => !n.closest('.scroll') && "
+        "(n.getBoundingClientRect().right > innerWidth + 1 || "
+        "(n.scrollWidth > n.clientWidth + 1 && getComputedStyle(n).overflowX === 'auto'))).map((n) => n.outerHTML)"
+    )
+    assert wider == []
+
+
+def test_standard_deviation_is_whole_on_a_phone(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    """The last of its digits lay behind the edge of the screen, so that it looked like a smaller one."""
+    for seed in (0, 1):
+        folder = edited(compared / f"jmwst-seed{seed}", tmp_path / str(seed), renamed)
+        lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        for line in lines:
+            for score in line.get("metrics", {}).values():
+                score["metric"] = 31_234_567.0 + 1111.1 * seed
+        (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri(), 390)
+    assert [t.strip() for t in texts(browser, "#summary td:nth-child(3)")] == ["3.124e+07 ± 785.7"]
+    edges = browser.execute_script(
+        "return ['.scroll', '#summary td:nth-child(3) span:last-child'].map((at) => "
+        "document.querySelector(at).getBoundingClientRect().right)"
+    )
+    assert edges[1] <= edges[0]
+    ticks = texts(browser, "#mean-squared-error-in-dollars-by-round text:not(.tick)")[:-2]
+    assert len(set(ticks)) == len(ticks) >= 3  # they were "31.2 M" each
 
 
 @pytest.mark.parametrize("width", [390, 1400])

@@ -262,7 +262,7 @@ def test_other_metric_is_named_and_its_best_is_the_lowest(compared: Path, tmp_pa
     scores = [record.score.metric for record in run.counted if record.score]
     assert run.numbers.best == min(scores) == 0.01234567
     head, _, row = groups_table(found).markdown().splitlines()[:3]
-    assert head.startswith("| method | seeds | perplexity (lower is better) | best | paper % |")
+    assert head.startswith("| method | seeds | perplexity (lower is better) | best | density |")
     assert row.startswith(f"| nst | 1 | {scores[-1]:.4g} | {min(scores):.4g} |")
     assert rounds_table(found).csv().splitlines()[0].split(",")[7] == "perplexity"
     about = {"name": "perplexity", "percent": False, "direction": " (lower is better)"}

@@ -148,7 +148,7 @@ def test_interrupted_run_does_not_continue_with_other_code(
 ) -> None:
     interrupt(monkeypatch, tmp_path)
     edit()
-    with pytest.warns(RuntimeWarning, match="its 2 rounds are now in"):
+    with pytest.warns(RuntimeWarning, match="stopped after 2 training rounds: its results are now in"):
         found = compare(base, ["pdst"], [0], tmp_path, overwrite=True)["pdst"][0]
     assert begun == [False, False]
     assert len(found.rounds) == 3

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,11 +52,47 @@ def lost(tmp_path: Path) -> Path:
 
 
 def test_resume_without_a_checkpoint_starts_again_and_keeps_the_old_rounds(lost: Path) -> None:
-    with pytest.warns(RuntimeWarning, match=r"had not finished: its 2 rounds are now in results\.jsonl\.old"):
+    with pytest.warns(RuntimeWarning, match=r"after 2 training rounds: its results are now in results\.jsonl\.old"):
         again = go(lost, resume=True)
     assert again.checksum == go(None).checksum
     assert kinds(lost / OLD) == ["run", "round", "round"]
     assert len(Results.read(lost).rounds) == 4
+
+
+def test_rounds_that_are_set_aside_are_counted_without_the_first_phase(tmp_path: Path) -> None:
+    method, task = fl.SPDST(density=0.3, warmup_clients=2, warmup_epochs=1), make_task("dropout")
+    with killed():
+        fl.simulate(method, task, 4, folder=tmp_path, **SETTINGS, watch=After(3, Killed))
+    assert len(Results.read(tmp_path).rounds) == 3
+    with pytest.warns(RuntimeWarning, match="had stopped after 2 training rounds"):
+        fl.simulate(method, task, 4, folder=tmp_path, overwrite=True, **SETTINGS)
+
+
+@pytest.mark.parametrize("inside", ["", "deeper/still"])
+def test_folder_that_is_a_file_is_one_clear_sentence(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "taken").write_text("mine")
+    folder = tmp_path / "taken" / inside
+    said = f"{folder} cannot be a folder, because {tmp_path / 'taken'} is a file: choose another folder"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        go(folder)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        go(None).save(folder)
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_resumed_run_says_from_which_round_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method, task = fl.SPDST(density=0.3, warmup_clients=2, warmup_epochs=1), make_task("dropout")
+
+    def said(rounds: int, folder: Path = tmp_path, **more: Any) -> list[str]:
+        capsys.readouterr()
+        with warnings.catch_warnings(action="ignore"):
+            fl.simulate(method, task, rounds, folder=folder, progress=True, **SETTINGS, **more)
+        return [line for line in capsys.readouterr().err.splitlines() if re.search("round 1$|going|nothing", line)]
+
+    assert said(2) == []
+    assert said(4, resume=True) == ["spdst: going on after round 2 of 4"]
+    assert said(4, resume=True) == ["spdst: nothing left to train, as all 4 rounds are done"]
+    assert said(2, tmp_path / "new", resume=True) == ["spdst: no checkpoint to go on from, so starting at round 1"]
 
 
 def test_a_run_without_a_finished_round_simply_starts(tmp_path: Path, lost: Path) -> None:
@@ -91,7 +129,7 @@ def test_a_comparison_starts_such_a_run_anew(tmp_path: Path) -> None:
     with killed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("flashfl.run.progress.Display.__call__", After(2, Killed))
         compare(base, ["nst"], [0], tmp_path, quiet=True)
-    with pytest.warns(RuntimeWarning, match=rf"nst-seed0, where a run had not finished: its 2 .* {OLD}"):
+    with pytest.warns(RuntimeWarning, match=rf"nst-seed0, where a run had stopped after 2 training .* {OLD}"):
         runs = compare(base, ["nst"], [0], tmp_path, quiet=True)
     assert runs["nst"][0].end["stopped"] is None
     assert kinds(tmp_path / "nst-seed0" / OLD) == ["run", "round", "round"]

@@ -120,6 +120,8 @@ def test_committed_results_render_without_running_anything(capsys: Any, monkeypa
     out = capsys.readouterr().out
     assert out.count("| mnist |") == out.count("| 3 |") == 33
     assert "not run" not in out
+    assert main(["reproduce", "wfa"]) == 0  # the paper has no figures for it
+    assert "| ours % | best % | seeds |" in capsys.readouterr().out
 
 
 def test_committed_results_are_drawn(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

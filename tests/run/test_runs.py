@@ -133,7 +133,7 @@ def test_a_client_that_is_left_out_is_told_of_once_where_nobody_watches() -> Non
         return [str(one.message) for one in caught]
 
     why = NOT_FINITE
-    assert told() == [f"client {c} was dropped in round 0: {why}" for c in (2, 4)]
+    assert told() == [f"client {c} was dropped in round 1: {why}" for c in (2, 4)]
     assert not told(watch=lambda state, line: None), "whoever watches says it"
     dropped = told(dropout=0.3)
     assert dropped
@@ -160,7 +160,7 @@ def test_a_run_judged_by_nan_goes_on_and_is_told_of(tmp_path: Path) -> None:
 
 
 def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match=r"round 0 \(training\) failed 2 times: too few clients replied .client 0"):
+    with pytest.raises(RunStopped, match=r"round 1 \(training\) failed 2 times: too few clients replied .client 0"):
         go(fl.Dense(), with_nans(set(range(6))), folder=tmp_path, retries=1)
     assert list((tmp_path / "checkpoints").glob("*.json"))
 

@@ -172,7 +172,8 @@ class Order:
 class Update:
     """A message from one client to the server: its mask, and its values as `Weights.packed` returns them.
 
-    `mask` and `values` are None if the order asked for layer counts only.
+    `mask` and `values` are None if the order asked for layer counts only. The server fills in `start` if it compares
+    the changes of clients.
     """
 
     client: int
@@ -183,6 +184,7 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Extra] = field(default_factory=dict)
     notes: Mapping[str, Extra] = field(default_factory=dict)  # what the client's parts remember; it never travels
+    start: Tensor | None = None  # where the weights started from: as `values`, without statistics
 
     @staticmethod
     def of(
@@ -201,6 +203,11 @@ class Update:
     def weights(self) -> Weights | None:
         """The model reported. Builds the dense vector."""
         return None if self.mask is None or self.values is None else Weights.unpack(self.mask, self.values)
+
+    @property
+    def change(self) -> Tensor | None:
+        """How the weights changed from `start`."""
+        return None if self.start is None or self.values is None else self.values[: len(self.start)] - self.start
 
 
 @dataclass

@@ -7,6 +7,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from .errors import ConfigError
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, unless it is there. If a file is in its way, the error says which."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
+        raise ConfigError(f"{folder} cannot be a folder, because {file} is a file: choose another folder") from None
+
 
 def put(path: Path, data: bytes | Callable[[Path], None], sync: bool = False) -> None:
     """Write a file through a temporary one that is moved into its place; `sync`: after it has reached the disk.

@@ -19,7 +19,7 @@ from .state import State
 
 Sent = tuple[Client, Local, Mask]  # an order as an observer sees it
 Trip = tuple[Sequence[Sent], Outcome]  # one call of the engine: what was ordered, and what came of it
-Tick = Callable[[State, int], None]  # a round's state, and how many of its orders have gone out
+Tick = Callable[[State, int], None]  # a round's state, and how many of its orders have gone out; 0: a run is resumed
 
 
 def run_rounds(
@@ -95,7 +95,7 @@ def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
     engine.memory.rollback()
     if s.attempt >= retries:
         raise RunStopped(
-            f"round {s.round} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
+            f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
             f"({_reasons(outcome)}). A run with a folder keeps the state before this round: remove the "
             "cause and resume it."
         )

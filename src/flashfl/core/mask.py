@@ -116,6 +116,22 @@ def count_rows(layout: Layout, rows: Tensor) -> list[tuple[int, ...]]:
     return [tuple(int(np.count_nonzero(row[span])) for span in spans) for row in flags]
 
 
+def repacked(values: Tensor, old: Mask, new: Mask) -> Tensor:
+    """Values packed under one mask, packed under another. A weight outside the old mask is 0."""
+    if old.equal(new):
+        return values
+    k, a, b = old.layout.prunable_size, old.active, new.active
+    if a == k:
+        return torch.cat([values[new.places], values[k:]])
+    out = values.new_zeros(len(values) - a + b)
+    out[b:] = values[a:]
+    if b == k:
+        out[old.places] = values[:a]
+    else:
+        out[old.bits[new.places].nonzero().squeeze(1)] = values[new.bits[old.places].nonzero().squeeze(1)]
+    return out
+
+
 def pack_bits(bits: Tensor) -> Tensor:
     """Eight flags a byte, little-endian, zeros at the end: numpy's packbits on any device."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
@@ -187,15 +203,3 @@ class Weights:
 
     def to(self, device: torch.device | str) -> Weights:
         return Weights(self.mask.to(device), self.vector.to(device))
-
-
-def repack(values: Tensor, old: Mask, new: Mask) -> Tensor:
-    """Packed values under another mask, without statistics. A weight outside the old mask is 0."""
-    layout, a, b = new.layout, new.active, old.active
-    values = values[: b + layout.trained_size - layout.prunable_size]
-    if new.equal(old):
-        return values
-    out = values.new_zeros(a + len(values) - b)
-    out[:a][old.bits[new.places]] = values[:b][new.bits[old.places]]
-    out[a:] = values[b:]
-    return out

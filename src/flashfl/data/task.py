@@ -83,6 +83,9 @@ class Task:
             )
         if prunable is None:
             raise ConfigError("prunable = None: leave it out, or write prunable='none' to keep all weights dense")
+        _check_function("loss", loss)
+        if metric is not None:
+            _check_function("metric", metric)
         sources = _sources(clients)
         if not sources:
             raise DataError(f"the task has no clients. {_CLIENTS}")
@@ -159,6 +162,24 @@ class Task:
     def clients(self) -> tuple[Client, ...]:
         density: Sequence[float | None] = self.densities or [None] * len(self.train)
         return tuple(Client(i, len(s), d) for i, (s, d) in enumerate(zip(self.train, density, strict=True)))
+
+
+def _check_function(role: str, given: object) -> None:
+    """A loss or a metric must be a function of (output, targets), not a name or a class."""
+    wrong, write = f"of type {type(given).__name__}", "torch.nn.functional.mse_loss"
+    if isinstance(given, str):
+        names = {
+            name: f"torch.nn.functional.{name}" for name in (given, f"{given}_loss") if hasattr(nn.functional, name)
+        }
+        if given.endswith("Loss") and hasattr(nn, given):
+            names[given] = f"torch.nn.{given}()"
+        wrong = f"the text {given!r}"
+        write = "flashfl.accuracy" if given == "accuracy" else next(iter(names.values()), write)
+    elif isinstance(given, type):
+        wrong, write = f"the class {given.__name__}", f"{given.__name__}()"
+    elif callable(given):
+        return
+    raise ConfigError(f"{role} is {wrong}: expected a function of (output, targets), for instance {role}={write}")
 
 
 def _sources(clients: Any) -> list[Source]:

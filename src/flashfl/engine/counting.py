@@ -27,6 +27,7 @@ from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
 from .account import Account
+from .change import start_of
 from .memory import ClientMemory, Kept
 from .pipeline import Notes, tallied
 from .robust import PLAIN, Robust
@@ -193,9 +194,10 @@ class Counting(Account):
             add(self.sums, update, seat.mask)
         else:
             held = self._held.get(seat.client.id, update)
-            self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra)
             sent = seat.sent  # unrounded, as the encoding account has it
-            self.cohort.see(held, local, sent.mask, sent.packed())
+            start = start_of(held, local, sent.mask, sent.packed())
+            self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra, start=start)
+            self.cohort.see(held)
         self.traffic += self._up(seat, mask_bytes, mean)
         keeps = "mask" in local.keep and local.report == "weights"
         notes = Kept(notes=seat.notes) if seat.notes else None

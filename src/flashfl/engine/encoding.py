@@ -10,12 +10,14 @@ from torch import Tensor
 from ..aggregate import add
 from ..core.client import active_range, fields_of, moves_mask, overrides
 from ..core.exchange import Carries, Client, Extra, Order, Outcome, Traffic, Update
-from ..core.mask import Mask, repack
+from ..core.mask import Mask, repacked
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
 from ..wire.errors import NonFinite, WrongContent
-from .account import Account, Held
+from .account import Account
+from .change import start_of
+from .held import Held
 from .memory import ClientMemory, Kept
 from .pipeline import tallied
 from .robust import PLAIN, Robust
@@ -105,7 +107,8 @@ class Encoding(Account):
         del self._orders[client]
         found = _update(update, order)
         if self.cohort is not None:
-            self.cohort.see(found, order.work, order.mask, order.values)
+            found = replace(found, start=start_of(found, order.work, order.mask, order.values))
+            self.cohort.see(found)
         self._held.put(found, order.mask)
         self._add_ready()
 
@@ -156,10 +159,11 @@ def _limits(order: Message) -> Limits:
 
 def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
     """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
-    assert order.mask is not None
     assert order.values is not None
-    weights, statistics = repack(order.values, order.mask, mask), order.layout.size - order.layout.trained_size
-    return torch.cat([weights, weights.new_zeros(statistics)]) if carries == "all" else weights
+    assert order.mask is not None
+    layout, values = order.layout, repacked(order.values, order.mask, mask)
+    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
+    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
 
 
 def _restored(update: Message, order: Message) -> Message:

@@ -14,26 +14,27 @@ Nobody is judged. Each number that a client adds to the sums has a bound, and th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..aggregate import add
-from ..core.client import reports_changes
-from ..core.exchange import Local, Sums, Update
+from ..core.exchange import Sums, Update
 from ..core.layout import Layout
-from ..core.mask import Mask, repack
+from .change import Others
 from .settings import EngineSettings
-from .trim import FEW, TRIM, Told, add_trimmed, bound_statistics, cut_of, trimmed_mean, weights_of, write
 
 SAMPLES = 2  # a client counts as at most this many times the median of the cohort's samples
 _CLIP = 2.0  # changes are at most this many times as long as the median
+_TRIM = 0.2  # share of the samples whose statistics, counts and losses are dropped at either end
+_FEW = 3  # fewer values than this cannot be trimmed
 _SUSPICIOUS = 10.0  # changes longer than this many times the median are named
-_ROUNDING = 1e-12  # changes that cancel each other out up to this have no direction
+_STRETCH = 32 << 20  # numbers that are ranked at a time, over all clients
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,26 @@ class Robust:
 PLAIN = Robust()
 
 
-@dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """What is remembered of an update until the cohort is known."""
 
     n: int
-    start: tuple[Mask, Tensor] | None  # the weights that the client was sent, packed; None: it trained none
-    norms: dict[str, float] = field(default_factory=dict)  # of the change of the weights (""), and of extras by name
+    norms: dict[str, float]  # of the change of the weights (""), and of extras by name
+
+
+class _Bound(NamedTuple):
+    """As how many samples a client counts, and by what its change ("") and its extras are multiplied."""
+
+    n: int
+    factors: dict[str, float]
+
+
+class Told(NamedTuple):
+    """The statistics of a model."""
+
+    n: int
+    active: int
+    statistics: Tensor
 
 
 @dataclass
@@ -82,31 +96,21 @@ class Cohort:
     notes: dict[int, str] = field(default_factory=dict)  # client -> what was bounded by much
     _seen: dict[int, _Seen] = field(default_factory=dict)
 
-    def see(self, update: Update, local: Local, mask: Mask, values: Tensor) -> None:
-        """An update that answers an order of this work, with these packed values under this mask."""
-        seen = self._seen[update.client] = _Seen(update.n, _start(update, local, mask, values))
+    def see(self, update: Update) -> None:
+        """An update, with its `start`."""
+        norms = {}
         if self.robust.clip:
             # Whole numbers too, as the sender chooses the type. Only bits need no bound.
             tensors = {name: e.value + 0.0 for name, e in update.extra.items() if e.value.dtype != torch.bool}
-            if seen.start is not None:
-                before, after = self._weights(update)
-                tensors[""] = after - before
-            for name, value in tensors.items():
-                seen.norms[name] = float(torch.linalg.vector_norm(value, dtype=torch.float64))
-
-    def _weights(self, update: Update) -> tuple[Tensor, Tensor]:
-        """An update's weights before and after training, packed, without statistics."""
-        start = self._seen[update.client].start
-        assert start is not None
-        assert update.mask is not None
-        assert update.values is not None
-        before = repack(start[1], start[0], update.mask)
-        return before, update.values[: len(before)]
+            if (change := update.change) is not None:
+                tensors[""] = change
+            norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
+        self._seen[update.client] = _Seen(update.n, norms)
 
     def add(self, sums: Sums, updates: Iterable[Update]) -> None:
         """Bound and add the updates, in ascending client id. They are gone through up to three times."""
         layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
-        for update in self._agreeing(layout, lambda: self._bounded(updates)):
+        for update in self._bounded(layout, updates):
             add(sums, update)
             seen.append(replace(update, mask=None, values=None))
             if update.mask is None or update.values is None:
@@ -114,88 +118,48 @@ class Cohort:
             statistics = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
             if self.robust.trim:
                 rows = self._rows(layout.trained_size, statistics.device) if rows is None else rows
-                write(rows[len(told)], update)
+                _write(rows[len(told)], update)
             told.append(Told(update.n, update.mask.active, statistics))
         if rows is not None:
-            add_trimmed(sums, rows[: len(told)], weights_of([one.n for one in told], rows), self.robust.trim)
+            _add_trimmed(sums, rows[: len(told)], _shares([one.n for one in told], rows), self.robust.trim)
         if sums.statistics and (self.robust.bounded or self.robust.trim):
-            bound_statistics(sums, told)
+            _bound_statistics(sums, told)
         if self.robust.bounded and seen:
             losses = torch.tensor([[update.metrics.get("loss", 0.0)] for update in seen], dtype=torch.float64)
-            votes, shares = torch.tensor([u.counts for u in seen]), weights_of([u.n for u in seen], losses)
+            votes, shares = torch.tensor([u.counts for u in seen]), _shares([u.n for u in seen], losses)
             each = torch.ones_like(shares)
-            sums.loss = sums.n * float(trimmed_mean(losses, shares, cut_of(shares)))
-            sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, cut_of(each)) * len(each)).tolist()]
+            sums.loss = sums.n * float(trimmed_mean(losses, shares, _cut(shares)))
+            sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(each)).tolist()]
 
-    def _bounded(self, updates: Iterable[Update]) -> Iterator[Update]:
-        """The updates with bounded samples, changes and extras."""
+    def _bounded(self, layout: Layout, updates: Iterable[Update]) -> Iterator[Update]:
+        """The updates with bounded samples, changes and extras. Those that go against the others most are blended."""
+        bounds, others = self._bounds(), Others(layout)
+        changed = sum("" in bound.factors for bound in bounds.values())
+        blended = self.robust.bounded and changed >= _FEW
+        for look in (others.add, others.compare) if blended else ():
+            for update in updates:
+                bound = bounds[update.client]
+                look(update, bound.n, bound.factors.get("", 1.0))
+        for update in updates:
+            bound = bounds[update.client]
+            found = replace(update, n=bound.n)
+            for name, factor in bound.factors.items():
+                found = _scaled(found, name, factor)
+            yield others.blend(found, max(1, int(_TRIM * changed))) if blended else found
+
+    def _bounds(self) -> dict[int, _Bound]:
         counts = {client: seen.n for client, seen in self._seen.items()}
         most = most_samples(counts.values()) if self.robust.bounded else max(counts.values(), default=0)
         shares = {client: min(n, most) for client, n in counts.items()}
         names = sorted({name for seen in self._seen.values() for name in seen.norms})
         factors = {name: self._factors(name, shares) for name in names}
-        for update in updates:
-            client = update.client
-            if counts[client] > most:
-                self.notes[client] = f"registered {counts[client]} samples and counts as {most}, twice the median"
-            update = replace(update, n=shares[client])
-            for name in self._seen[client].norms:
-                update = self._scaled(update, name, factors[name][client])
-            yield update
-
-    def _scaled(self, update: Update, name: str, factor: float) -> Update:
-        """The update with an extra multiplied by `factor`, or the change of its weights if the name is empty."""
-        if factor == 1:
-            return update
-        if name or update.values is None:
-            extra = update.extra[name]
-            return replace(update, extra={**update.extra, name: replace(extra, value=extra.value * factor)})
-        before, after = self._weights(update)
-        return replace(update, values=torch.cat([before.lerp(after, factor), update.values[len(before) :]]))
-
-    def _agreeing(self, layout: Layout, updates: Callable[[], Iterable[Update]]) -> Iterator[Update]:
-        """The bounded updates. Those that go furthest against the others, a fifth at most, are blended with theirs.
-
-        How far a change goes along with the others is its length in the direction of their sum, below 0 if it goes
-        against them. One that goes against them by half its length or more is replaced by a change as long in their
-        direction. One that goes against them by less is blended in proportion. So it never gets longer.
-        """
-        clients = {client for client, seen in self._seen.items() if seen.start is not None}
-        if not (self.robust.bounded and self.robust.clip and len(clients) >= FEW):
-            yield from updates()
-            return
-        total, k = torch.zeros(0), layout.prunable_size
-        for update in updates():
-            if update.client in clients and update.mask is not None:
-                change, active = self._change(update), update.mask.active
-                total = total if len(total) else change.new_zeros(layout.trained_size)
-                total[:k].index_add_(0, update.mask.places, change[:active], alpha=update.n)
-                total[k:].add_(change[active:], alpha=update.n)
-        whole = float(total @ total)
-        along: dict[int, tuple[float, float]] = {}  # client -> how far it goes along, length of the others' sum
-        for update in updates():
-            if update.client in clients:
-                change, n = self._change(update), update.n
-                dot, square = float(change @ _under(total, update)), float(change @ change)
-                others = whole - 2 * n * dot + n * n * square  # the square of total - n * change
-                length = others**0.5 if others > _ROUNDING * (whole + n * n * square) else 0.0
-                along[update.client] = ((dot - n * square) / length if length else 0.0, length)
-        most = max(1, int(TRIM * len(clients)))  # clients that go least along with the others
-        least = min(0.0, sorted(far for far, _ in along.values())[most])
-        for update in updates():
-            far, length = along.get(update.client, (0.0, 0.0))
-            if far < least and length and update.values is not None:
-                change = self._change(update)
-                size = float(change.norm())
-                direction = (_under(total, update) - update.n * change) * (size / length)
-                blended = min(1.0, 2 * (least - far) / size) * (direction - change)
-                weights = update.values[: len(change)] + blended.to(update.values.dtype)
-                update = replace(update, values=torch.cat([weights, update.values[len(change) :]]))
-            yield update
-
-    def _change(self, update: Update) -> Tensor:
-        before, after = self._weights(update)
-        return (after - before).double()
+        for client, n in counts.items():
+            if n > most:
+                self.notes[client] = f"registered {n} samples and counts as {most}, twice the median"
+        return {
+            client: _Bound(shares[client], {name: factors[name][client] for name in seen.norms})
+            for client, seen in self._seen.items()
+        }
 
     def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
         """Client -> by what to multiply its change, or its extra of this name.
@@ -230,23 +194,6 @@ class Cohort:
             return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=(len(self._seen), size)))
 
 
-def _start(update: Update, local: Local, mask: Mask, values: Tensor) -> tuple[Mask, Tensor] | None:
-    """Where an update's weights started from: 0 if they are changes already, None if it has none."""
-    if local.report not in ("weights", "mask") or update.mask is None or update.values is None:
-        return None
-    if reports_changes(local.parts):
-        return update.mask, torch.zeros_like(update.values)
-    if local.report == "mask":  # prunable weights are bits: the update has no values of them
-        values = torch.cat([torch.zeros_like(values[: mask.active]), values[mask.active :]])
-    return mask, values
-
-
-def _under(total: Tensor, update: Update) -> Tensor:
-    """The sum of all changes where a client has weights, packed."""
-    assert update.mask is not None
-    return torch.cat([total[update.mask.places], total[update.mask.layout.prunable_size :]])
-
-
 def most_samples(counts: Collection[int]) -> int:
     """As how many samples a client may count at most in a cohort of these."""
     return int(SAMPLES * _median(counts))
@@ -255,3 +202,81 @@ def most_samples(counts: Collection[int]) -> int:
 def _median(numbers: Collection[float]) -> float:
     """The lower median: of two numbers the smaller."""
     return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
+
+
+def _scaled(update: Update, name: str, factor: float) -> Update:
+    """The update with an extra multiplied by `factor`, or the change of its weights if the name is empty."""
+    if factor == 1:
+        return update
+    if name:
+        extra = update.extra[name]
+        return replace(update, extra={**update.extra, name: replace(extra, value=extra.value * factor)})
+    assert update.start is not None
+    assert update.values is not None
+    weights, rest = update.values[: len(update.start)], update.values[len(update.start) :]
+    return replace(update, values=torch.cat([update.start.lerp(weights, factor), rest]))
+
+
+def _write(row: Tensor, update: Update) -> None:
+    """Unpack the weights of an update; NaN where it holds none."""
+    assert update.mask is not None
+    assert update.values is not None
+    active, k = update.mask.active, update.mask.layout.prunable_size
+    row[:k] = torch.nan
+    row[update.mask.places] = update.values[:active]
+    row[k:] = update.values[active : active + len(row) - k]
+
+
+def _add_trimmed(sums: Sums, rows: Tensor, shares: Tensor, trim: float) -> None:
+    """Replace the sums of weights by those of trimmed means.
+
+    A sum is the mean times its holders' samples. So an average over holders (`wfa`) is the trimmed mean itself, and
+    `fedavg` still counts clients that do not hold a weight as holding zero.
+    """
+    most = max(1, _STRETCH // len(rows))
+    for at in range(0, rows.shape[1], most):
+        values = rows[:, at : at + most]
+        held = (~values.isnan() * shares[:, None]).sum(0)
+        sums.flat()[0][at : at + values.shape[1]] = trimmed_mean(values, shares, trim) * held
+
+
+def _bound_statistics(sums: Sums, told: Sequence[Told]) -> None:
+    """Replace the sums of statistics by those of trimmed means: of all models, and of those of each density."""
+    every = torch.stack([one.statistics for one in told])
+    shares = _shares([one.n for one in told], every)
+    ranked, kept = _ranked(every, shares, _cut(shares))
+    low = torch.where(kept > 0, ranked, torch.inf).amin(0)
+    high = torch.where(kept > 0, ranked, -torch.inf).amax(0)
+    sums.flat()[0][sums.layout.trained_size :] = trimmed_mean(every, shares, _cut(shares)) * shares.sum()
+    for active in sums.statistics:
+        mine = torch.tensor([one.active == active for one in told], device=every.device)
+        some, n = every[mine], shares[mine]
+        mean = trimmed_mean(some.double().clamp(low, high) if len(some) < _FEW else some, n, _cut(n))
+        sums.statistics[active] = torch.cat([mean * n.sum(), n.sum()[None]])
+
+
+def _shares(counts: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(counts, dtype=torch.float64, device=like.device)
+
+
+def _cut(shares: Tensor) -> float:
+    """How much to trim at either end: enough to drop the client with the most samples; nothing of one or two."""
+    return max(_TRIM, float(shares.max() / shares.sum())) if len(shares) >= _FEW else 0.0
+
+
+def trimmed_mean(values: Tensor, shares: Tensor, trim: float) -> Tensor:
+    """The weighted mean of each column without NaN, and without the share `trim` of the weight at either end."""
+    ranked, kept = _ranked(values, shares, trim)
+    total = kept.sum(0)
+    return torch.where(total > 0, (ranked * kept).sum(0) / total, 0.0)
+
+
+def _ranked(values: Tensor, shares: Tensor, trim: float) -> tuple[Tensor, Tensor]:
+    """Each column in ascending order, NaN as 0, and the weight that trimming leaves to each of its values."""
+    ranked, order = values.double().sort(0)  # NaN comes last
+    weight = ~ranked.isnan() * shares.double()[:, None].expand_as(ranked).gather(0, order)
+    below = weight.cumsum(0)
+    # A little more than asked for: a rounding error times a huge number would be a large one. Half or more: the median.
+    cut = min(trim + 1e-9 if trim else 0.0, 0.5 - 1e-6) * below[-1]
+    kept = torch.minimum(below, below[-1] - cut) - torch.maximum(below - weight, cut)
+    return ranked.nan_to_num(0.0), kept.clamp(min=0)

@@ -152,7 +152,16 @@ class FlashStrategy(Strategy):
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
         try:
             self.run = drive(
-                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header
+                self.method,
+                self.task,
+                self.train,
+                engine,
+                engine.registry,
+                self.folder,
+                resume,
+                display,
+                self.header,
+                display.tick,
             )
         finally:
             display.close()

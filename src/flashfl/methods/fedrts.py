@@ -82,10 +82,10 @@ class FedRTS(PDST):
 
     name: ClassVar[str] = "fedrts"
     allocation: Allocation = "erk"
-    interval: int = 10
-    until: float = 0.6
-    rate: float = 0.4
-    scale: float = 10.0
+    interval: int = 10  # rounds between adjustments of the mask
+    until: float = 0.6  # the share of rounds after which the mask is frozen
+    rate: float = 0.4  # the share of active weights that do not count as good in the first round; it falls as a cosine
+    scale: float = 10.0  # how much one round changes a weight's Beta
 
     def init(self, plan: Plan) -> State:
         s = super().init(plan)

@@ -40,11 +40,11 @@ class FedSpa(Method):
     exact: ClassVar[bool] = False
     personal: ClassVar[bool] = True
     density: float = 0.05
-    allocation: Allocation = "erk+"
+    allocation: Allocation = "erk+"  # how the density is spread over layers, as in PDST
     masks: Literal["personal", "common"] = "personal"
     moving: bool = False
     adapt: LayerRegrow = field(default_factory=lambda: LayerRegrow(0.5))
-    aggregator: Aggregator = "wfa"
+    aggregator: Aggregator = "wfa"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

@@ -71,7 +71,7 @@ class LotteryFL(Method):
     density: float = 0.05
     rate: float = 0.2
     threshold: float = 0.5
-    aggregator: Aggregator = "wfa"
+    aggregator: Aggregator = "wfa"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

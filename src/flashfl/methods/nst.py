@@ -34,7 +34,7 @@ class NST(Method):
     exact: ClassVar[bool] = False
     density: float = 0.05
     adapt: PruneRegrow = field(default_factory=PruneRegrow)
-    aggregator: Aggregator = "fedavg"
+    aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

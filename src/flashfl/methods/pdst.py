@@ -33,7 +33,7 @@ class PDST(Method):
     name: ClassVar[str] = "pdst"
     density: float = 0.05
     allocation: Allocation = "uniform"
-    aggregator: Aggregator = "fedavg"
+    aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

@@ -66,7 +66,7 @@ class PruneFL(Method):
     interval: int = 50
     prunable: float = 0.3
     overhead: float = 1.0
-    aggregator: Aggregator = "fedavg"
+    aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

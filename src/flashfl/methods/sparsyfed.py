@@ -85,7 +85,7 @@ class SparsyFed(Method):
     exact: ClassVar[bool] = False
     density: float = 0.05
     power: float = 1.25
-    aggregator: Aggregator = "fedavg"
+    aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

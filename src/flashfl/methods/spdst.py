@@ -46,7 +46,7 @@ class SPDST(Method):
     adapt: PruneRegrow = field(default_factory=PruneRegrow)
     mask_init: Literal["random", "magnitude"] = "random"
     nm: int = 0
-    aggregator: Aggregator = "fedavg"
+    aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

@@ -52,7 +52,7 @@ class SSFL(Method):
     name: ClassVar[str] = "ssfl"
     phases: ClassVar[tuple[Phase, ...]] = (SALIENCY, TRAINING)
     density: float = 0.05
-    aggregator: Aggregator = "fedavg"
+    aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
         check_density(self.density)

@@ -37,8 +37,8 @@ class Width(Part):
 class Widths(Method):
     """A model of which each client holds the first channels; widths are the clients' densities."""
 
-    widths: tuple[float, ...] = (0.25, 0.5, 1.0)
-    shares: tuple[float, ...] = (0.3, 0.3, 0.4)
+    widths: tuple[float, ...] = (0.25, 0.5, 1.0)  # the widths of the clients' models
+    shares: tuple[float, ...] = (0.3, 0.3, 0.4)  # the share of clients that get each width
 
     def __post_init__(self) -> None:
         check_shares(self.widths, self.shares)

@@ -90,9 +90,9 @@ class ZeroFL(Method):
 
     name: ClassVar[str] = "zerofl"
     exact: ClassVar[bool] = False
-    density: float = 0.05
-    mask_ratio: float = 0.1
-    upload: Upload = "weights"
+    density: float = 0.05  # the share of each layer that forward and backward passes use
+    mask_ratio: float = 0.1  # clients send the share density + mask_ratio of each layer
+    upload: Upload = "weights"  # what clients send: variants 1, 2 and 3
 
     def __post_init__(self) -> None:
         check_density(self.density)

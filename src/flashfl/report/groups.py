@@ -122,7 +122,7 @@ _COLUMNS = (
 
 
 def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
-    """One row a group. The paper's figure stands beside runs with the paper's settings.
+    """One row a group. The paper's figure stands beside runs with the paper's settings, if there are any.
 
     marked: it stands beside other runs too, with a mark and a note that says what differs.
     """
@@ -143,12 +143,12 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     if not marked:
         notes = [f"not shown: {problem.why}" for problem in found.problems]
     at = table.head.index("density")
-    head, added = ["paper %"], [[entry] for entry in entries]
+    added = {"paper %": entries} if any(entry.value is not None for entry in entries) else {}
     rounds = [int(runs[0].settings.get("train.rounds", len(runs[0].counted))) for runs in groups.values()]
     if len(set(rounds)) > 1:  # then accuracies cannot be compared as they stand
-        head, added = [*head, "rounds"], [[*some, Entry(str(n), n)] for some, n in zip(added, rounds, strict=True)]
-    rows = [[*row[:at], *some, *row[at:]] for row, some in zip(table.rows, added, strict=True)]
-    return Table((*table.head[:at], *head, *table.head[at:]), rows, title, notes)
+        added["rounds"] = [Entry(str(n), n) for n in rounds]
+    rows = [[*row[:at], *some, *row[at:]] for row, *some in zip(table.rows, *added.values(), strict=True)]
+    return Table((*table.head[:at], *added, *table.head[at:]), rows, title, notes)
 
 
 def task_tables(found: Found) -> str:

@@ -49,7 +49,11 @@ class RunData:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
-        longer = {"train.extended": before} if (before := self.header.get("extended")) else {}
+        longer = {}
+        if before := self.header.get("extended"):
+            steps = [*before, self.header["identity"]["settings"]["rounds"]]
+            how = "extended" if steps == sorted(steps) else "changed"
+            longer[f"train.{how}"] = f"from {' to '.join(map(str, steps))} rounds"
         if config := self.header.get("config"):
             return flat(config) | longer | {STARTED: "by command"}
         identity = self.header["identity"]

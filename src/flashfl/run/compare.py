@@ -92,7 +92,9 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
         with suppress(Unusable):
             done = max(done, read_record(point)["rounds"])
     if recorded < done:
-        raise CheckpointError(f"its results lack {done - recorded} of the {done} rounds before its checkpoint")
+        raise CheckpointError(
+            f"its results lack {done - recorded} of the {done} rounds before its checkpoint, first phase included"
+        )
 
 
 def compare(

@@ -205,13 +205,29 @@ class RunConfig:
         return make_config(data, {})
 
 
+def make_train(values: Mapping[str, Any]) -> TrainConfig:
+    """Training settings from their values."""
+    if "optimizer" in values:
+        raise _no_optimizer(values["optimizer"])
+    return build(TrainConfig, values, "train")
+
+
+def _no_optimizer(given: object) -> ConfigError:
+    return ConfigError(
+        f"optimizer = {given!r}: there is no such setting. Clients train with SGD: set `lr`, `momentum` and "
+        "`weight_decay`. The server can use Adam (FedAdam): from Python server={'adam': 0.99, 'momentum': 0.9, 'lr': "
+        "0.01}, on the command line --server.adam 0.99 --server.momentum 0.9 --server.lr 0.01."
+    )
+
+
 def make_method(values: Mapping[str, Any]) -> Method:
     """A method from its name and fields."""
     name = values.get("name", "spdst")
-    return build(_known_method(name), {k: v for k, v in values.items() if k != "name"}, name)
+    return build(known_method(name), {k: v for k, v in values.items() if k != "name"}, name)
 
 
-def _known_method(name: Any) -> type[Method]:
+def known_method(name: Any) -> type[Method]:
+    """The registered method of this name."""
     if not isinstance(name, str) or name not in METHODS:
         raise ConfigError(f"{unknown('method', str(name), METHODS)} (register a custom one with --load FILE.py)")
     if METHODS[name].name != name:  # by which records and checkpoints know it
@@ -241,19 +257,21 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
     tables: dict[str, dict[str, Any]] = {k: copy.deepcopy(dict(data.get(k, {}))) for k in ("task", "train", "method")}
     if "method" in overrides:
         _switch_method(tables, overrides["method"])
-    kind = _known_method(tables["method"].get("name", "spdst"))
+    kind = known_method(tables["method"].get("name", "spdst"))
     tables["train"] = {**kind.recipe, **tables["train"]}
     homes = _homes(kind)
     for option, text in overrides.items():
         if option == "method":
             continue
+        if option in ("optimizer", "train.optimizer"):
+            raise _no_optimizer(text)
         if option not in homes:
             raise _unknown_option(option, str(tables["method"].get("name", "spdst")), homes)
         table, path, hint = homes[option]
         _put(tables[table], path, parse(text, hint, option))
     return RunConfig(
         build(TaskConfig, tables["task"], "task"),
-        build(TrainConfig, tables["train"], "train"),
+        make_train(tables["train"]),
         make_method(tables["method"]),
     )
 
@@ -269,7 +287,7 @@ def _unknown_option(option: str, method: str, homes: Mapping[str, Home]) -> Conf
 
 def _switch_method(tables: dict[str, dict[str, Any]], name: str) -> None:
     """Another method keeps what the file said of the settings it knows too, save those it works out itself."""
-    known = {f.name for f in fields(_known_method(name)) if not f.metadata.get("derived")}
+    known = {f.name for f in fields(known_method(name)) if not f.metadata.get("derived")}
     tables["method"] = {"name": name} | {k: v for k, v in tables["method"].items() if k in known}
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..core.errors import ConfigError
+from ..core.files import make_folder
 
 
 @contextmanager
@@ -16,7 +17,7 @@ def claim(path: Path) -> Iterator[bool]:
     A claim within a claim of the same file is granted, and its end is the end of both. Where there are no locks, on
     this system or in this folder, whoever starts two processes must keep them apart.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     if path.is_symlink():
         raise ConfigError(f"{path} is a link, and opening it could change another file: remove it")
     with path.open("w") as file:

@@ -76,8 +76,31 @@ def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
     return out
 
 
+def about(cls: type) -> str:
+    """A class's docstring, without the paragraphs that explain its settings."""
+    return "\n\n".join(text for text in _paragraphs(cls) if not _settings_in(text, cls))
+
+
+def _paragraphs(cls: type) -> list[str]:
+    return inspect.cleandoc(vars(cls).get("__doc__") or "").split("\n\n")
+
+
+def _settings_in(paragraph: str, cls: type) -> dict[str, str]:
+    """What a paragraph such as "rate: how much. first, last: the layers." says of settings; empty if it is another."""
+    name = "|".join(f.name for f in fields(cls)) or "-"
+    before, *pieces = re.split(rf"(?:^|\s)((?:{name})(?:, (?:{name}))*): ", " ".join(paragraph.split()))
+    if before or not pieces:
+        return {}
+    said = [text.partition(" The other settings are ")[0] for text in pieces[1::2]]
+    return {one: text for names, text in zip(pieces[::2], said, strict=True) for one in names.split(", ")}
+
+
 def _explained(cls: type) -> dict[str, str]:
-    """What the comment behind each field says of it."""
-    lines = inspect.getsource(cls).splitlines()
-    found = (re.match(r"    (\w+): .*?  # (.+)", line) for line in lines)
-    return {m[1]: m[2] for m in found if m}
+    """What the docstrings of a class and its parents, or the comments behind fields, say of each field."""
+    said: dict[str, str] = {}
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        for paragraph in _paragraphs(base):
+            said |= _settings_in(paragraph, base)
+        found = (re.match(r"    (\w+): .*?  # (.+)", line) for line in inspect.getsource(base).splitlines())
+        said |= {m[1]: m[2] for m in found if m}
+    return said

@@ -64,12 +64,23 @@ class Display:
         self.width = 0
 
     def tick(self, state: State, orders: int) -> None:
-        """An order has gone out: show how far a long round has got."""
+        """An order has gone out: show how far a long round has got. 0 orders: a resumed run starts from this state."""
         now = time.monotonic()
-        if self.live and now - self.ticked > 0.5:
+        if not orders and not self.quiet:
+            self._say(f"{self.label}: {self._resumed(state)}")
+        elif self.live and now - self.ticked > 0.5:
             self.ticked = now
             start = self.last or f"{self.label}: {state.phase.name}"
             self._draw(f"{start}  [client {orders}]")
+
+    def _resumed(self, state: State) -> str:
+        if state.counted >= self.rounds:
+            return f"nothing left to train, as all {self.rounds} rounds are done"
+        if state.counted:
+            return f"going on after round {state.counted} of {self.rounds}"
+        if state.round:
+            return f"going on in the phase {state.phase.name!r}, after its round {state.round}"
+        return "no checkpoint to go on from, so starting at round 1"
 
     def __call__(self, state: State, record: RoundRecord) -> None:
         if not self.quiet:
@@ -82,7 +93,7 @@ class Display:
         if record.score is not None:
             self.metric = record.score.metric
         for client, why in record.failures.items():
-            self._say(f"{self.label}: client {client} was dropped in round {record.round}: {why}")
+            self._say(f"{self.label}: client {client} was dropped in round {record.round + 1}: {why}")
         self.last = self._text(state, record)
         now = time.monotonic()
         if self.live:
@@ -144,4 +155,4 @@ class WarnOfDropped:
         for client, why in [*record.missed.items(), *record.failures.items()]:
             if why != DROPPED and (client, why) not in self._said:
                 self._said.add((client, why))
-                warn(f"client {client} was dropped in round {record.round}: {why}")
+                warn(f"client {client} was dropped in round {record.round + 1}: {why}")

@@ -68,7 +68,7 @@ class Results:
         self.rewrite()
 
     def earned(self) -> int | None:
-        """How many finished rounds the file holds, damaged or not; None if there is no file."""
+        """How many finished rounds of all phases the file holds, damaged or not; None if there is no file."""
         if self.path is None or not self._there(self.path):
             return None
         return self.path.read_bytes().count(b'"type": "round"')
@@ -84,12 +84,13 @@ class Results:
         return path.exists()
 
     def _set_aside(self) -> None:
-        if self.path is None or not (rounds := self.earned()):
+        if self.path is None or not self.earned():
             return
-        if b'"type": "end"' not in self.path.read_bytes():
+        if b'"type": "end"' not in (lines := self.path.read_bytes()):
+            rounds = lines.count(b'"counts": true')  # as `rounds` counts: without a first phase
             warn(
-                f"starting again in {self.path.parent}, where a run had not finished: its {rounds} rounds are now in "
-                f"{OLD}"
+                f"starting again in {self.path.parent}, where a run had stopped after {rounds} training rounds: its "
+                f"results are now in {OLD}"
             )
         self.path.replace(self.path.with_name(OLD))
 
@@ -105,8 +106,8 @@ class Results:
         if len(found) < rounds:
             missing = rounds - len(found)
             warn(
-                f"{self.path} lacks {missing} of the {rounds} rounds before this one: tables and plots will lack them "
-                "too"
+                f"{self.path} lacks {missing} of the {rounds} rounds before this one (first phase included): tables "
+                "and plots will lack them too"
             )
         self.rewrite()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ..core.exchange import Spent, Traffic
+from ..core.files import make_folder
 from ..core.mask import Weights
 from ..core.method import Method
 from ..core.record import RoundRecord
@@ -154,6 +155,7 @@ class Run:
     def save(self, folder: str | Path) -> Path:
         """Write the results and the final model into a folder."""
         target = Path(folder)
+        make_folder(target)
         Results(target / RESULTS, self.results.header, self.results.rounds, self.results.end).rewrite()
         return self.save_model(target)
 

@@ -15,7 +15,6 @@ from ..core.engine import JSON, Engine, FixedPopulation, Population
 from ..core.errors import ConfigError, FlashError, warn
 from ..core.loop import Tick, checked, run_rounds
 from ..core.method import Method
-from ..core.parts import build
 from ..core.state import Plan, State
 from ..data.task import Task
 from ..engine import make_engine
@@ -25,7 +24,7 @@ from .budget import within_budget
 from .checkpoint import Keeper
 from .checks import check_method, check_private
 from .code import code_of, joined
-from .config import TrainConfig, plan_of
+from .config import TrainConfig, make_train, plan_of
 from .identity import identity_of, samples_of
 from .lock import alone
 from .observe import Observer
@@ -127,6 +126,8 @@ def drive(
         if not run.results.header:
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
             run.results.begin({**about, **computes, "code": code_of(method)})
+        if resume:
+            tick(start, 0)
         run.state = start
         tracking = Tracking(
             config.track, folder, folder.name if folder else "", header or identity, start.counted, task.metric_name
@@ -145,7 +146,7 @@ def _train_config(train: TrainConfig | None, task: Task, method: Method, setting
         return train
     usual = {"per_round": min(TrainConfig.per_round, len(task.train)), **method.recipe}
     base = asdict(train) if train is not None else usual
-    return build(TrainConfig, {**base, **settings}, "train")
+    return make_train({**base, **settings})
 
 
 def _loop(
@@ -239,7 +240,7 @@ def _note_extension(run: Run, state: State) -> None:
     before, now = run.results.header.get("identity", {}).get("settings", {}).get("rounds"), run.train.rounds
     if isinstance(before, int) and before != now:
         warn(
-            f"rounds was {before} and is {now} now: from round {state.counted} on, the learning rate follows the "
+            f"rounds was {before} and is {now} now: from round {state.counted + 1} on, the learning rate follows the "
             f"schedule of {now} rounds and continues at {state.plan.lr(state.counted):.4g}"
         )
         run.results.header["identity"]["settings"]["rounds"] = now

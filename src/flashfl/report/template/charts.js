@@ -10,8 +10,9 @@ function frame(host, o, xs, ys) {
   const yCount = Math.max(3, Math.floor(height / 55));
   const ySpan = [inner.bottom, inner.top];
   const y = o.yType === "log" ? logarithmic(ys, ySpan, yCount) : linear(ys, ySpan, yCount);
-  const widest = Math.max(...y.ticks.map((t) => o.yTick(t).length), 3);
-  inner.left = widest * 6.4 + 26;
+  const yTick = [undefined, 5, 7, 9].map((digits) => (t) => o.yTick(t, digits)).find((form, i) => i === 3 || new Set(y.ticks.map(form)).size === y.ticks.length);  // no two alike
+  const widest = Math.max(...y.ticks.map((t) => yTick(t).length), 3);
+  inner.left = widest * 6.9 + 26;
   const xSpan = [inner.left, inner.right], xCount = Math.max(3, Math.floor((inner.right - inner.left) / 85));
   const x = o.xType === "log" ? logarithmic(xs, xSpan, xCount) : linear(xs, xSpan, xCount);
   if (o.whole) x.ticks = x.ticks.filter(Number.isInteger);
@@ -23,7 +24,7 @@ function frame(host, o, xs, ys) {
   const svg = shape("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${o.yLabel} against ${o.xLabel}` });
   for (const t of y.ticks) {
     svg.append(shape("line", { class: "grid", x1: inner.left, x2: inner.right, y1: y(t), y2: y(t) }));
-    svg.append(shape("text", { x: inner.left - 7, y: y(t) + 4, "text-anchor": "end" }, o.yTick(t)));
+    svg.append(shape("text", { x: inner.left - 7, y: y(t) + 4, "text-anchor": "end" }, yTick(t)));
   }
   for (const t of x.ticks) {
     svg.append(shape("line", { class: "axis", x1: x(t), x2: x(t), y1: inner.bottom, y2: inner.bottom + 4 }));
@@ -83,7 +84,7 @@ function wrapped(words, letters) {
   return lines;
 }
 
-const LETTER = 6.9, LINE = 13;  // width and height of what names are written with
+const LETTER = 7.6, LINE = 13;  // width and height of what names are written with
 
 // Names beside the middle of each cloud of points. Where others stand there, a name moves up or down, tied to its points by a line.
 function nameClouds(svg, series, x, y, inner) {

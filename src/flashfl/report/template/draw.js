@@ -28,7 +28,7 @@ function fill(node, attributes, children) {
 function withUnit(value, units, digits = 3) {
   let at = 0;
   while (Math.abs(value) >= 999.5 && at < units.length - 1) { value /= 1000; at += 1; }
-  const text = Math.abs(value) >= 100 || Number.isInteger(value) ? value.toFixed(0) : Number(value.toPrecision(digits)).toString();
+  const text = Math.abs(value) >= 10 ** digits || Number.isInteger(value) ? value.toFixed(0) : Number(value.toPrecision(digits)).toString();
   return `${text} ${units[at]}`.trim();
 }
 
@@ -38,7 +38,7 @@ const text = {
   share: (v) => `${Number((100 * v).toPrecision(3))} %`,
   bytes: (v) => withUnit(v, ["B", "kB", "MB", "GB", "TB", "PB"]),
   flops: (v) => withUnit(v, ["", "k", "M", "G", "T", "P", "E"]),
-  plain: (v) => (Math.abs(v) >= 1e4 ? withUnit(v, ["", "k", "M", "G"]) : Number(Number(v).toPrecision(4)).toString()),
+  plain: (v, digits) => (Math.abs(v) >= 1e4 ? withUnit(v, ["", "k", "M", "G"], digits) : Number(Number(v).toPrecision(digits || 4)).toString()),
   sm: (v) => v.toFixed(3),
   seconds: (v) => (v >= 3600 ? `${Math.floor(v / 3600)} h ${Math.round((v % 3600) / 60)} min` : v >= 120 ? `${(v / 60).toFixed(1)} min` : `${v.toFixed(1)} s`),
 };

@@ -2,23 +2,26 @@
 
 const known = (v) => v !== null && v !== undefined && !Number.isNaN(v);
 
+// A long name may be broken behind its underscores, and a number before its standard deviation, but nowhere else.
+const broken = (name) => name.split(/(?<=_)/).flatMap((word) => [word, make("wbr", {})]);
+const unbroken = (words) => words.split(/ (?=±)/).flatMap((word) => [make("span", {}, word), " "]);
+
 // The first cell of a row names it. If the page shows groups of runs, row i is group i.
 function table() {
   const { title, head, rows, notes } = part.table;
   const node = section(title || "Summary", part.about);
-  const kept = head.map((_, c) => c).filter((c) => head[c] !== "paper %" || rows.some((row) => known(row[c].value)));
   const order = rows.map((_, i) => i), by = head.indexOf(chosen.sort);
   if (by >= 0) order.sort((a, b) => compare(rows[a][by].value, rows[b][by].value) * (chosen.down ? -1 : 1));
   const pick = (name) => { chosen.down = chosen.sort === name ? !chosen.down : name !== head[0]; chosen.sort = name; render(); };
-  const headings = kept.map((c) => make("th", {
-    scope: "col", tabindex: "0", "aria-sort": chosen.sort === head[c] ? (chosen.down ? "descending" : "ascending") : "none",
-    onclick: () => pick(head[c]), onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); pick(head[c]); } } }, head[c]));
+  const headings = head.map((name) => make("th", {
+    scope: "col", tabindex: "0", "aria-sort": chosen.sort === name ? (chosen.down ? "descending" : "ascending") : "none",
+    onclick: () => pick(name), onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); pick(name); } } }, ...broken(name)));
   const first = (i) => {
     const g = part.groups[i], mark = g ? [make("i", {})] : [];
     return make("td", { style: g ? { "--c": groupColour(i) } : {} }, make("div", {}, ...mark, rows[i][0].text));
   };
   const lines = order.map((i) => make("tr", { class: part.groups[i] && hidden.has(mine(part.groups[i].label)) ? "off" : "" },
-    first(i), ...kept.slice(1).map((c) => make("td", { "data-column": head[c] }, rows[i][c].text))));
+    first(i), ...rows[i].slice(1).map((entry, c) => make("td", { "data-column": head[c + 1] }, ...unbroken(entry.text)))));
   const scroll = make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table, scrolls sideways" }, make("table", { class: "sum" }, make("thead", {}, make("tr", {}, ...headings)), make("tbody", {}, ...lines)));
   node.append(make("div", { class: "edge" }, scroll), make("button", { class: "hint", type: "button", onclick: () => scroll.scrollBy({ left: scroll.clientWidth * 0.6, behavior: "smooth" }) }, "More columns →"));
   edges(scroll);
