@@ -225,11 +225,15 @@ def test_held_updates_come_back_from_memory_or_file(room: int, tmp_path: Path) -
         updates[client] = replace(update, extra={"x": Extra("dense", torch.rand(2, 3))}, start=torch.rand(3))
         held.put(updates[client], MASK)
     held.put(Update(7, 3, None, None, (2,)), MASK)
-    assert held.clients() == [0, 1, 3, 5, 7, 9]
-    assert held.pop(7) == Update(7, 3, None, None, (2,))
+    assert [update.client for update in held] == [0, 1, 3, 5, 7, 9]
+    assert [update.client for update in held.take(before=1)] == [0, 1]
+    for client in (0, 1):
+        held.put(updates[client], MASK)
+    found_all = {update.client: update for update in held.take(before=None)}
+    assert not list(held)
+    assert found_all.pop(7) == Update(7, 3, None, None, (2,))
     for client, update in sorted(updates.items(), reverse=True):
-        found = held.pop(client)
-        assert client not in held.clients()
+        found = found_all[client]
         assert (found.n, found.counts, found.metrics) == (update.n, update.counts, update.metrics)
         assert found.mask is not None
         assert found.mask.equal(update.mask)  # type: ignore[arg-type]

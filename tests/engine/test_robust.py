@@ -45,7 +45,7 @@ def sums_of(updates: Iterable[Update], robust: Robust, start: Weights | None = N
     given = [each if start is None else started(each, start) for each in updates]
     for each in given:
         cohort.see(each)
-    cohort.add(sums, lambda: given)
+    cohort.add(sums, given)
     return sums
 
 

@@ -25,6 +25,8 @@ _RANGES = (
     *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox", "lr_last")),
 )
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
+# Which of the packed values a message carries; rest: all but the active weights.
+Carries = Literal["all", "weights", "statistics", "rest"]
 _PART = 1 << 20  # values that are added in double precision at a time
 Tag = tuple[int, int, int]  # (phase number, round, attempt): which round a message belongs to
 
@@ -121,6 +123,16 @@ class Local:
         how = self.upload or order
         changes = how.changes and self.report == "weights" and not any(one.changes for one in self.parts)
         return how if changes == how.changes else replace(how, changes=changes)
+
+    @property
+    def order_carries(self) -> Carries:
+        """Which values an order of this work carries."""
+        return "all" if self.statistics else "weights"
+
+    @property
+    def update_carries(self) -> Carries:
+        """Which values its update carries, if it carries any."""
+        return "rest" if self.report == "mask" else "statistics" if self.report == "statistics" else self.order_carries
 
     def batches(self, n: int) -> int:
         """The number of batches in an epoch of n samples."""

@@ -38,7 +38,7 @@ class Account:
         return Message(
             "order", self.layout, order.tag, client.id, client.n, order.key, start=self.memory.start(client.id),
             own=self.memory.own_hash(client.id), local=order.local, mask=order.weights.mask,
-            values=self._pack(order), carries="all" if order.local.statistics else "weights", extra=order.extra,
+            values=self._pack(order), carries=order.local.order_carries, extra=order.extra,
         )  # fmt: skip
 
     def _pack(self, order: Order) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,15 +15,15 @@ from ..core.mask import Mask, repacked
 _ROUNDING = 1e-12  # changes that cancel each other out up to this have no direction
 
 
-def start_of(update: Update, local: Local, mask: Mask, packed: Callable[[], Tensor]) -> Tensor | None:
-    """`Update.start` for an update whose order has the values `packed` under `mask`; None if it has no weights."""
+def start_of(update: Update, local: Local, mask: Mask, values: Tensor) -> Tensor | None:
+    """`Update.start` for an update whose order has these packed values under `mask`; None if it has no weights."""
     if local.report not in ("weights", "mask") or update.mask is None or update.values is None:
         return None
     layout = update.mask.layout
     if reports_changes(local.parts):
         start = torch.zeros_like(update.values)
     else:
-        start = packed()
+        start = values
         if local.report == "mask":  # prunable weights are bits: the update has no values of them
             start = torch.cat([torch.zeros_like(start[: mask.active]), start[mask.active :]])
         start = repacked(start, mask, update.mask)

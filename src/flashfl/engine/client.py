@@ -19,7 +19,6 @@ from ..core.mask import Mask
 from ..data.sources import Source
 from ..wire import Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
-from ..wire.values import Carries
 from .encoding import OWN, base_values
 from .memory import Rounds
 from .pipeline import Notes
@@ -70,8 +69,7 @@ class ClientSide:
             return self._lack(client, order_bytes, error)
         except WireError as error:
             raise ClientFailed(f"it cannot read the server's message ({type(error).__name__}: {error})") from None
-        local, coding = message.local, message.coding
-        assert local is not None
+        local, coding = message.work, message.coding
         assert coding is not None
         how, own = local.sends(coding.values), held.own if "mask" in local.keep else None
         orders = [Order(message.weights(), local, message.key, message.tag, message.extra)]
@@ -156,18 +154,14 @@ def update_message(update: Update, order: Order | Message, layout: Layout) -> Me
     """An update as it will travel, in answer to an order or to the message that was one."""
     local = order.local
     assert local is not None
-    mask, values = update.mask, update.values
-    tail = layout.size - layout.trained_size
-    carries: Carries = "all" if local.statistics else "weights"
-    if local.report == "statistics":
-        mask, carries = None, "statistics"
-        values = values[len(values) - tail :] if values is not None else None
-    elif local.report == "mask" and values is not None and mask is not None:
-        carries, values = "rest", values[mask.active :]
-    elif values is not None and not local.statistics:
-        values = values[: len(values) - tail]
+    mask, values, carries = update.mask, update.values, local.update_carries
+    if values is not None and mask is not None:
+        statistics = len(values) - (layout.size - layout.trained_size)
+        first = {"rest": mask.active, "statistics": statistics}.get(carries, 0)
+        values = values[first : statistics if carries == "weights" else None]
     return Message(
-        "update", layout, order.tag, update.client, n=update.n, key=order.key, mask=mask, values=values,
-        carries=carries, counts=update.counts if mask is None and local.report == "counts" else None,
+        "update", layout, order.tag, update.client, n=update.n, key=order.key,
+        mask=None if local.report == "statistics" else mask, values=values, carries=carries,
+        counts=update.counts if mask is None and local.report == "counts" else None,
         metrics=dict(update.metrics), extra=dict(update.extra),
     )  # fmt: skip

@@ -162,7 +162,7 @@ class Counting(Account):
                     self._held.pop(seat.client.id, None)
                     self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
         if self.cohort is not None:
-            self.cohort.add(self.sums, lambda: [self._held[client] for client in sorted(self._held)])
+            self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
         return super().close()
 
     def _down(self, client: Client, order: Order) -> Traffic:
@@ -170,7 +170,7 @@ class Counting(Account):
         message = Message(
             "order", self.layout, order.tag, client.id, key=order.key, start=self.memory.start(client.id),
             local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
-            carries="all" if order.local.statistics else "weights", extra=order.extra,
+            carries=order.local.order_carries, extra=order.extra,
         )  # fmt: skip
         return self._sized(message, order.weights.mask.active, self.values).traffic("order")
 
@@ -187,15 +187,15 @@ class Counting(Account):
     def _settle(self, seat: Work, mask_bytes: int, loss: float) -> None:
         """Accept the update of a client."""
         order, local = seat.order, seat.order.local
-        steps = min(seat.batches * local.batch, seat.n) * local.epochs
-        mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
+        mean = self._mean(seat, loss)
         extra = {**seat.extra, **self._tallies.get(seat.client.id, {})}
         update = Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}, extra)
         if self.cohort is None:
             add(self.sums, update, seat.mask)
         else:
             held = self._held.get(seat.client.id, update)
-            start = start_of(held, local, seat.sent.mask, seat.sent.packed)  # unrounded, as the encoding account has it
+            sent = seat.sent  # unrounded, as the encoding account has it
+            start = start_of(held, local, sent.mask, sent.packed())
             self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra, start=start)
             self.cohort.see(held)
         self.traffic += self._up(seat, mask_bytes, mean)
@@ -203,22 +203,25 @@ class Counting(Account):
         notes = Kept(notes=seat.notes) if seat.notes else None
         self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None, notes)
 
+    def _mean(self, seat: Work, loss: float) -> float:
+        """The mean loss of a client whose loss was added up over samples."""
+        seen = min(seat.batches * seat.local.batch, seat.n) * seat.local.epochs
+        return loss / (seat.n if seat.local.report == "statistics" else max(1, seen))
+
     def _up(self, seat: Work, mask_bytes: int, loss: float) -> Traffic:
         """What an update takes."""
         order, local, layout = seat.order, seat.order.local, self.layout
         message = Message(
             "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
-            carries="all" if local.statistics else "weights", extra=seat.extra,
+            carries=local.update_carries, extra=seat.extra,
         )  # fmt: skip
-        if local.report == "mask":
-            message = replace(message, carries="rest")
         values = local.sends(self.values)
         if local.report in ("weights", "mask"):
             return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
         if local.report == "counts":
             whole = replace(message, counts=seat.counts)
         else:
-            whole = replace(message, carries="statistics", values=torch.zeros(layout.size - layout.trained_size))
+            whole = replace(message, values=torch.zeros(layout.size - layout.trained_size))
         return encode(whole, (), values).parts.traffic("update")
 
 

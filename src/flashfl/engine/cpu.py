@@ -29,9 +29,10 @@ from .settings import EngineSettings
 from .sparse import choose
 from .store import MaskStore
 from .train import ClientFailed, Trainer, evaluation_batches
+from .vault import Vault, open_vault
 
 if TYPE_CHECKING:
-    from .party import PrivateRun, Simulated
+    from .party import Simulated
     from .private import PrivateRound
 
 
@@ -94,8 +95,11 @@ class CPUEngine:
         count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
             count = 1
-        self.private = _private(task, config, folder)
-        simulated = None if self.private is None else self.private.simulated
+        self.vault, simulated = open_vault(config, len(task.train), folder), None
+        if self.vault is not None:
+            from .party import Simulated  # only here, as it needs an extra
+
+            simulated = Simulated(len(task.train), config.policy, self.vault.folder, config.secure)
         make = partial(Worker, task, self.memory.store, self._file.name, simulated)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
@@ -104,30 +108,37 @@ class CPUEngine:
         return choose(self.task, s, self.memory, self._threads) if self._may_be_sparse else {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        if self.private is not None:
-            return self._train_privately(self.private, s, list(orders))
+        if self.vault is not None:
+            return self._train_privately(self.vault, s, list(orders))
         account = Encoding(self.memory, self.down, self.robust)
-        died: list[int] = []
-        for client, result in self.pool.each(self._jobs(s, orders, account)):
-            if isinstance(result, Died):
-                died.append(client)
-            else:
-                _take(account, client, result)
-        # A worker may have died for lack of memory, so its client gets a second try when the others are done. No real
-        # client died, so nothing is counted twice.
-        again = ((client, self._training(client, account.again(client))) for client in died)
-        for client, result in self.pool.each(again):
-            _take(account, client, result)
+
+        def again(client: int) -> Job:  # no real client died with its worker, so nothing is counted twice
+            return self._training(client, account.again(client))
+
+        for client, result in self._each(self._jobs(s, orders, account), again):
+            self._take(account, client, result)
         return account.close()
 
-    def _train_privately(self, run: PrivateRun, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
+    def _each(
+        self, jobs: Iterable[tuple[int, Job]], again: Callable[[int], Job]
+    ) -> Iterator[tuple[int, Result | Died]]:
+        """Results as they come. A worker may die for lack of memory: its job is tried again after the others."""
+        died: list[int] = []
+        for number, result in self.pool.each(jobs):
+            if isinstance(result, Died):
+                died.append(number)
+            else:
+                yield number, result
+        yield from self.pool.each((number, again(number)) for number in died)
+
+    def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
         """Every step of a private round. A client whose process dies is dropped, as a real one would be."""
         from .private import PrivateRound  # only here, as it needs an extra
 
-        account = PrivateRound(run.vault, self.memory, s, orders, run.clients)
+        account = PrivateRound(vault, self.memory, s, orders, range(len(self.task.train)))
         while True:
             for client, result in self.pool.each(self._requests(account, s)):
-                _take(account, client, result)
+                self._take(account, client, result)
             if not account.advance():
                 return account.close()
 
@@ -150,6 +161,19 @@ class CPUEngine:
         memory, sparse = self.memory.rounds(client), self.memory.sparse
         return partial(Worker.train, client=client, order=order, memory=memory, sparse=sparse)
 
+    def _take(self, account: Encoding | PrivateRound, client: int, result: Result | Died) -> None:
+        """Hand a client's answer, or the lack of one, to the account of the round."""
+        if isinstance(result, ClientFailed | Died):
+            account.failed(client, str(result))
+            return
+        assert isinstance(result, Reply)
+        if result.lacks:
+            raise CheckpointError(
+                f"the stored mask of client {client} is missing in {self.memory.store.folder}. Resume the run: it "
+                "continues from the last checkpoint."
+            )
+        account.received(client, result.data, result.memory[-1][3] if result.memory else None)
+
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
         self._model.vector.copy_(weights.vector)
@@ -162,10 +186,7 @@ class CPUEngine:
             partial(Worker.evaluate, which=which, start=start, stop=stop, statistics=statistics)
             for which, start, stop in spans
         ]
-        results = dict(self.pool.each(enumerate(jobs)))
-        for number, result in results.items():
-            if isinstance(result, Died):  # perhaps for lack of memory: try once more
-                [(_, results[number])] = self.pool.each([(number, jobs[number])])
+        results = dict(self._each(enumerate(jobs), jobs.__getitem__))
         failed = {spans[i][0]: str(found) for i, found in results.items() if isinstance(found, ClientFailed | Died)}
         self._report(failed)
         total, n = [0.0, 0.0], sum(len(data) for which, data in enumerate(self.task.evaluation) if which not in failed)
@@ -189,35 +210,11 @@ class CPUEngine:
     def close(self) -> None:
         self.pool.close()
         self._file.close()
-        if self.private is not None:
-            self.private.close()
-
-
-def _take(account: Encoding | PrivateRound, client: int, result: Result | Died) -> None:
-    """Hand a client's answer, or the lack of one, to the account of the round."""
-    if isinstance(result, ClientFailed | Died):
-        account.failed(client, str(result))
-        return
-    assert isinstance(result, Reply)
-    if result.lacks:
-        raise CheckpointError(
-            f"the stored mask of client {client} is missing in {account.memory.store.folder}. Resume the run: it "
-            "continues from the last checkpoint."
-        )
-    account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 
 
 def _shared_model(task: Task, path: str) -> Weights:
     """The model in a file that several processes map into memory."""
     return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
-
-
-def _private(task: Task, config: EngineSettings, folder: Path | None) -> PrivateRun | None:
-    if not (config.secure or config.dp_epsilon or config.dp_noise):
-        return None
-    from .party import PrivateRun  # only here, as it needs an extra
-
-    return PrivateRun(config, len(task.train), folder)
 
 
 def dropout_step(s: State, client: int) -> int:

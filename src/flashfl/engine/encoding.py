@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..aggregate import add
 from ..core.client import active_range, fields_of, moves_mask, overrides
-from ..core.exchange import Client, Extra, Local, Order, Outcome, Traffic, Update
+from ..core.exchange import Carries, Client, Extra, Order, Outcome, Traffic, Update
 from ..core.mask import Mask, repacked
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
 from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
 from ..wire.errors import NonFinite, WrongContent
-from ..wire.values import Carries
 from .account import Account
 from .change import start_of
 from .held import Held
@@ -49,7 +48,7 @@ class Encoding(Account):
     def largest_update(self, client: int) -> int:
         """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
         order = self._orders[client]
-        local, k = order.local or Local(), self.layout.prunable_size
+        local, k = order.work, self.layout.prunable_size
         active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
         active = max(active, active_range(local.parts, self.layout, active)[1])
         values, limits = local.sends(self.values), _limits(order)
@@ -102,13 +101,13 @@ class Encoding(Account):
         assert order.mask is not None
         assert order.values is not None
         self.traffic += update.parts.traffic("update")
-        keeps = order.local is not None and "mask" in order.local.keep
+        keeps = "mask" in order.work.keep
         kept = None if notes is None else Kept(notes)
         self.accepted(client, order.tag, order.mask, update.mask if keeps else None, kept)
         del self._orders[client]
-        found, sent = _update(update, order), order.values
+        found = _update(update, order)
         if self.cohort is not None:
-            found = replace(found, start=start_of(found, order.local or Local(), order.mask, lambda: sent))
+            found = replace(found, start=start_of(found, order.work, order.mask, order.values))
             self.cohort.see(found)
         self._held.put(found, order.mask)
         self._add_ready()
@@ -124,8 +123,8 @@ class Encoding(Account):
 
     def _frozen(self, order: Message) -> Mask | None:
         """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
-        local = order.local
-        if local is None or local.adapt is not None or moves_mask(local.parts):
+        local = order.work
+        if local.adapt is not None or moves_mask(local.parts):
             return None
         if "mask" in local.keep and order.start is not None:
             return self.memory.own(order.client)
@@ -135,23 +134,21 @@ class Encoding(Account):
 
     def _add_ready(self) -> None:
         """Add the updates of all clients before the first one that has not answered."""
-        first = next(iter(self._orders), None)
-        for client in self._held.clients() if self.cohort is None else ():
-            if first is not None and client > first:
-                break
-            add(self.sums, self._held.pop(client))
+        if self.cohort is None:
+            for update in self._held.take(before=next(iter(self._orders), None)):
+                add(self.sums, update)
 
     def close(self) -> Outcome:
         for client in list(self._orders):
             self.failed(client, "no answer")
         if self.cohort is not None:
-            self.cohort.add(self.sums, lambda: map(self._held.read, self._held.clients()))
+            self.cohort.add(self.sums, self._held)
         return super().close()
 
 
 def _limits(order: Message) -> Limits:
     """Reject more or larger extras than the order has, and a recipe unless the order allows one."""
-    local = order.local or Local()
+    local = order.work
     declared = fields_of(local.parts, "reports", order.layout)
     sizes = [extra.value.numel() for extra in order.extra.values()] + [one.size for one in declared.values()]
     most, count = max([order.layout.prunable_size, *sizes]), len(declared.keys() | order.extra.keys())
@@ -171,7 +168,7 @@ def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
 
 def _restored(update: Message, order: Message) -> Message:
     """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
-    asked, coding = (order.local or Local()).sends(EXACT).changes, update.coding
+    asked, coding = order.work.sends(EXACT).changes, update.coding
     if update.values is None or update.mask is None or coding is None:
         return update
     if coding.values.changes != asked:
@@ -188,17 +185,14 @@ def _restored(update: Message, order: Message) -> Message:
 def _update(message: Message, order: Message) -> Update:
     """A decoded update. What did not travel of its values counts as zero."""
     layout, mask, values = message.layout, message.mask, message.values
-    if values is not None and message.carries == "statistics":
-        mask = order.mask
+    if values is not None and message.carries != "all":
+        mask = order.mask if message.carries == "statistics" else mask
         assert mask is not None
-        values = torch.cat([values.new_zeros(mask.active + layout.trained_size - layout.prunable_size), values])
-    elif values is not None and message.carries == "rest" and mask is not None:
-        values = torch.cat([values.new_zeros(mask.active), values])
-    elif values is not None and message.carries == "weights":
-        values = torch.cat([values, values.new_zeros(layout.size - layout.trained_size)])
+        missing = values.new_zeros(mask.active + layout.size - layout.prunable_size - len(values))
+        values = torch.cat([values, missing] if message.carries == "weights" else [missing, values])
     counts = message.counts if message.counts is not None else (0,) * len(layout.prunable)
     update = Update(message.client, message.n, mask, values, counts, dict(message.metrics), dict(message.extra))
-    parts = order.local.parts if order.local is not None else ()
+    parts = order.work.parts
     if any(overrides(part, "tally") for part in parts) and (weights := update.weights) is not None:
         extra = {**update.extra, **tallied(parts, layout, weights.vector, weights.mask.bits)}
         update = replace(update, extra=extra)

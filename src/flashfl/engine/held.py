@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -30,8 +31,11 @@ class Held:
         self._places: dict[int, tuple[int, Mask | None, Tensor | None]] = {}
         self._file: IO[bytes] | None = None
 
-    def clients(self) -> list[int]:
-        """Whose updates are held, in ascending id."""
+    def __iter__(self) -> Iterator[Update]:
+        """The updates, in ascending client id."""
+        return map(self._read, self._clients())
+
+    def _clients(self) -> list[int]:
         return sorted([*self._memory, *self._places])
 
     def put(self, update: Update, order: Mask | None) -> None:
@@ -57,19 +61,18 @@ class Held:
         ]
         pickle.dump((replace(update, mask=None, values=None, start=None), *arrays), self._file, protocol=5)
 
-    def pop(self, client: int) -> Update:
-        """An update that was held; it is held no longer."""
-        update = self.read(client)
-        if client in self._memory:
-            self.room += self._memory.pop(client)[1]
-            return update
-        del self._places[client]
-        if not self._places and self._file is not None:
-            self._file.truncate(0)
-        return update
+    def take(self, before: int | None) -> Iterator[Update]:
+        """The updates of all clients before this one, in ascending client id. They are held no longer. None: all."""
+        for client in self._clients():
+            if before is not None and client > before:
+                return
+            update = self._read(client)
+            self.room += self._memory.pop(client, (update, 0))[1]
+            if self._places.pop(client, None) is not None and not self._places and self._file is not None:
+                self._file.truncate(0)
+            yield update
 
-    def read(self, client: int) -> Update:
-        """An update that is held."""
+    def _read(self, client: int) -> Update:
         if client in self._memory:
             return self._memory[client][0]
         assert self._file is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import weakref
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,9 +30,7 @@ from ..wire import Message
 from .client import ClientSide, Reply
 from .memory import Rounds
 from .private import LENGTH
-from .settings import EngineSettings
 from .train import ClientFailed
-from .vault import open_vault
 
 
 class Drawer(Protocol):
@@ -177,8 +176,13 @@ def _take(request: bytes) -> tuple[int, bytes, bytes]:
 class Simulated:
     """What simulated clients have of their own: identity keys, and a folder each. The server sees neither."""
 
-    def __init__(self, clients: int, policy: Policy, folder: Path, secure: bool) -> None:
-        self.policy, self.folder, self.secure = policy, folder, secure
+    def __init__(self, clients: int, policy: Policy, folder: Path | None, secure: bool) -> None:
+        """folder: of the server's private state; without one, clients' folders are temporary."""
+        if folder is None:
+            temporary = TemporaryDirectory(prefix="flashfl-")
+            weakref.finalize(self, temporary.cleanup)
+            folder = Path(temporary.name)
+        self.policy, self.folder, self.secure = policy, folder / "clients", secure
         self._keys = {client: Identity.new().private for client in range(clients)}
 
     @cached_property
@@ -189,18 +193,3 @@ class Simulated:
         """One of them, for as long as it answers a request."""
         drawer, identity = FolderDrawer(self.folder / str(client)), Identity(self._keys[client])
         return PrivateSide(side, client, drawer, self.policy, identity, self._directory, self.secure)
-
-
-class PrivateRun:
-    """A simulated private run: the server's vault, and the clients' keys and folders."""
-
-    def __init__(self, config: EngineSettings, clients: int, masks: Path | None) -> None:
-        vault = open_vault(config, clients, masks)
-        assert vault is not None
-        self.vault, self.clients = vault, range(clients)
-        self._temporary = TemporaryDirectory(prefix="flashfl-")  # used if the run has no folder
-        own = Path(self._temporary.name) if vault.folder is None else vault.folder / "clients"
-        self.simulated = Simulated(clients, config.policy, own, config.secure)
-
-    def close(self) -> None:
-        self._temporary.cleanup()

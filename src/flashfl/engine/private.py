@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Order, Outcome, Traffic
+from ..core.mask import Weights
 from ..core.state import State
 from ..privacy.errors import Refused
 from ..privacy.keys import Words
@@ -78,6 +79,15 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     return how
 
 
+def agreed(vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> tuple[Weights, Packing, Terms]:
+    """What all clients of a round share: the model, how reports become whole numbers, and the terms."""
+    check_common(orders)
+    order, privacy = orders[0][1] if orders else empty_order(s), vault.privacy
+    how = packing(privacy, order, len(orders))
+    terms = Terms(vault.run, s.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise)
+    return order.weights, how, terms
+
+
 def signed(total: Words) -> Tensor:
     """A sum in Z/2^b as signed numbers."""
     return torch.from_numpy(total.view(f"<i{total.itemsize}").astype(np.int64))
@@ -100,22 +110,15 @@ class PrivateRound(Account):
     ) -> None:
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
-        check_common(orders)
         self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag
+        self.start, self.packing, self.terms = agreed(vault, s, orders)
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
-        order = orders[0][1] if orders else empty_order(s)
-        self.start = order.weights
-        self.packing = packing(self.privacy, order, len(orders))
-        how, privacy = self.packing, self.privacy
-        self.terms = Terms(
-            vault.run, s.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise
-        )
         self._round: Collector | Gatherer
-        self._round = Collector(self.terms) if privacy.secure else Gatherer(self.terms, how.deviation)
+        self._round = Collector(self.terms) if self.privacy.secure else Gatherer(self.terms, self.packing.deviation)
         self._waiting: set[int] = set()
         self._revealed = False
         self._why = ""  # why nothing can be opened
-        self._before = vault.stored(s.tag, f"<u{how.bits // 8}")
+        self._before = vault.stored(s.tag, f"<u{self.packing.bits // 8}")
         if self._before is None:
             for client in set(self.orders) - set(vault.spend(s, list(self.orders), present)):
                 self.failed(client, SPENT)
@@ -177,12 +180,10 @@ class PrivateRound(Account):
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped. If its masked input is in, it still counts in the sum."""
-        if self.step > MASKED and client in self._accepted:
-            kept = self._accepted[client]
-            super().failed(client, why)
+        kept = self._accepted.get(client) if self.step > MASKED else None
+        super().failed(client, why)
+        if kept is not None:
             self._accepted[client] = kept
-        else:
-            super().failed(client, why)
         self._waiting.discard(client)
 
     def advance(self) -> bool:
@@ -200,10 +201,7 @@ class PrivateRound(Account):
 
     def close(self) -> Outcome:
         """Open the sum. If that is impossible nothing counts, and the loop repeats the round."""
-        if self._before is not None:
-            total, counted = self._before
-        else:
-            total, counted = self._opened()
+        total, counted = self._before or self._opened()
         if not self._why and counted:
             self._why = self.packing.problem(signed(total), len(counted))
         if self._why or (self.orders and not counted):

@@ -17,11 +17,11 @@ from torch import Tensor
 from ..core.exchange import DROPPED, Client, Order, Outcome, Traffic, Update
 from ..core.mask import Weights
 from ..core.state import State
-from ..privacy.messages import ADVERTISE, BOX, CARD, CONFIRM, HEADER, MASKED, SECRET, SHARES, STEPS, UNMASK, VOTE, Terms
+from ..privacy.messages import ADVERTISE, BOX, CARD, CONFIRM, HEADER, MASKED, SECRET, SHARES, STEPS, UNMASK, VOTE
 from .counting import Counting
 from .cpu import dropout_step, drops
 from .memory import ClientMemory
-from .private import LENGTH, SPENT, check_common, empty_order, packing
+from .private import LENGTH, SPENT, agreed
 from .train import NOT_FINITE
 from .vault import Vault
 from .work import Work
@@ -38,10 +38,8 @@ class PrivateCounting(Counting):
     ) -> None:  # fmt: skip
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
-        check_common(orders)
-        order = orders[0][1] if orders else empty_order(s)
-        self.vault, self.privacy, self.tag, self.start = vault, vault.privacy, s.tag, order.weights
-        self.packing = packing(self.privacy, order, len(orders))
+        self.vault, self.privacy = vault, vault.privacy
+        self.start, self.packing, self.terms = agreed(vault, s, orders)
         # The step in which each client stops answering.
         self._ends = {client.id: _NEVER for client, _ in orders}
         for client in self._ends if dropout else ():
@@ -73,13 +71,9 @@ class PrivateCounting(Counting):
             if not (math.isfinite(loss) and bool(row.isfinite().all())):
                 self.failed(client, NOT_FINITE)
                 continue
-            steps = min(seat.batches * local.batch, seat.n) * local.epochs
-            mean = loss / max(1, steps) if local.report != "statistics" else loss / seat.n
-            counts = local.report == "counts"
-            packed = None if counts else Weights(order.weights.mask, row).packed()
-            update = Update(client, seat.n, None if counts else order.weights.mask, packed, seat.counts, {"loss": mean})
-            numbers = self.packing.encode(update, self._packed_start(order), order.key)
-            self._total += numbers
+            weights = None if local.report == "counts" else Weights(order.weights.mask, row)
+            update = Update.of(client, seat.n, weights, seat.counts, {"loss": self._mean(seat, loss)})
+            self._total += self.packing.encode(update, self._packed_start(order), order.key)
             self.accepted(client, order.tag, order.weights.mask, None)
 
     def _packed_start(self, order: Order) -> Tensor:
@@ -132,10 +126,7 @@ class PrivateCounting(Counting):
     def _count(self, after: dict[int, list[int]], last: int) -> None:
         """The bytes of every message of the protocol but the orders."""
         how, privacy, everyone = self.packing, self.privacy, [c for c, end in self._ends.items() if end >= 0]
-        terms = Terms(
-            self.vault.run, self.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise
-        )
-        invitation, vector = len(terms.to_bytes()), how.length * how.bits // 8
+        invitation, vector = len(self.terms.to_bytes()), how.length * how.bits // 8
         if not privacy.secure:
             self._tally(MASKED, len(everyone), 2 * LENGTH.size + invitation + HEADER, len(after[MASKED]), vector)
             return

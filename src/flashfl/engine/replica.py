@@ -42,18 +42,12 @@ class Replica:
         for layer in statistics:
             self._set_buffer(layer.name, place(layer))
         bound = {layer.name for layer in statistics}
-        self._inputs: PrunedInputs | None = None
+        self.inputs = PrunedInputs(self.module, {layer.name for layer in task.layout.prunable})
         self._others = [(n, b, b.clone()) for n, b in self.module.named_buffers() if n not in bound]
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
         owner, _, leaf = name.rpartition(".")
         self.module.get_submodule(owner)._buffers[leaf] = value
-
-    def keep_inputs(self, parts: Sequence[Part]) -> None:
-        """From now on, layers keep as much of their inputs for the gradient as the parts say."""
-        if self._inputs is None:
-            self._inputs = PrunedInputs(self.module, {layer.name for layer in self.layers if layer.kind == "prunable"})
-        self._inputs.use(parts)
 
     def reset_buffers(self) -> None:
         """Buffers outside the layout (counters, tables) start every client's work as the model defines them."""

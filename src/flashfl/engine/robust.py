@@ -14,7 +14,7 @@ Nobody is judged. Each number that a client adds to the sums has a bound, and th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -107,7 +107,7 @@ class Cohort:
             norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
         self._seen[update.client] = _Seen(update.n, norms)
 
-    def add(self, sums: Sums, updates: Callable[[], Iterable[Update]]) -> None:
+    def add(self, sums: Sums, updates: Iterable[Update]) -> None:
         """Bound and add the updates, in ascending client id. They are gone through up to three times."""
         layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
         for update in self._bounded(layout, updates):
@@ -131,16 +131,16 @@ class Cohort:
             sums.loss = sums.n * float(trimmed_mean(losses, shares, _cut(shares)))
             sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(each)).tolist()]
 
-    def _bounded(self, layout: Layout, updates: Callable[[], Iterable[Update]]) -> Iterator[Update]:
+    def _bounded(self, layout: Layout, updates: Iterable[Update]) -> Iterator[Update]:
         """The updates with bounded samples, changes and extras. Those that go against the others most are blended."""
         bounds, others = self._bounds(), Others(layout)
         changed = sum("" in bound.factors for bound in bounds.values())
         blended = self.robust.bounded and changed >= _FEW
         for look in (others.add, others.compare) if blended else ():
-            for update in updates():
+            for update in updates:
                 bound = bounds[update.client]
                 look(update, bound.n, bound.factors.get("", 1.0))
-        for update in updates():
+        for update in updates:
             bound = bounds[update.client]
             found = replace(update, n=bound.n)
             for name, factor in bound.factors.items():

@@ -139,7 +139,7 @@ class Trainer:
         weights, k = self.vector[None, : self.layout.trained_size], self.layout.prunable_size
         step = MaskedStep(weights, k, None if full else bits[None], place=self._place)
         step.begin(local, opened.keys if opened else (), [schedule.steps], opened.state if opened else None)
-        self.replica.keep_inputs(local.parts)
+        self.replica.inputs.use(local.parts)
         native = self._begin_native(schedule, mask)
         self.module.train()
         total, seen, done = torch.zeros((), device=self.device), 0, 0

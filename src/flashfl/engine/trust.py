@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..core.client import active_range, fields_of
-from ..core.exchange import Local
 from ..core.mask import Mask
 from ..wire import Message
 from ..wire.errors import NegativeVariance, WrongContent, WrongDensity, WrongTag
@@ -34,7 +33,7 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
         if not abs(value) <= LARGEST_METRIC:
             raise WrongContent(f"client {update.client} reports {name} = {value:.3g}, above {LARGEST_METRIC:g}")
     _check_extras(update, order)
-    local = order.local or Local()
+    local = order.work
     carries = {"weights": order.carries, "mask": "rest", "statistics": "statistics", "counts": None}[local.report]
     counts = update.mask.counts if update.mask is not None else update.counts
     fits = (update.mask is not None) == (local.report in ("weights", "mask"))
@@ -54,7 +53,7 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
 
 def _check_extras(update: Message, order: Message) -> None:
     """Extras must be as the order's parts declare them, or have the name, form and shape of an extra in the order."""
-    declared = fields_of((order.local or Local()).parts, "reports", order.layout)
+    declared = fields_of(order.work.parts, "reports", order.layout)
     for name in declared.keys() - update.extra.keys():
         raise WrongContent(f"client {update.client} did not send the extra {name!r}, which its parts report")
     for name, extra in update.extra.items():

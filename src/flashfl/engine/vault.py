@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from ..core.exchange import Spent
 from ..core.files import put
 from ..core.state import State
 from ..privacy.accounting import Draw, Ledger, epsilon_known
-from ..privacy.keys import Words
 from ..privacy.settings import Privacy, privacy_of
 from .settings import EngineSettings
+
+if TYPE_CHECKING:
+    from ..privacy.keys import Words  # needs an extra
 
 PRIVATE = "private"  # the folder of a run's private state
 

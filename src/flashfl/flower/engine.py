@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +19,10 @@ from ..engine.robust import Robust
 from ..engine.sparse import choose
 from ..engine.store import MaskStore
 from ..engine.train import Trainer
+from ..engine.vault import Vault, open_vault
 from ..run.config import TrainConfig
 from .registry import Registry
 from .round import ClientEvaluation, Exchange
-
-if TYPE_CHECKING:
-    from ..engine.vault import Vault
 
 
 class FlowerEngine:
@@ -38,11 +35,7 @@ class FlowerEngine:
         self.task, self.registry = task, registry
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder), simulated=False)
         self.down, self.robust = train.down, Robust.of(train)
-        self.vault = None
-        if train.private:
-            from ..engine.vault import open_vault  # only here, as it needs an extra
-
-            self.vault = open_vault(train, registry.size, folder)
+        self.vault = open_vault(train, registry.size, folder)
         self._tag: Tag = (0, 0, 0)
         self._trainer: Trainer | None = None
         self._may_be_sparse = train.sparse_compute
@@ -63,7 +56,7 @@ class FlowerEngine:
 
     def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
         """Every step of a private round. A client that is silent in one is not waited for in the next."""
-        from ..engine.private import PrivateRound
+        from ..engine.private import PrivateRound  # only here, as it needs an extra
         from ..privacy.messages import MASKED
 
         present = [client.id for client in self.registry.present()]

@@ -143,7 +143,7 @@ class Exchange:
         try:
             if (why := records.failure(content)) is not None:
                 self._drop(post, why)
-            elif (data := self.read(post, content)) is not None:
+            elif (data := self._count(post, content)) is not None:
                 follow = self._message(post.client, data)
                 post.metadata, post.reminded = follow.metadata, True
                 return self._push([follow])
@@ -152,7 +152,7 @@ class Exchange:
         post.done, post.seconds = True, time.monotonic() - post.sent
         self.attendance.replied(self.kind, post.client, post.seconds)
 
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
+    def _count(self, post: Post, content: RecordDict) -> bytes | None:
         """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
         client, account = post.client, self.account
         kind, data = records.read_blob(content, self.takes, "lack", limit=account.largest_update(client) + SLACK)
@@ -175,9 +175,9 @@ class Exchange:
         self.registry.doubt(outcome.failures)
         self.registry.stale = True
         seconds = {**self.seconds, "check": time.monotonic() - began}
-        return replace(outcome, failures=self.dropped(), seconds=seconds)
+        return replace(outcome, failures=self._dropped(), seconds=seconds)
 
-    def dropped(self) -> dict[int, str]:
+    def _dropped(self) -> dict[int, str]:
         """Why clients were dropped, in words that are safe to print and store. The log is told too."""
         reasons = {client: records.printable(why) for client, why in sorted(self.account.failures.items())}
         for client, why in reasons.items():
@@ -201,7 +201,7 @@ class ClientEvaluation(Exchange):
         self.share = share
         self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
 
-    def read(self, post: Post, content: RecordDict) -> bytes | None:
+    def _count(self, post: Post, content: RecordDict) -> bytes | None:
         if "lack" in content and not post.reminded:
             # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
             return self.account.in_full(post.client)
@@ -222,7 +222,7 @@ class ClientEvaluation(Exchange):
     def mean(self) -> Evaluation:
         """The mean over all samples of the clients that replied. Samples are bounded as in training."""
         self.attendance.missed(self.silent)
-        self.registry.doubt(self.dropped())
+        self.registry.doubt(self._dropped())
         found = [self._found[c] for c in sorted(self._found)]
         if self.account.robust.bounded and found:
             most = most_samples([n for n, _, _ in found])

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from ..core.errors import ConfigError
-from ..core.exchange import Client, Local
+from ..core.exchange import Carries, Client, Local
 from ..core.layout import Layout
 from ..core.mask import Weights
 from ..core.method import Method
@@ -18,7 +18,6 @@ from ..core.state import TRAINING, Plan, State
 from ..data.task import Task
 from ..wire import Message, size_with
 from ..wire.geometry import geometry
-from ..wire.values import Carries
 from .config import TrainConfig, plan_of
 
 _SLACK = 96  # bytes: settings are texts whose numbers differ in length, and a first message has a longer mask

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from ..core.exchange import Carries
 from ..core.layout import Layout
 from ..core.mask import Mask
 from ..core.precision import Form, Precision
@@ -20,7 +21,7 @@ from .message import Coding, Encoded, Message, Parts
 from .reader import Chunk, Limits, Reader, hash_bytes, pack
 from .settings import local_bytes, read_local
 from .tensors import extras_chunks, extras_size, metrics_bytes, read_extras, read_metrics
-from .values import Carries, read_values, values_chunks, values_size
+from .values import read_values, values_chunks, values_size
 
 T = TypeVar("T")
 

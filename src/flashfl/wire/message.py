@@ -9,12 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.exchange import Extra, Local, Tag, Traffic
+from ..core.exchange import Carries, Extra, Local, Tag, Traffic
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.precision import EXACT, Precision
 from ..core.rng import fold
-from .values import Carries
 
 Kind = Literal["order", "update", "lack"]
 KINDS: tuple[Kind, ...] = ("order", "update", "lack")
@@ -56,6 +55,11 @@ class Message:
     lacks: str | None = None  # lacks only: the hash of the mask the client does not hold
     coding: Coding | None = None  # set by the decoder
     parts: Parts | None = None  # set by the decoder: what the bytes were for
+
+    @property
+    def work(self) -> Local:
+        """What an order asks for."""
+        return self.local or Local()
 
     @property
     def value_key(self) -> int:

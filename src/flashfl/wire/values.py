@@ -8,12 +8,13 @@ Under int8 and int4 so do tensors of fewer than two dimensions (biases, normalis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.exchange import Carries
 from ..core.layout import Layout
 from ..core.precision import FORMS, Form, Precision
 from ..core.rng import fold
@@ -32,7 +33,6 @@ from .levels import (
 )
 from .reader import Chunk, Reader
 
-Carries = Literal["all", "weights", "statistics", "rest"]  # rest: all but the active weights
 CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics", "rest")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _REST16, _CHANGES = 16, 32  # flags beside the form

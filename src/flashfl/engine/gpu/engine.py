@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,15 +32,13 @@ from ..robust import Robust
 from ..settings import EngineSettings
 from ..store import MaskStore
 from ..train import ClientFailed
+from ..vault import open_vault
 from ..work import Work
 from .batched import Batched
 from .crew import Crew, choose_crew, make_stack, why_one_by_one
 from .evaluate import Evaluator
 from .rounded import decode, receive
 from .stack import Stack
-
-if TYPE_CHECKING:
-    from ..vault import Vault
 
 
 class GPUEngine:
@@ -59,7 +56,7 @@ class GPUEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
-        self.robust, self.vault = Robust.of(config), _vault(task, config, folder)
+        self.robust, self.vault = Robust.of(config), open_vault(config, len(task.train), folder)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -69,6 +66,11 @@ class GPUEngine:
             if kernel("step", "masked_step") is None:
                 warn("Triton is not installed, so training steps are slower: pip install triton")
             self._set_up_torch(config.deterministic)
+        if config.secure:
+            warn(
+                "secure = true is only simulated on a GPU: rounding, clipping, noise and byte counts are those of "
+                "secure aggregation, but nothing is encrypted. device = 'cpu' runs the real protocol"
+            )
 
     def _set_up_torch(self, deterministic: bool) -> None:
         """Change torch's global settings until `close`."""
@@ -255,16 +257,3 @@ class GPUEngine:
 
 def _same_work(work: Work) -> Local:
     return work.local if work.local.start is None else replace(work.local, start=None)
-
-
-def _vault(task: Task, config: EngineSettings, folder: Path | None) -> Vault | None:
-    if not (config.secure or config.dp_epsilon or config.dp_noise):
-        return None
-    from ..vault import open_vault  # only here, as it needs an extra
-
-    if config.secure:
-        warn(
-            "secure = true is only simulated on a GPU: rounding, clipping, noise and byte counts are those of secure "
-            "aggregation, but nothing is encrypted. device = 'cpu' runs the real protocol"
-        )
-    return open_vault(config, len(task.train), folder)

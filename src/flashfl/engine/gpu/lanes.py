@@ -50,7 +50,7 @@ class Lane:
         """Take on a new client: its weights and mask are in the stack."""
         self.loss.zero_()
         self.replica.reset_buffers()
-        self.replica.keep_inputs(work.local.parts)
+        self.replica.inputs.use(work.local.parts)
         mine = slice(self.row, self.row + 1)
         state = {} if opened is None else {name: value[mine] for name, value in opened.state.items()}
         self.step.begin(work.local, opened.keys[mine] if opened else (), [work.steps], state)

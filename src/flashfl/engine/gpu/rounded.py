@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...core.exchange import Carries
 from ...core.mask import Mask, Weights
 from ...core.precision import Precision
 from ...wire import round_values, segments, value_key
-from ...wire.values import Carries
 from ..counting import chunks, stacked
 from ..work import Work
 
@@ -25,7 +25,7 @@ def receive(works: Sequence[Work], how: Precision) -> None:
         return
     keys = [value_key(work.key, "order", work.order.tag, work.client.id) for work in works]
     vectors = stacked([work.sent.vector for work in works]).expand(len(works), -1)
-    found = rounded(vectors, [work.sent.mask for work in works], keys, _carries(works[0]), how)
+    found = rounded(vectors, [work.sent.mask for work in works], keys, works[0].local.order_carries, how)
     for work, vector in zip(works, found, strict=True):
         work.order = replace(work.order, weights=Weights(work.sent.mask, vector))
 
@@ -35,21 +35,16 @@ def decode(works: Sequence[Work], values: Tensor, how: Precision) -> Tensor:
     keys = [value_key(work.key, "update", work.order.tag, work.client.id) for work in works]
     masks, layout = [work.mask for work in works], works[0].mask.layout
     if not how.changes:
-        carries: Carries = "rest" if works[0].local.report == "mask" else _carries(works[0])
-        return rounded(values, masks, keys, carries, how)
+        return rounded(values, masks, keys, works[0].local.update_carries, how)
     trained, head = layout.trained_size, slice(0, layout.prunable_size)
     inactive = ~stacked([mask.bits for mask in masks])
     change = values.clone()
     change[:, :trained] -= stacked([work.order.weights.vector for work in works])[:, :trained]
     change[:, head].masked_fill_(inactive, 0.0)  # the mask may have moved
-    found = rounded(change, masks, keys, _carries(works[0]), how)
+    found = rounded(change, masks, keys, works[0].local.order_carries, how)
     found[:, :trained] += stacked([work.sent.vector for work in works])[:, :trained]
     found[:, head].masked_fill_(inactive, 0.0)
     return found
-
-
-def _carries(work: Work) -> Carries:
-    return "all" if work.local.statistics else "weights"
 
 
 def rounded(vectors: Tensor, masks: Sequence[Mask], keys: Sequence[int], carries: Carries, how: Precision) -> Tensor:
