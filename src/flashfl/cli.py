@@ -18,7 +18,7 @@ from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands
 from .run.datacli import add_data
-from .run.listing import add_listings
+from .run.listing import DIGITS_DENSITY, add_listings
 from .run.sealed import KEY
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _add_shared(
 ) -> None:
     """The options that several commands have."""
     for command in (run, comparison):
-        said = "TOML file with tables task, train and method (default: the embedded digits, at density 0.02)"
+        said = f"TOML file with tables task, train, method (default: embedded digits at density {DIGITS_DENSITY})"
         command.add_argument("config", nargs="?", type=Path, help=said)
         command.add_argument("--quick", action="store_true", help="shrink everything to a smoke test of about a minute")
         command.add_argument("--central", action="store_true", help="one client holds all data; a round is an epoch")
@@ -188,7 +188,7 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
     names = {name.rpartition(".")[2]: value for name, value in overrides.items()}
     if args.config is None and "density" not in names and names.get("dataset", "digits") == "digits":
         # The embedded task is small: methods differ visibly at 2 %, and hardly at 5 % (see LOG.md).
-        data = {**data, "method": {"density": 0.02}}
+        data = {**data, "method": {"density": DIGITS_DENSITY}}
     return quick(data, overrides) if args.quick else make_config(data, overrides)
 
 

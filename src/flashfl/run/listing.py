@@ -7,6 +7,8 @@ import inspect
 import textwrap
 from collections.abc import Callable
 
+DIGITS_DENSITY = 0.02  # of runs of the embedded digits, which need no configuration file
+
 
 def add_listings(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the commands to a command line. Returns `methods`, which shares options with others."""
@@ -54,7 +56,8 @@ def _describe(name: str, load: str) -> None:
         flag = f"--{option.replace('_', '-')}"
         if default == "required" or option == "density":
             words.append(f"{flag} {'VALUE' if default == 'required' else default}")
-        print(f"    {flag} {default if default != '' else repr('')}  ({kind})")
+        digits = f"; {DIGITS_DENSITY} without a configuration file" if option == "density" else ""
+        print(f"    {flag} {default if default != '' else repr('')}{digits}  ({kind})")
         print(textwrap.fill(said, 100, initial_indent=" " * 8, subsequent_indent=" " * 8)) if said else None
     if cls.recipe:
         recipe = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in cls.recipe.items())
