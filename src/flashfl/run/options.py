@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ..core.errors import ConfigError
 
 _AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_WANTED = {bool: "true or false", tuple: "values separated by commas, such as 0.1,0.2"}  # others: the type's name
 
 
 def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -47,7 +48,8 @@ def parse(text: str, hint: Any, name: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
+        wanted = _WANTED.get(get_origin(hint) or hint, getattr(hint, "__name__", hint))
+        raise ConfigError(f"--{name} {text.strip('[]')}: expected {wanted}") from None
 
 
 def parse_bytes(text: str, name: str) -> int:
