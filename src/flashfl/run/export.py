@@ -70,9 +70,11 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
     header = Results.read(folder).header
     if not header.get("config"):
         made = folder / "model.safetensors"
-        where = f"its model is in {made} already" if made.exists() and not view else "use run.save() where it was run"
+        again = f"fl.simulate(method, task, rounds, folder={str(folder)!r}, resume=True)"
+        there = f"In Python, {again} gives the run again, and run.model({repr(view) if view else ''}) its model."
+        where = f"Its model is in {made} already." if made.exists() and not view else there
         raise ConfigError(
-            f"{folder} was made in Python: its task is not recorded, so export cannot build the model; {where}"
+            f"{folder} was made in Python: its task is not recorded, so export cannot build the model. {where}"
         )
     for name in ("config", "identity"):
         if not isinstance(header.get(name), dict):
