@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ..core.errors import ConfigError
 
 _AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_WANTED = {bool: "true or false", tuple: "values separated by commas, such as 0.1,0.2"}  # others: the type's name
+# What an error says instead of a type's name.
+_WANTED = {bool: "true or false", tuple: "values separated by commas, without parentheses, such as 0.1,0.2"}
 
 
 def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
