@@ -120,4 +120,4 @@ def test_run_from_python_is_continued_in_python_and_has_its_model(
         f"folder={str(tmp_path)!r}, resume=True)\n"
     )
     assert main(["export", str(tmp_path)]) == 1
-    assert f"its model is in {tmp_path / 'model.safetensors'} already" in capsys.readouterr().err
+    assert f"Its model is in {tmp_path / 'model.safetensors'} already" in capsys.readouterr().err

@@ -288,7 +288,7 @@ def test_loss_that_is_no_function_is_refused(given: Any, said: str) -> None:
 
 
 def test_number_in_place_of_the_data_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Write clients=10"):
+    with pytest.raises(ConfigError, match="write clients=10"):
         fl.tasks.digits(10)
 
 

@@ -222,7 +222,7 @@ class Lying(Part):
 
 def test_part_that_does_not_report_what_it_declares_is_an_error(eight: Layout) -> None:
     local, c = opened(eight, (Lying(),), [0.0] * 9)
-    with pytest.raises(FlashError, match="`reports` of the parts names \\['x'\\], but they set \\[\\]"):
+    with pytest.raises(FlashError, match="the parts declare \\['x'\\] in `reports`, but they set \\[\\]"):
         close_clients(local, c)
 
 

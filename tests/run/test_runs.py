@@ -314,9 +314,9 @@ def test_a_run_in_a_folder_can_be_exported(name: str, tmp_path: Path) -> None:
 
 def test_a_run_made_in_python_says_why_it_cannot_be_exported(tmp_path: Path) -> None:
     go(fl.Dense(), folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"made in Python, .*: its model is in .*model\.safetensors already"):
+    with pytest.raises(ConfigError, match=r"made in Python, .* Its model is in .*model\.safetensors already"):
         export_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"made in Python, .*: call run\.export\(\) there"):
+    with pytest.raises(ConfigError, match=r"made in Python, .* call run\.export\(path, 'sparse', ''\)"):
         export_run(tmp_path, format="sparse")
 
 

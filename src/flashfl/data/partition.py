@@ -176,8 +176,8 @@ def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int
     wanted = clients * classes_per_client
     if not 1 <= wanted <= len(labels):
         raise ConfigError(
-            f"classes_per_client = {classes_per_client} with {clients} clients makes {wanted} shards: must lie between "
-            f"1 and the number of samples, {len(labels)}"
+            f"classes_per_client = {classes_per_client} with {clients} clients makes {wanted} shards. The number of "
+            f"shards must be from 1 to the number of samples, {len(labels)}: change classes_per_client or clients."
         )
     if wanted < len(pools):
         pools = [pools[i] for i in np.sort(rng.choice(len(pools), wanted, replace=False))]

@@ -37,7 +37,7 @@ class TaskConfig:
     alpha: float = 1.0  # for lda and dirichlet: the smaller, the more clients differ
     classes_per_client: int = 2  # for shards
     per_client: int = 0  # at most this many samples a client; 0: no limit
-    partition_seed: int = -1  # -1: each seed of a run has its own split
+    partition_seed: int = -1  # who gets which samples; -1: the run's seed decides it
     partition_file: str = ""  # a saved partition, used instead of drawing one
     data_root: str = ""  # empty: the environment variable FLASHFL_DATA, else ./data
     limit: int = 0  # at most this many samples to train on, and to evaluate on, for quick runs; 0: no limit
@@ -184,7 +184,10 @@ def _named(dataset: str, clients: int, **more: Any) -> Callable[..., Task]:
 
     def task(root: str | Path = "", clients: int = clients, alpha: float = 1.0, seed: int = 0, **settings: Any) -> Task:
         if not isinstance(root, str | Path):
-            raise ConfigError(f"root = {root!r}: expected the folder of the data. Write clients={root!r} for clients")
+            raise ConfigError(
+                f"root = {root!r}: expected the folder of the data. To set the number of clients, write "
+                f"clients={root!r}."
+            )
         values = {**more, **settings, "dataset": dataset, "data_root": str(root), "clients": clients, "alpha": alpha}
         return build_task(build(TaskConfig, values, "task"), fold(seed, "task"))
 

@@ -76,8 +76,7 @@ class Account:
         lack = decode(data, self.layout)
         if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
             raise WireError(
-                "the client asked for a mask with a message that is not valid, or asked again after it got the full "
-                "mask"
+                "the client's request for a mask is not valid, or it asked again after it got the full mask"
             )
         self._reminded.add(client)
         self.traffic += lack.parts.traffic("lack")

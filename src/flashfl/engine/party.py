@@ -146,8 +146,9 @@ class PrivateSide:
             deviation = terms.noise.deviation(scale, how.length, members)
             if not LEAST <= deviation <= LARGEST:
                 raise TooLittleNoise(
-                    f"the noise has a standard deviation of {deviation}: it can be drawn exactly only from {LEAST} to "
-                    f"{LARGEST}. Change dp_noise or dp_epsilon on the server."
+                    f"the noise has a standard deviation of {deviation}, in the whole numbers that clients send. It "
+                    f"must be from {LEAST} to {LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon on the "
+                    "server. If it is too large, do the opposite."
                 )
             numbers += discrete_gaussian(deviation, how.length)
         return numbers.astype(f"<u{terms.bits // 8}")

@@ -87,7 +87,8 @@ def close_clients(local: Local, c: Clients) -> Finished:
     for what, names, found in (("reports", reported, c.report), ("remembers", remembered, c.memory)):
         if names.keys() != found.keys():
             raise FlashError(
-                f"`{what}` of the parts names {sorted(names)}, but they set {sorted(found)}: both must be equal"
+                f"the parts declare {sorted(names)} in `{what}`, but they set {sorted(found)}: declare what is set, "
+                "and set what is declared"
             )
         for name, declared in names.items():
             wanted = (len(c.keys), *declared.shape(layout))

@@ -72,9 +72,10 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     )  # fmt: skip
     if privacy.noise is not None and not LEAST <= how.deviation <= LARGEST:
         raise ConfigError(
-            f"noise of {privacy.noise.multiplier:.3g} times the clip with {cohort} clients cannot be drawn exactly. "
-            f"Clients send whole numbers, and in these the noise has a standard deviation of {how.deviation}. It must "
-            f"be from {LEAST} to {LARGEST}. Change dp_noise or dp_epsilon."
+            f"noise of {privacy.noise.multiplier:.3g} times dp_clip with {cohort} clients is too small or too large. "
+            f"Its standard deviation is {how.deviation}, in the whole numbers that clients send. It must be from "
+            f"{LEAST} to {LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon. If it is too large, do the "
+            "opposite."
         )
     return how
 

@@ -185,8 +185,9 @@ class Registry:
             )
         if not self.options.rebind and holder.node != entry.node:
             raise ConfigError(
-                f"client {entry.client.id} belongs to node {holder.node}, which registered it first. If the client has "
-                "a new key, or if SuperNodes are not authenticated, resume the run with flower.rebind=true"
+                f"client {entry.client.id} belongs to node {holder.node}, which registered it first. To let another "
+                "node take its place, resume the run with flower.rebind=true. This is needed if the client has a new "
+                "key. SuperNodes that are not authenticated need it after every restart."
             )
         if own != entry:
             if not self.options.rebind:

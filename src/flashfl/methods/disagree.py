@@ -26,8 +26,8 @@ class Disagree(SPDST):
     When: with `--central`, for the paper's Table 2: disagreement in late layers costs more than in early ones.
     Not to be confused with NST, where disagreement is what clients arrive at, not an input.
 
-    sm: mismatch between the masks of consecutive rounds. first, last: the layers that change, counted from 1; a last of
-    0 is the model's last layer. The other settings are SPDST's.
+    sm: mismatch between the masks of consecutive rounds. first: the first layer that changes, counted from 1. last: the
+    last layer that changes; 0: the model's last. The other settings are SPDST's.
     """
 
     name: ClassVar[str] = "disagree"
@@ -42,7 +42,7 @@ class Disagree(SPDST):
         if self.first < 1 or self.last < 0 or self.nm:
             raise ConfigError(
                 f"first = {self.first}, last = {self.last}, nm = {self.nm}: first must be at least 1, last at least 0, "
-                "and nm 0"
+                "and nm must be 0"
             )
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:

@@ -35,9 +35,10 @@ class FlashPlus(JMWST):
     Not to be confused with SPDST and JMWST, which are the paper's methods, with the paper's recipe.
 
     r_int: masks move every r_int rounds, as JMWST's; 0: they are frozen, as SPDST's. look_ahead: clients start
-    from the server's model plus this share of its last step (FedACG). multiply, shrink: a multiplicative step after
-    each step (HAM). init_scale: initial sparse weights are multiplied by it. grow: the mask grows from density * (1 -
-    grow) to density * (1 + grow) over the run. The other settings are SPDST's.
+    from the server's model plus this share of its last step (FedACG). multiply: strength of a multiplicative step after
+    each SGD step (HAM); 0: none. shrink: how strongly prunable weights shrink in such steps; 0: not at all.
+    init_scale: initial sparse weights are multiplied by it. grow: the mask grows from density * (1 - grow) to density *
+    (1 + grow) over the run. The other settings are SPDST's.
     """
 
     name: ClassVar[str] = "flashplus"
@@ -66,8 +67,8 @@ class FlashPlus(JMWST):
             )
         if self.grow and (self.nm or self.r_int or self.mask_init != "random"):
             raise ConfigError(
-                f"grow = {self.grow}: only random masks that never move can grow. Set grow = 0, or nm = 0, r_int = 0 "
-                "and mask_init = 'random'"
+                f"grow = {self.grow}: only a random mask without a pattern can grow, and only if clients never move "
+                "it. Set nm = 0, r_int = 0 and mask_init = 'random'. Or set grow = 0."
             )
 
     @property

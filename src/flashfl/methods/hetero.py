@@ -31,8 +31,9 @@ class HeteroSPDST(SPDST):
     When: clients differ in bandwidth and must not move masks. hetero-JMWST is more accurate (LOG.md).
     Not to be confused with HeteroFL or FjORD, which remove whole channels from the model.
 
-    densities, shares: the densities, and the share of clients that get each. A client may also state its own density.
-    The other settings are SPDST's; `density` is the highest of `densities`.
+    densities, shares: the densities, and the share of clients that get each (on the command line: --densities 0.1,0.2
+    --shares 0.3,0.7). A client may also state its own density. The other settings are SPDST's; `density` is the highest
+    of `densities`.
     """
 
     name: ClassVar[str] = "hetero-spdst"

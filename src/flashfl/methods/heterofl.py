@@ -92,8 +92,10 @@ class HeteroFL(Widths):
     When: clients differ in memory and arithmetic, and cannot use unstructured sparsity. Not to be confused with
     hetero-SPDST, whose sub-models keep all channels, or FjORD, which draws a width in each step.
 
-    widths, shares: the widths, and the share of clients that get each. A client may also state its own as its density.
-    scaler, masked_loss: as above. The server learns which classes a client has; with masked_loss = false it does not.
+    widths, shares: the widths, and the share of clients that get each (on the command line: --widths 0.5,1 --shares
+    0.3,0.7). A client may also state its own as its density.
+    scaler: divide outputs of narrowed layers by the width in training. masked_loss: a client's loss ignores classes
+    that it has no samples of; the server learns which classes a client has.
     """
 
     name: ClassVar[str] = "heterofl"

@@ -62,7 +62,8 @@ class LotteryFL(Method):
     When: clients differ in their labels, and personal accuracy counts. Not to be confused with FedSpa, whose masks have
     their density from the start.
 
-    density: where clients stop pruning. rate: dropped at a time. threshold: of the metric, from which a client prunes.
+    density: where clients stop pruning. rate: the share of its weights that a client drops at a time. threshold: a
+    client prunes if its metric is at least this.
     """
 
     name: ClassVar[str] = "lotteryfl"

@@ -54,8 +54,9 @@ class PruneFL(Method):
     Bytes: as d in both directions, plus 4 bytes for each prunable weight up in adjustment rounds.
     When: the time of a round matters more than bytes. Not to be confused with FedDST, where clients choose.
 
-    density: the cap. interval: rounds between adjustments. prunable: the share of active weights that an adjustment may
-    drop. overhead: part of c; without it few weights are worth it.
+    density: the mask is never denser than this. interval: rounds between adjustments. prunable: the share of active
+    weights that an adjustment may drop. overhead: the time of a round beside arithmetic, where 1 is the time of a dense
+    training step; with 0, few weights are worth their time.
     """
 
     name: ClassVar[str] = "prunefl"

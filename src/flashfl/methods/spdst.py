@@ -33,9 +33,9 @@ class SPDST(Method):
     Not to be confused with JMWST, where masks go on moving, or PDST, which has no first phase.
 
     density: the share of prunable weights that is active. warmup_clients: the number of clients in the first phase
-    (all, if there are fewer); 0: no first phase. warmup_epochs: their epochs. adapt: how masks move there. mask_init:
-    draw the frozen mask at random, or take the largest initial weights (for pretrained models). nm: group size M of an
-    N:M pattern; 0: no pattern.
+    (all, if there are fewer); 0: no first phase. warmup_epochs: epochs that each of these clients trains. adapt: how
+    masks move there. mask_init: draw the frozen mask at random, or take the largest initial weights (for pretrained
+    models). nm: group size M of an N:M pattern; 0: no pattern.
     """
 
     name: ClassVar[str] = "spdst"

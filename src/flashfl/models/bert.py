@@ -108,10 +108,10 @@ def vocabulary(path: str) -> Path:
         return Path(path) / "vocab.txt"
     try:
         return Path(_transformers().utils.cached_file(path, "vocab.txt"))
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name that the hub could have
         raise DataError(
-            f"no vocab.txt for {path!r}, under the data root or on the hub: {str(error).splitlines()[0]} Put "
-            "config.json, vocab.txt and model.safetensors into that folder, or train from random weights with "
+            f"no vocab.txt for {path!r}, neither under the data root nor on the hub: {str(error).splitlines()[0]} Give "
+            "model_path a folder with config.json, vocab.txt and model.safetensors, or train from random weights with "
             "model = 'bert-scratch' or 'tiny-transformer'"
         ) from None
 

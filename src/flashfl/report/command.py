@@ -51,10 +51,12 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
         again.add_argument(
             f"--{name}", default="", help=f"show or run only cells with this {name} (several: comma-separated)"
         )
-    again.add_argument("--seeds", type=int, help="seeds of each cell (default: 1 when running, all when showing)")
+    again.add_argument("--seeds", type=int, help="number of seeds per cell (default: 1 when running, all when showing)")
     again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default) only shows")
-    again.add_argument("--results", type=Path, default=Path("results"), help="folder of results (default: results)")
-    again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help="folder of the runs")
+    said = "folder of finished results; new ones are added to it (default: results)"
+    again.add_argument("--results", type=Path, default=Path("results"), help=said)
+    said = "folder for the runs that this command starts (default: runs/reproduce)"
+    again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help=said)
     again.add_argument("--data-root", dest="root", default="", help="folder of data sets (default: FLASHFL_DATA)")
     again.add_argument("--device", default="auto", help="auto, cpu or cuda")
     said = "also write the table (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf); with --all the "

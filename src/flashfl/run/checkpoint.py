@@ -256,8 +256,8 @@ def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
         mask, values, average = found.pop("mask"), found.pop("weights"), found.pop("average", None)
         if not (isinstance(mask, Mask) and isinstance(values, Tensor)):
             raise ValueError("its mask or its weights are missing")
-        if values.shape != (mask.active + plan.layout.size - plan.layout.prunable_size,):
-            raise ValueError(f"{tuple(values.shape)} weights for a mask of {mask.active}")
+        if values.shape != (wanted := (mask.active + plan.layout.size - plan.layout.prunable_size,)):
+            raise ValueError(f"its weights have the shape {tuple(values.shape)}, expected {wanted}")
         kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
         rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
         counters = {name: coerce(described[name], int, name) for name in _COUNTERS}

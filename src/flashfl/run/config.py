@@ -69,7 +69,7 @@ class TrainConfig:
     feedback: bool = False  # with `rounding` nearest: clients store the rounding error and add it to their next update
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send the difference from the model they got
     robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
-    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 2 with robust, else never
+    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 2 if `robust`, else no limit
     trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
     secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
@@ -80,9 +80,9 @@ class TrainConfig:
     ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
     policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
     device: str = "auto"  # cpu or cuda; auto: cuda if there is one
-    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # on a GPU (auto: bf16); a CPU uses fp32
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # number format on a GPU; auto: bf16. A CPU uses fp32
     lanes: int = 0  # clients that train at once on a GPU; 0: all of a round, as far as memory allows, up to 16
-    crew: Literal["auto", "lanes", "batched"] = "auto"  # on a GPU: a replica per client, or all in one computation
+    crew: Literal["auto", "lanes", "batched"] = "auto"  # on a GPU, lanes: a replica per client; batched: all at once
     compile: bool = False  # on a GPU: use torch.compile for lanes; compiling takes a minute
     deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
@@ -278,7 +278,10 @@ def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunCon
 
 def _unknown_option(option: str, method: str, homes: Mapping[str, Home]) -> ConfigError:
     if option in vars(METHODS[method]).get("__annotations__", {}):
-        return ConfigError(f"unknown option {option!r}: put @dataclass(frozen=True) above the class of {method}")
+        return ConfigError(
+            f"unknown option {option!r}: `flashfl methods {method}` lists the settings of {method}. If the method is "
+            "your own, put @dataclass(frozen=True) above its class: its settings are not found without it."
+        )
     having = [name for name, cls in METHODS.items() if option in {f.name for f in fields(cls)}]
     if having:
         return ConfigError(f"unknown option {option!r}: {method} has no such setting; {', '.join(having)} have it")

@@ -91,8 +91,10 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
     header = Results.read(folder).header
     if not header.get("config"):
         made, plain = folder / "model.safetensors", format == "safetensors" and not view
-        what = f"its model is in {made} already" if plain and made.exists() else "call run.export() there"
-        raise ConfigError(f"{folder} was made in Python, so only Python can build its model: {what}")
+        again = f"fl.simulate(method, task, rounds, folder={str(folder)!r}, resume=True) gives the run again"
+        there = f"In Python, {again}. Then call run.export(path, {format!r}, {view!r})."
+        where = f"Its model is in {made} already." if plain and made.exists() else there
+        raise ConfigError(f"{folder} was made in Python, so only Python can build its model. {where}")
     for name in ("config", "identity"):
         if not isinstance(header.get(name), dict):
             raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table {name!r}")

@@ -15,6 +15,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ..core.errors import ConfigError
 
 _AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+# What an error says instead of a type's name.
+_WANTED = {bool: "true or false", tuple: "values separated by commas, without parentheses, such as 0.1,0.2"}
 
 
 def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -47,7 +49,8 @@ def parse(text: str, hint: Any, name: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        raise ConfigError(f"--{name} {text}: expected {getattr(hint, '__name__', hint)}") from None
+        wanted = _WANTED.get(get_origin(hint) or hint, getattr(hint, "__name__", hint))
+        raise ConfigError(f"--{name} {text.strip('[]')}: expected {wanted}") from None
 
 
 def parse_bytes(text: str, name: str) -> int:
@@ -72,7 +75,8 @@ def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
         kind = "|".join(map(str, choices)) if choices else getattr(hint, "__name__", str(hint))
         inner = _explained(hints[path[0]]).get(path[1]) if len(path) > 1 else None
         what = inner or said.get(path[0], "")
-        out[".".join(path)] = (kind, "required" if default is MISSING else default, what)
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default  # as it is typed
+        out[".".join(path)] = (kind, "required" if default is MISSING else shown, what)
     return out
 
 

@@ -106,8 +106,8 @@ class Results:
         if len(found) < rounds:
             missing = rounds - len(found)
             warn(
-                f"{self.path} lacks {missing} of the {rounds} rounds before this one (first phase included): tables "
-                "and plots will lack them too"
+                f"{self.path} lacks {missing} of the {rounds} rounds before this one (rounds of a first phase count "
+                "too). Tables and plots will lack them."
             )
         self.rewrite()
 

@@ -43,7 +43,7 @@ class PruneRegrow:
     def __post_init__(self) -> None:
         check_pattern(self.nm)
         if not 0 <= self.rate < 1:
-            raise ConfigError(f"prune rate = {self.rate}: must be at least 0 and below 1")
+            raise ConfigError(f"rate = {self.rate}: the prune rate (adapt.rate) must be at least 0 and below 1")
 
     @property
     def dense_gradient(self) -> bool:

@@ -179,7 +179,10 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
     kind, code = reader.number(1), reader.number(1)
     flags, number = code & (_REST16 | _CHANGES), code & ~(_REST16 | _CHANGES)
     if kind >= len(CARRIES) or number >= len(FORMS) or (flags & _REST16 and FORMS[number] == "fp32"):
-        raise BadField(f"values: kind {kind} or form {code} does not exist; kinds are 0 to 3, forms 0 to 4, plus flags")
+        raise BadField(
+            f"values: kind {kind} with form {code} does not exist. Kinds are 0 to 3. Forms are 0 to 4, and flags may "
+            "be added to them; see flashfl/wire/FORMAT.md"
+        )
     carries, form = CARRIES[kind], FORMS[number]
     how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))
     if how.changes and carries not in ("all", "weights"):
@@ -234,6 +237,6 @@ def _check_levels(found: Levels, sizes: Sequence[int], form: Form) -> None:
     fits = (tops == most) & (wide >= TINY) & (most * wide < 2.0**128)
     for at in (~torch.where(scales == 0, tops == 0, fits)).nonzero().flatten().tolist():
         raise BadField(
-            f"values: {form} scale {scales[at]:g} with largest level {tops[at]}: must be scale 0 with level 0, or "
-            f"level {most} with a scale of at least 2^-107 and below 2^128 / {most}"
+            f"values: {form} scale {scales[at]:g} with largest level {tops[at]}. If all levels are 0, the scale must "
+            f"be 0. Otherwise the largest must be {most}, and the scale at least 2^-107 and below 2^128 / {most}."
         )
