@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import flashfl as fl
-from flashfl.core.errors import FlashError
+from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.mask import Mask, Weights
 from flashfl.data.task import Task
+from flashfl.native import kernels, load_sparse
 from flashfl.run.export import export_weights
 from tests.conftest import make_task
 
@@ -70,3 +71,21 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(FlashError, match="it exists and is not a file"):
         export_weights(weights, task.build(), path, {})
     assert path.is_fifo()
+
+
+def test_run_from_python_is_exported_in_every_format(tmp_path: Path) -> None:
+    run = fl.simulate(fl.PDST(density=0.3), make_task("norm"), rounds=1, per_round=2, workers=1)
+    inputs = torch.randn(4, 1, 5, 5)
+    loaded = make_task("norm").build()
+    loaded.load_state_dict(load_file(run.export(tmp_path / "m.safetensors")))
+    assert torch.equal(loaded.eval()(inputs), run.model()(inputs))
+    sparse = run.export(tmp_path / "m.sparse.safetensors", "sparse")
+    if kernels() is not None:
+        found = load_sparse(sparse, make_task("norm").build())(inputs)
+        torch.testing.assert_close(found, run.model()(inputs), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="unknown format 'onxx'"):
+        run.export(tmp_path / "m", "onxx")  # type: ignore[arg-type]
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(run.export(tmp_path / "m.onnx", "onnx"))
+    found = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
+    torch.testing.assert_close(torch.from_numpy(found), run.model()(inputs), rtol=1e-4, atol=1e-5)

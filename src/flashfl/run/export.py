@@ -14,12 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError, FlashError
+from ..core.errors import ConfigError, FlashError, unknown
 from ..core.files import put
 from ..core.loop import checked
 from ..core.mask import Weights
 from ..core.rng import fold
 from ..data.sources import Inputs
+from ..data.task import Task
 from ..native.file import sparse_bytes
 
 Format = Literal["safetensors", "sparse", "onnx"]
@@ -60,6 +61,26 @@ def masks_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}.masks{path.suffix}")
 
 
+def export_model(weights: Weights, task: Task, path: Path, format: Format, about: Mapping[str, str]) -> Path:
+    """Write a model of the task to `path`."""
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if format == "safetensors":
+        return export_weights(weights, task.build(), path, about)
+    module = task.build().eval()
+    weights.layout.write(weights.vector.cpu(), module)
+    if format == "onnx":
+        samples = task.train[0] if task.test is None else task.test
+        content = _onnx_bytes(module, samples.fetch(torch.arange(min(2, len(samples))))[0])
+    else:
+        content = sparse_bytes(weights, module, about)
+    try:
+        put(path, content)
+    except OSError as error:
+        raise FlashError(f"{path} cannot be written: {error}") from None
+    return path
+
+
 def export_run(folder: Path, target: Path | None = None, view: str = "", format: Format = "safetensors") -> Path:
     """A model of a run's last checkpoint, as a file: the reported one unless a view is named."""
     from ..data.tasks import build_task
@@ -69,11 +90,9 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
 
     header = Results.read(folder).header
     if not header.get("config"):
-        made = folder / "model.safetensors"
-        where = f"its model is in {made} already" if made.exists() and not view else "use run.save() where it was run"
-        raise ConfigError(
-            f"{folder} was made in Python: its task is not recorded, so export cannot build the model; {where}"
-        )
+        made, plain = folder / "model.safetensors", format == "safetensors" and not view
+        what = f"its model is in {made} already" if plain and made.exists() else "call run.export() there"
+        raise ConfigError(f"{folder} was made in Python, so only Python can build its model: {what}")
     for name in ("config", "identity"):
         if not isinstance(header.get(name), dict):
             raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table {name!r}")
@@ -84,19 +103,7 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
     about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
     name = f"model-{view.replace(' ', '-')}" if view else "model"
     path = target or folder / f"{name}{_ENDINGS[format]}"
-    if format == "safetensors":
-        return export_weights(weights, task.build(), path, about)
-    module = task.build().eval()
-    weights.layout.write(weights.vector.cpu(), module)
-    if format == "onnx":
-        content = _onnx_bytes(module, task.train[0].fetch(torch.arange(min(2, len(task.train[0]))))[0])
-    else:
-        content = sparse_bytes(weights, module, about)
-    try:
-        put(path, content)
-    except OSError as error:
-        raise FlashError(f"{path} cannot be written: {error}") from None
-    return path
+    return export_model(weights, task, path, format, about)
 
 
 def _onnx_bytes(module: nn.Module, inputs: Inputs) -> bytes:

@@ -6,6 +6,7 @@ import hashlib
 import math
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -20,6 +21,9 @@ from .config import TrainConfig
 from .progress import amount, duration, epsilons
 from .results import RESULTS, Results
 from .summary import Metric
+
+if TYPE_CHECKING:
+    from .export import Format
 
 
 class Run:
@@ -157,11 +161,16 @@ class Run:
         target = Path(folder)
         make_folder(target)
         Results(target / RESULTS, self.results.header, self.results.rounds, self.results.end).rewrite()
-        return self.save_model(target)
+        return self.export(target / "model.safetensors")
 
-    def save_model(self, folder: Path) -> Path:
-        """Write the final model, for `load_state_dict`, and its masks into a folder."""
-        from .export import export_weights
+    def export(self, path: str | Path, format: Format = "safetensors", view: str = "") -> Path:
+        """Write the final model, or another view of it, to a file.
 
-        about = {"method": self.method.name}
-        return export_weights(self.weights, self.task.build(), folder / "model.safetensors", about)
+        format: "safetensors" for `load_state_dict` of the same module, with masks in a second file. "sparse" holds
+        active weights only, for `flashfl.native.load_sparse`. "onnx" needs the extra `onnx`.
+        """
+        from .export import export_model
+
+        assert self.state is not None
+        weights = self.method.view(self.state, view)
+        return export_model(weights, self.task, Path(path), format, {"method": self.method.name})

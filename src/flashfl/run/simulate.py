@@ -83,7 +83,7 @@ def simulate(
         clients = FixedPopulation(task.clients)
         run = drive(method, task, config, engine, clients, place, resume, display, header, display.tick, overwrite)
     if place is not None and header is None and run.kept:
-        run.save_model(place)  # a run made in Python: only here the module is known
+        run.export(place / "model.safetensors")  # a run made in Python: only here the module is known
     return run
 
 
