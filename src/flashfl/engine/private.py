@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Order, Outcome, Traffic
-from ..core.mask import Weights
 from ..core.state import State
 from ..privacy.errors import Refused
 from ..privacy.keys import Words
@@ -80,13 +79,13 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     return how
 
 
-def agreed(vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> tuple[Weights, Packing, Terms]:
-    """What all clients of a round share: the model, how reports become whole numbers, and the terms."""
+def agreed(vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> tuple[Order, Packing, Terms]:
+    """What all clients of a round share: the model and the work, how reports become whole numbers, and the terms."""
     check_common(orders)
     order, privacy = orders[0][1] if orders else empty_order(s), vault.privacy
     how = packing(privacy, order, len(orders))
     terms = Terms(vault.run, s.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise)
-    return order.weights, how, terms
+    return order, how, terms
 
 
 def signed(total: Words) -> Tensor:
@@ -112,7 +111,8 @@ class PrivateRound(Account):
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
         self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag
-        self.start, self.packing, self.terms = agreed(vault, s, orders)
+        order, self.packing, self.terms = agreed(vault, s, orders)
+        self.start = order.weights
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
         self._round: Collector | Gatherer
         self._round = Collector(self.terms) if self.privacy.secure else Gatherer(self.terms, self.packing.deviation)

@@ -39,13 +39,16 @@ class PrivateCounting(Counting):
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
         self.vault, self.privacy = vault, vault.privacy
-        self.start, self.packing, self.terms = agreed(vault, s, orders)
+        order, self.packing, self.terms = agreed(vault, s, orders)
+        self.start = order.weights
+        self._sent = self.start.packed().clone()  # statistics that do not travel count as zero, as on a client
+        if not order.local.statistics:
+            self._sent[len(self._sent) - self.layout.size + self.layout.trained_size :] = 0
         # The step in which each client stops answering.
         self._ends = {client.id: _NEVER for client, _ in orders}
         for client in self._ends if dropout else ():
             if drops(s, client, dropout):
                 self._ends[client] = dropout_step(s, client)
-        self._start_packed: Tensor | None = None
         self._total = torch.zeros(self.packing.length, dtype=torch.int64, device=self.start.vector.device)
         for client in set(self._ends) - set(vault.spend(s, list(self._ends), present)):
             self._ends[client] = -1
@@ -73,16 +76,8 @@ class PrivateCounting(Counting):
                 continue
             weights = None if local.report == "counts" else Weights(order.weights.mask, row)
             update = Update.of(client, seat.n, weights, seat.counts, {"loss": self._mean(seat, loss)})
-            self._total += self.packing.encode(update, self._packed_start(order), order.key)
+            self._total += self.packing.encode(update, self._sent, order.key)
             self.accepted(client, order.tag, order.weights.mask, None)
-
-    def _packed_start(self, order: Order) -> Tensor:
-        """The packed values that clients were sent. Statistics that did not travel count as zero, as on a client."""
-        if self._start_packed is None:
-            self._start_packed = order.weights.packed().clone()
-            if not order.local.statistics:
-                self._start_packed[len(self._start_packed) - self.layout.size + self.layout.trained_size :] = 0
-        return self._start_packed
 
     def close(self) -> Outcome:
         steps = range(ADVERTISE, UNMASK + 1) if self.privacy.secure else (MASKED,)

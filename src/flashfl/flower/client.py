@@ -39,9 +39,8 @@ def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> Clie
             if (reply := ask(task, message, context)) is not None:
                 return reply
         from .host import find
-        from .worker import resolve
 
-        return find(resolve(task) if isinstance(task, str) else task, context).serve(message, context)
+        return find(task, context).serve(message, context)
 
     return app_around(serve, mods)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from importlib import import_module
+from typing import cast
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict, UserConfigValue
@@ -170,12 +172,18 @@ def _task(make: TaskFn, run_id: int, node: Settings, run: Settings) -> Task:
 _host = functools.lru_cache(_MOST)(Host)
 
 
-def find(make: Task | TaskFn, context: Context) -> Host:
-    """The host for a message: a task is made once for each node and run, its replica once for each task."""
+def find(make: Task | TaskFn | str, context: Context) -> Host:
+    """The host for a message: a task is made once for each node and run, its replica once for each task.
+
+    make: the task, the function that makes it, or `module:function`.
+    """
     if _run != [context.run_id]:
         _run[:] = [context.run_id]
         _task.cache_clear()
         _host.cache_clear()
+    if isinstance(make, str):
+        module, _, name = make.partition(":")
+        make = cast(TaskFn, getattr(import_module(module), name))
     if not isinstance(make, Task):
         node, run = (tuple(sorted(config.items())) for config in (context.node_config, context.run_config))
         make = _task(make, context.run_id, node, run)

@@ -50,12 +50,13 @@ class Exchange:
         self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
         self.entries = registry.entries  # as of now: the registry replaces them when it looks again
         self.group = ".".join(map(str, tag))
+        self.kind, self.posts = "", list[Post]()  # of the messages that are on their way
         self.silent: list[int] = []  # clients that gave no reply
         self.seconds = {"send": 0.0, "wait": 0.0}
 
     def ask(self, requests: Iterable[tuple[int, bytes]], kind: str = "train") -> None:
         """Send each client its bytes. Take replies until all are in, or as long as options and past rounds allow."""
-        self.kind, self.posts = kind, list[Post]()
+        self.kind, self.posts = kind, []
         began = time.monotonic()
         self._push(self._post(client, data) for client, data in requests)
         sent = time.monotonic()

@@ -18,26 +18,14 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
-from importlib import import_module
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flwr.app import Context, Message, RecordDict
-
-if TYPE_CHECKING:
-    from .host import TaskFn
 
 IDLE = 1800.0  # seconds without work after which a worker ends
 _STARTS = 60.0  # seconds a worker has to open its socket
 _started: list[subprocess.Popen[bytes]] = []  # workers outlive the process that starts them
-
-
-def resolve(reference: str) -> TaskFn:
-    """The function that `module:name` names."""
-    module, _, name = reference.partition(":")
-    found: TaskFn = getattr(import_module(module), name)
-    return found
 
 
 def ask(reference: str, message: Message, context: Context) -> RecordDict | None:
@@ -109,7 +97,7 @@ def _answer(connection: Connection, reference: str) -> None:
     try:
         from .host import find
 
-        reply = find(resolve(reference), context).serve(message, context)
+        reply = find(reference, context).serve(message, context)
     except Exception as error:  # the caller raises it again, as Flower expects of an app
         reply = f"{type(error).__name__}: {error}"
     connection.send((reply, context.state))
