@@ -125,5 +125,8 @@ class Vault:
 def open_vault(config: EngineSettings, clients: int, masks: Path | None) -> Vault | None:
     """The vault of a run with these settings, beside the folder of its masks; None if nothing is private."""
     privacy = privacy_of(config, clients)
-    folder = None if masks is None else masks.with_name(PRIVATE)
-    return None if privacy is None else Vault(privacy, folder)
+    if privacy is None:
+        return None
+    from ..privacy import keys  # noqa: F401 (if the extra is not installed, this says so before the first round)
+
+    return Vault(privacy, None if masks is None else masks.with_name(PRIVATE))
