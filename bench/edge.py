@@ -32,6 +32,7 @@ from torch.nn.functional import cross_entropy
 from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout, tensors_of
 from flashfl.core.mask import Mask, Weights
+from flashfl.engine.heap import keep_freed_memory
 from flashfl.engine.step import MaskedStep
 from flashfl.models import build_model
 from flashfl.native import SparseModel, kernels, status
@@ -210,6 +211,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     parser.add_argument("--train", help=argparse.SUPPRESS)  # what `peak` starts
     args = parser.parse_args()
+    keep_freed_memory()  # as worker processes do
     if args.train:
         train_alone(args.train)
         return 0

@@ -199,8 +199,8 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-def test_threads_serve_forked_processes_and_several_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # ours only: torch's own threads do not survive a fork
+def test_forked_processes_and_several_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     torch.manual_seed(0)
     weight = torch.randn(16, 8, 3, 3)
     ours, x = sparse(weight, torch.rand(weight.shape) < 0.2), torch.randn(32, 8, 12, 12)
@@ -213,7 +213,7 @@ def test_threads_serve_forked_processes_and_several_callers_at_once(monkeypatch:
     with ThreadPoolExecutor(4) as callers:
         assert all(torch.equal(out, expected) for out in callers.map(run, range(40)))
     child = os.fork()
-    if child == 0:  # the parent's threads are not there
+    if child == 0:  # the parent's threads are not there: it works on its own
         os._exit(0 if torch.equal(run(), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

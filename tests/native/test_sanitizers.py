@@ -17,7 +17,7 @@ FLAGS = {
     "avx2": ["-mavx2", "-mfma"],
     "portable": [],
 }
-SANITIZE = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast"]
+SANITIZE = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast"]
 SANITIZE += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import itertools
 import multiprocessing as mp
@@ -20,6 +19,7 @@ import torch
 
 from ..core.errors import ConfigError
 from ..core.parts import modules_of_parts
+from .heap import keep_freed_memory, return_freed_memory
 
 J = TypeVar("J")  # a job
 R = TypeVar("R")  # its result
@@ -155,6 +155,7 @@ def _serve(
     if parents is not None:
         parents.close()  # else we would not notice when the parent is gone
     torch.set_num_threads(threads)
+    keep_freed_memory()
     for name in modules:  # a spawned process knows custom rules only after it has imported their modules
         with contextlib.suppress(Exception):  # an order that needs the module will say so
             importlib.import_module(name)
@@ -174,8 +175,7 @@ def _serve(
         except OSError:
             return
         del job, answer  # each may be as large as a model, and is not needed while we wait
-        with contextlib.suppress(OSError, AttributeError):  # return freed memory, if the C library can do that
-            ctypes.CDLL(None).malloc_trim(0)
+        return_freed_memory()
 
 
 def _post(connection: Connection, thing: object) -> None:

@@ -95,9 +95,12 @@ def _answer(connection: Connection, reference: str) -> None:
     message, context = connection.recv()
     reply: RecordDict | str
     try:
+        from ..engine.heap import keep_freed_memory, return_freed_memory
         from .host import find
 
+        keep_freed_memory()
         reply = find(reference, context).serve(message, context)
+        return_freed_memory()
     except Exception as error:  # the caller raises it again, as Flower expects of an app
         reply = f"{type(error).__name__}: {error}"
     connection.send((reply, context.state))
