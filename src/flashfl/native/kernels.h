@@ -146,7 +146,12 @@ struct Dots {  // entry e of plane p: the sum over all pixels of input[off[e] + 
   const float *in, *grad;
   int64_t in_block, in_row, in_pixel, grad_block, grad_row, grad_plane, blocks, rows, columns, planes, in_planes;
   const int32_t *ptr, *off;
-  float* out;  // [entries][members]
+  float* out;  // [halves][entries][members]
+
+  // The halves of the batch are added up apart, also on one thread: two threads then read different samples, and the
+  // result does not depend on how many there are.
+  int64_t halves() const { return std::min<int64_t>(2, blocks); }
+  int64_t first_row(int64_t half) const { return blocks * half / halves() * rows; }
 };
 
 template <int R, int C, int S>
@@ -210,10 +215,12 @@ void dots_single(const Dots& d, int64_t threads) {
   int64_t longest = 0;
   for (int64_t p = 0; p < d.planes; ++p) longest = std::max<int64_t>(longest, d.ptr[p + 1] - d.ptr[p]);
   const int64_t band = band_rows(d, cut.rows), parts = std::min(d.planes, threads > 1 ? threads * 4 : 1);
-  parallel(parts, threads, [&](int64_t part) {
+  parallel(d.halves() * parts, threads, [&](int64_t task) {
+    const int64_t half = task / parts, part = task % parts, last_row = d.first_row(half + 1);
+    float* out = d.out + half * d.ptr[d.planes];
     std::vector<float> sums(longest * kLanes);
-    for (int64_t first_row = 0; first_row < all_rows; first_row += band) {
-      const int64_t end_row = std::min(all_rows, first_row + band);
+    for (int64_t first_row = d.first_row(half); first_row < last_row; first_row += band) {
+      const int64_t end_row = std::min(last_row, first_row + band);
       for (int64_t p = d.planes * part / parts; p < d.planes * (part + 1) / parts; ++p) {
         const int64_t from = d.ptr[p], n = d.ptr[p + 1] - from;
         std::fill_n(sums.data(), n * kLanes, 0.f);
@@ -231,7 +238,7 @@ void dots_single(const Dots& d, int64_t threads) {
           }
           row += rows;
         }
-        for (int64_t e = 0; e < n; ++e) d.out[from + e] += total(load(sums.data() + e * kLanes));
+        for (int64_t e = 0; e < n; ++e) out[from + e] += total(load(sums.data() + e * kLanes));
       }
     }
   });
@@ -240,7 +247,7 @@ void dots_single(const Dots& d, int64_t threads) {
 constexpr int kEntries = kLanes == 16 ? 6 : 2;  // of a list that are summed together, times kMembers planes
 
 template <int K>
-void dots_wide(const Dots& d, int64_t p, int64_t from, int64_t first_row, int64_t end_row) {
+void dots_wide(const Dots& d, int64_t p, int64_t from, int64_t first_row, int64_t end_row, float* out) {
   const int64_t members = std::min<int64_t>(kMembers, d.planes - p * kMembers);
   vec sum[K][kMembers] = {};
   for (int64_t row = first_row; row < end_row; ++row) {
@@ -266,28 +273,30 @@ void dots_wide(const Dots& d, int64_t p, int64_t from, int64_t first_row, int64_
       }
   }
   for (int k = 0; k < K; ++k)
-    for (int m = 0; m < members; ++m) d.out[(from + k) * kMembers + m] += total(sum[k][m]);
+    for (int m = 0; m < members; ++m) out[(from + k) * kMembers + m] += total(sum[k][m]);
 }
 
 template <int K>
-void dots_rest(int64_t count, const Dots& d, int64_t p, int64_t from, int64_t first_row, int64_t end_row) {
+void dots_rest(int64_t count, const Dots& d, int64_t p, int64_t from, int64_t first_row, int64_t end_row, float* out) {
   if constexpr (K > 0) {
     if (count == K)
-      dots_wide<K>(d, p, from, first_row, end_row);
+      dots_wide<K>(d, p, from, first_row, end_row, out);
     else
-      dots_rest<K - 1>(count, d, p, from, first_row, end_row);
+      dots_rest<K - 1>(count, d, p, from, first_row, end_row, out);
   }
 }
 
 void dots_several(const Dots& d, int64_t threads) {
-  const int64_t all_rows = d.blocks * d.rows, groups = (d.planes + kMembers - 1) / kMembers, band = band_rows(d, 1);
+  const int64_t groups = (d.planes + kMembers - 1) / kMembers, band = band_rows(d, 1);
   const int64_t parts = std::min(groups, threads > 1 ? threads * 4 : 1);
-  parallel(parts, threads, [&](int64_t part) {
-    for (int64_t first_row = 0; first_row < all_rows; first_row += band)
+  parallel(d.halves() * parts, threads, [&](int64_t task) {
+    const int64_t half = task / parts, part = task % parts, last_row = d.first_row(half + 1);
+    float* out = d.out + half * d.ptr[groups] * kMembers;
+    for (int64_t first_row = d.first_row(half); first_row < last_row; first_row += band)
       for (int64_t p = groups * part / parts; p < groups * (part + 1) / parts; ++p)
         for (int64_t from = d.ptr[p]; from < d.ptr[p + 1]; from += kEntries)
           dots_rest<kEntries>(std::min<int64_t>(kEntries, d.ptr[p + 1] - from), d, p, from, first_row,
-                              std::min(all_rows, first_row + band));
+                              std::min(last_row, first_row + band), out);
   });
 }
 
@@ -387,16 +396,20 @@ API void flashfl_weight_gradient(const Conv* conv, const int32_t* ptr, const int
                                  int64_t n, const float* in, const float* grad, float* out) {
   const Conv& c = *conv;
   const int64_t groups = (c.out + c.members - 1) / c.members;
-  std::vector<float> sums(static_cast<size_t>(ptr[groups]) * c.members, 0.f);
   Dots d{};
   d.in = in + (c.in_pad - c.ph) * c.in_row() + (c.in_pad - c.pw) * kSamples;
   d.grad = grad + c.out_pad * c.out_row() + c.out_pad * kSamples;
   d.in_block = c.in * c.in_plane(), d.in_row = c.sh * c.in_row(), d.in_pixel = c.sw * kSamples;
   d.grad_block = c.out * c.out_plane(), d.grad_row = c.out_row(), d.grad_plane = c.out_plane();
   d.blocks = c.blocks, d.rows = c.oh, d.columns = c.ow, d.planes = c.out, d.in_planes = c.in;
+  const int64_t entries = ptr[groups] * c.members;
+  std::vector<float> sums(static_cast<size_t>(d.halves() * entries), 0.f);
   d.ptr = ptr, d.off = off, d.out = sums.data();
   if (n > 0 && d.blocks * d.rows * d.columns > 0) {
     c.members == 1 ? dots_single(d, c.threads) : dots_several(d, c.threads);
   }
-  for (int64_t e = 0; e < n; ++e) out[e] = sums[slot[e]];
+  for (int64_t e = 0; e < n; ++e) {
+    out[e] = 0.f;
+    for (int64_t half = 0; half < d.halves(); ++half) out[e] += sums[half * entries + slot[e]];
+  }
 }

@@ -11,15 +11,14 @@ bool forked = false;  // OpenMP's threads are not there in a forked process: it 
 
 const int watching = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-// work(0) to work(tasks - 1), in any order.
+// work(0) to work(tasks - 1), in any order. Each thread has a range of its own: neighbours share what they read.
 template <class F>
 void parallel(int64_t tasks, int64_t threads, const F& work) {
   threads = forked ? 1 : std::min(threads, tasks);
   if (threads <= 1) {
     for (int64_t t = 0; t < tasks; ++t) work(t);
   } else {
-    const int64_t share = std::max<int64_t>(1, tasks / (threads * 8));  // of tasks taken at once: many are tiny
-#pragma omp parallel for schedule(dynamic, share) num_threads(static_cast<int>(threads))
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
     for (int64_t t = 0; t < tasks; ++t) work(t);
   }
 }
