@@ -36,6 +36,7 @@ from flashfl.engine.heap import keep_freed_memory
 from flashfl.engine.step import MaskedStep
 from flashfl.models import build_model
 from flashfl.native import SparseModel, kernels, status
+from flashfl.paper.results import commit
 
 BATCH, LR = 32, 0.01
 IMAGES = {"resnet18": (3, 32, 32), "vgg16": (3, 32, 32), "mnistnet": (1, 28, 28), "leafcnn": (1, 28, 28)}
@@ -208,7 +209,7 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(IMAGES), help="one model")
     parser.add_argument("--masks", choices=("uniform", "SPDST"), help="one kind of masks")
     parser.add_argument("--density", type=float, help="one density")
-    parser.add_argument("--json", type=Path, help="write the rows to this file as well")
+    parser.add_argument("--json", type=Path, help="write the rows to this file as well, with commit and command")
     parser.add_argument("--train", help=argparse.SUPPRESS)  # what `peak` starts
     args = parser.parse_args()
     keep_freed_memory()  # as worker processes do
@@ -233,7 +234,12 @@ def main() -> int:
     memory = {subject: peak(subject) for subject in ("contiguous_format", "channels_last", "ours")}
     print("peak memory, ResNet18 at 0.05:", ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in memory.items()))
     if args.json:
-        args.json.write_text(json.dumps({"rows": found, "peak": memory}, indent=1) + "\n")
+        head = {
+            "torch": torch.__version__,
+            "commit": commit(),
+            "command": "python bench/edge.py " + " ".join(sys.argv[1:]),
+        }
+        args.json.write_text(json.dumps(head | {"rows": found, "peak": memory}, indent=1) + "\n")
     missed = [row for row in found if row["ratio"] < row["bar"]]  # type: ignore[operator]
     larger = memory["ours"] >= min(memory["contiguous_format"], memory["channels_last"])
     for row in missed:
