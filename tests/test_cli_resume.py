@@ -61,6 +61,30 @@ def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
     assert len(Results.read(Path(out)).rounds) == 1
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_export_before_the_end_says_which_round_the_model_is_of(ended: bool, tmp_path: Path) -> None:
+    """ended: the run ended, but its last checkpoint is lost."""
+    words = ["run", "--method", "pdst", "--rounds", "3", *TINY, "--checkpoint-every", "2", "--out", str(tmp_path)]
+    assert main(words) == 0
+    for path in (tmp_path / "checkpoints").glob("checkpoint-00000003.*"):
+        path.unlink()
+    if not ended:  # as `kill -9` leaves it
+        lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "results.jsonl").write_text("".join(lines[:-1]))
+    said = "the last checkpoint is of round 2 of 3, and the results go on to round 3; resume the run to its end"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert main(["export", str(tmp_path)]) == 0
+    assert (tmp_path / "model.safetensors").exists()
+    assert main(["run", "--out", str(tmp_path), "--resume", "--quiet"]) == 0
+    assert main(["export", str(tmp_path)]) == 0
+
+
+def test_model_of_a_run_that_reached_a_limit_is_final(tmp_path: Path) -> None:
+    words = ["run", "--method", "pdst", "--rounds", "3", *TINY, "--max-bytes", "1", "--out", str(tmp_path)]
+    assert main(words) == 0
+    assert main(["export", str(tmp_path)]) == 0
+
+
 def test_resume_reads_the_settings_of_a_run_killed_in_its_first_round(tmp_path: Path) -> None:
     """Its folder has a header and nothing else. Without settings, another method was run for 60 rounds."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -142,7 +142,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--overwrite", action="store_true", help=said)
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
-    export = add("export", _export, "write a run's final model as a file")
+    export = add(
+        "export", _export, "write a run's final model as a file; before the run ends, that of its last checkpoint"
+    )
     export.add_argument("run", type=Path, help="folder of a run")
     said = "safetensors: all weights, and the masks in a second file; sparse: active weights; onnx: for other runtimes"
     export.add_argument("--format", choices=("safetensors", "sparse", "onnx"), default="safetensors", help=said)
