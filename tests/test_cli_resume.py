@@ -56,9 +56,23 @@ def test_report_keeps_an_extended_run_apart_from_one_that_had_all_rounds(tmp_pat
 
 
 def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
-    out = str(tmp_path / "new")
-    assert main(["run", "--method", "pdst", "--rounds", "1", *TINY, "--out", out, "--resume"]) == 0
-    assert len(Results.read(Path(out)).rounds) == 1
+    """A script may always pass --resume."""
+    (tmp_path / "empty").mkdir()
+    for name, method in (("new", ["--method", "pdst"]), ("other", ["--dataset", "digits"]), ("empty", [])):
+        out = str(tmp_path / name)
+        assert main(["run", *method, "--rounds", "1", *TINY, "--out", out, "--resume"]) == 0
+        assert Results.read(Path(out)).end
+
+
+def test_resume_in_a_mistyped_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It trained a whole default run."""
+    out = tmp_path / "nome"
+    assert main(["run", "--out", str(out), "--resume", "--rounds", "1", *TINY]) == 1
+    assert capsys.readouterr().err == (
+        f"flashfl: --resume: {out} does not exist, so it holds no run to continue. Check --out. To start a new run "
+        "there, give --method, --dataset or a configuration file.\n"
+    )
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("ended", [False, True])
