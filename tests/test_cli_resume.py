@@ -56,9 +56,47 @@ def test_report_keeps_an_extended_run_apart_from_one_that_had_all_rounds(tmp_pat
 
 
 def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
-    out = str(tmp_path / "new")
-    assert main(["run", "--method", "pdst", "--rounds", "1", *TINY, "--out", out, "--resume"]) == 0
-    assert len(Results.read(Path(out)).rounds) == 1
+    """A script may always pass --resume."""
+    (tmp_path / "empty").mkdir()
+    for name, method in (("new", ["--method", "pdst"]), ("other", ["--dataset", "digits"]), ("empty", [])):
+        out = str(tmp_path / name)
+        assert main(["run", *method, "--rounds", "1", *TINY, "--out", out, "--resume"]) == 0
+        assert Results.read(Path(out)).end
+
+
+def test_resume_in_a_mistyped_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It trained a whole default run."""
+    out = tmp_path / "nome"
+    assert main(["run", "--out", str(out), "--resume", "--rounds", "1", *TINY]) == 1
+    assert capsys.readouterr().err == (
+        f"flashfl: --resume: {out} does not exist, so it holds no run to continue. Check --out. To start a new run "
+        "there, give --method, --dataset or a configuration file.\n"
+    )
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_export_before_the_end_says_which_round_the_model_is_of(ended: bool, tmp_path: Path) -> None:
+    """ended: the run ended, but its last checkpoint is lost."""
+    words = ["run", "--method", "pdst", "--rounds", "3", *TINY, "--checkpoint-every", "2", "--out", str(tmp_path)]
+    assert main(words) == 0
+    for path in (tmp_path / "checkpoints").glob("checkpoint-00000003.*"):
+        path.unlink()
+    if not ended:  # as `kill -9` leaves it
+        lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "results.jsonl").write_text("".join(lines[:-1]))
+    said = "the last checkpoint is of round 2 of 3, and the results go on to round 3; resume the run to its end"
+    with pytest.warns(RuntimeWarning, match=said):
+        assert main(["export", str(tmp_path)]) == 0
+    assert (tmp_path / "model.safetensors").exists()
+    assert main(["run", "--out", str(tmp_path), "--resume", "--quiet"]) == 0
+    assert main(["export", str(tmp_path)]) == 0
+
+
+def test_model_of_a_run_that_reached_a_limit_is_final(tmp_path: Path) -> None:
+    words = ["run", "--method", "pdst", "--rounds", "3", *TINY, "--max-bytes", "1", "--out", str(tmp_path)]
+    assert main(words) == 0
+    assert main(["export", str(tmp_path)]) == 0
 
 
 def test_resume_reads_the_settings_of_a_run_killed_in_its_first_round(tmp_path: Path) -> None:

@@ -144,6 +144,21 @@ def test_float_targets_without_a_metric_are_evaluated_by_the_loss(held_back: boo
     assert "accuracy" not in repr(run)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"metric": rmse}, {"metric": nn.MSELoss()}, {"metric": lambda o, t: o.mean(), "metric_name": "error rate"}],
+    ids=["function", "object", "name"],
+)
+def test_metric_that_sounds_like_an_error_needs_its_direction(given: dict[str, Any]) -> None:
+    """The best round was the worst one."""
+    made = [(torch.rand(12, 6), torch.rand(12, 1)) for _ in range(3)]
+    with pytest.warns(RuntimeWarning, match=r"sounds like an error.*Pass higher_is_better=False") as caught:
+        assert fl.Task(wide, made, loss=nn.functional.mse_loss, **given).higher_is_better
+    assert [warning.filename for warning in caught] == [__file__]
+    for better in (True, False):
+        fl.Task(wide, made, loss=nn.functional.mse_loss, **given, higher_is_better=better)
+
+
 def test_loss_as_the_metric_is_better_if_lower() -> None:
     mse = nn.functional.mse_loss
     made = [(torch.rand(12, 6), torch.rand(12, 1)) for _ in range(3)]

@@ -142,7 +142,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--overwrite", action="store_true", help=said)
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
-    export = add("export", _export, "write a run's final model as a file")
+    export = add(
+        "export", _export, "write a run's final model as a file; before the run ends, that of its last checkpoint"
+    )
     export.add_argument("run", type=Path, help="folder of a run")
     said = "safetensors: all weights, and the masks in a second file; sparse: active weights; onnx: for other runtimes"
     export.add_argument("--format", choices=("safetensors", "sparse", "onnx"), default="safetensors", help=said)
@@ -218,6 +220,10 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = config or _config(args, overrides)
     dataset = re.sub(r"[^\w.]+", "-", config.task.dataset).strip("-.")  # folder:PATH must not become a path here
     folder = args.out or Path("runs") / f"{dataset}-{config.method.name}-seed{config.train.seed}"
+    chosen = args.config or {"method", "dataset"} & {name.rpartition(".")[2] for name in overrides}
+    if args.resume and not chosen and not folder.exists():
+        raise ConfigError(f"--resume: {folder} does not exist, so it holds no run to continue. Check --out. To start a "
+                          "new run there, give --method, --dataset or a configuration file.")  # fmt: skip
     if (folder / RESULTS).exists() and not (args.resume or args.overwrite):
         raise ConfigError(f"{folder} already holds a run: continue it with --resume, replace it with --overwrite, "
                           "or choose another folder with --out")  # fmt: skip

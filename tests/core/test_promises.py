@@ -43,7 +43,7 @@ class Forgetful(fl.Method):
 
 
 def test_evaluation_refuses_weights_outside_the_mask(small_task: Task) -> None:
-    with pytest.raises(FlashError, match=r"forgetful.views\['after'\] has weights outside its mask"):
+    with pytest.raises(FlashError, match=r"forgetful.views\['after'\] \(s.weights\) has weights outside its mask"):
         fl.simulate(Forgetful(), small_task, 1, **QUICK)
 
 

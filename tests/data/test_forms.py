@@ -188,8 +188,8 @@ def test_metric_name_and_direction() -> None:
     task = Task(net, [(X, Y)], metric=error_rate, higher_is_better=False)
     assert (task.metric_name, task.higher_is_better) == ("error_rate", False)
     assert Task(net, [(X, Y)], metric=lambda output, target: 0.0).metric_name == "metric"
-    assert Task(net, [(X, Y)], metric=torch.nn.L1Loss()).metric_name == "metric"
-    assert Task(net, [(X, Y)], metric=error_rate, metric_name="error").metric_name == "error"
+    assert Task(net, [(X, Y)], metric=torch.nn.L1Loss(), higher_is_better=False).metric_name == "metric"
+    assert Task(net, [(X, Y)], metric=error_rate, metric_name="share", higher_is_better=False).metric_name == "share"
 
 
 def test_repr_names_clients_samples_and_parameters() -> None:

@@ -160,7 +160,7 @@ def test_float64_arrays_give_what_float32_gives() -> None:
 def test_data_sets_of_float64_samples_and_float_targets() -> None:
     data = [[(x.double().numpy(), float(t)) for x, t in zip(*each, strict=True)] for each in clients()]
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
-    task = Task(model, data, loss=nn.functional.mse_loss, metric=nn.functional.l1_loss)
+    task = Task(model, data, loss=nn.functional.mse_loss, metric=nn.functional.l1_loss, higher_is_better=False)
     assert simulate(task).history[-1].failures == {}
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -385,3 +386,24 @@ def test_evaluation_needs_no_shared_memory(workers: int, monkeypatch: pytest.Mon
     finally:
         engine.close()
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name")
+@pytest.mark.parametrize(("workers", "threads"), [(1, 1), (2, 1), (2, 2)], ids=["in process", "forked", "spawned"])
+def test_shared_model_leaves_no_file_behind(
+    workers: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `kill -9` nobody would remove it. Workers that start later must still find it."""
+    (shared := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    task = task_with(Arrays)
+    engine = CPUEngine(task, fl.TrainConfig(workers=workers, threads=threads), tmp_path / "masks")
+    try:
+        weights = Weights.dense(task.layout, task.draw(0))
+        before = engine.evaluate(weights)
+        for process, _ in getattr(engine.pool, "_workers", ()):
+            process.kill()
+        assert engine.evaluate(weights) == before
+        assert list(shared.iterdir()) == []
+    finally:
+        engine.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashfl.core.exchange import Traffic
-from flashfl.core.record import RoundRecord
+from flashfl.core.record import RoundRecord, Score
 from flashfl.run.progress import Display
 
 
@@ -31,3 +31,20 @@ def test_live_line_stays_one_line(columns: int, monkeypatch: pytest.MonkeyPatch)
     assert len(shown) == 2
     assert all(len(text) < columns for text in shown)
     assert shown[0].startswith("[4/15] jmwst seed 0: round 12/60"[: columns - 1])
+
+
+def test_time_left_is_visible_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = Terminal()
+    display = Display("jmwst", 600, out)
+    state: Any = SimpleNamespace(counted=600)  # no time is left then
+    score = {"after": Score(0.1, 0.9722, 0.02)}
+    record = RoundRecord(
+        "training", True, 11, 0, (), {}, 0.5, Traffic(), metrics=score, density=0.02, total=Traffic(10**7, 10**8)
+    )
+    display(state, record)
+    display.ticked -= 1
+    display.tick(state, 7)
+    line, ticking = (text.rstrip() for text in out.getvalue().split("\r")[1:])
+    assert line == "jmwst: round 600/600  accuracy 97.22 %  left 0:00  up 100.0 MB down 10.0 MB"
+    assert ticking == "jmwst: round 600/600  accuracy 97.22 %  left 0:00  [client 7]"

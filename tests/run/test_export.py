@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,16 @@ def test_run_from_python_is_exported_in_every_format(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(run.export(tmp_path / "m.onnx", "onnx"))
     found = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})[0]
     torch.testing.assert_close(torch.from_numpy(found), run.model()(inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "ending"),
+    [("m.pt", "safetensors", ".safetensors"), ("m.ONNX", "sparse", ".sparse.safetensors"),
+     ("m.safetensors", "onnx", ".onnx")],
+)  # fmt: skip
+def test_ending_of_another_format_is_refused(name: str, format: Any, ending: str, tmp_path: Path) -> None:
+    """torch.load failed on a safetensors file called m.pt."""
+    run = fl.simulate(fl.Dense(), make_task(), rounds=1, per_round=2, workers=1)
+    with pytest.raises(ConfigError, match=rf"the format is '{format}'. Use the ending {ending}, or another format"):
+        run.export(tmp_path / name, format)
+    assert list(tmp_path.iterdir()) == []

@@ -164,9 +164,10 @@ def _evaluate(
     scores, sent = {}, 0
     for name, weights in method.reported(s).items():
         if not weights.is_masked():
+            which = " (s.weights)" if weights is s.weights else ""
             raise FlashError(
-                f"{_name(method)}.views[{name!r}] has weights outside its mask. They never travel, so the score would "
-                "be wrong. Make the model with Weights.masked(mask, vector)."
+                f"{_name(method)}.views[{name!r}]{which} has weights outside its mask. They never travel, so the score "
+                "would be wrong. Make the model with Weights.masked(mask, vector)."
             )
         found = engine.evaluate(weights, use_running)
         scores[name] = Score(found.loss, found.metric, weights.mask.density)

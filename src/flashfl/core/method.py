@@ -76,7 +76,10 @@ class Method:
         return s.counted >= s.plan.rounds
 
     def views(self, s: State) -> Mapping[str, Weights]:
-        """The models to evaluate, by name; the first is reported. By default `weights`, and `before` if it is set."""
+        """The models to evaluate, by name; the first is reported. By default "after": s.weights; "before": s.before.
+
+        "before" is left out if s.before is None. It is the average before the server cut it to its mask.
+        """
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
     def reported(self, s: State) -> Mapping[str, Weights]:

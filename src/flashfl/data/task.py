@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from .sources import Arrays, Items, Lazy, Source, Subset, below, source
 
 Loss = Callable[[Any, Tensor], Tensor]
 Metric = Callable[[Any, Tensor], Tensor | float]
+_LOWER = {"error", "loss", "mae", "mse", "rmse", "mape", "nll", "entropy", "perplexity", "ppl"}  # better if lower
 _CLIENTS = (
     "Give a list with the samples of each client, such as [(x0, y0), (x1, y1)] or [dataset0, dataset1]; for a single "
     "client, [(x, y)]"
@@ -98,6 +100,8 @@ class Task:
         self.name, self.loss, self.metric, self.densities = name, loss, metric, densities
         function = getattr(metric, "__name__", "metric")  # a callable object has no name
         self.metric_name = metric_name or ("metric" if function == "<lambda>" else function)
+        if higher_is_better is None and metric is not loss:
+            _warn_about_direction(metric_name, getattr(metric, "__name__", type(metric).__name__))
         self.higher_is_better = metric is not loss if higher_is_better is None else higher_is_better
         self.metric_known = True  # False: the clients of a server without test samples may have another one
         self.info: dict[str, Any] = {}  # what reports say about the task, as plain JSON data
@@ -239,6 +243,18 @@ def _metric_for(loss: Loss, data: Source) -> Metric:
             "Task(..., loss=torch.nn.functional.mse_loss); for classes, give whole numbers: targets.long()"
         )
     return accuracy
+
+
+def _warn_about_direction(*names: str) -> None:
+    """Warn if a metric with one of these names sounds like an error: by default a higher one counts as better."""
+    for name in names:
+        words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)  # of error_rate, MSELoss
+        if _LOWER & {word.lower() for word in words}:
+            warn(
+                f"the metric {name!r} sounds like an error, but by default a higher metric counts as better. Pass "
+                "higher_is_better=False, or higher_is_better=True if higher is right."
+            )
+            return
 
 
 def _warn_about_nan(test: Source) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import torch
 
@@ -88,10 +88,10 @@ class CPUEngine:
         self.down, self.robust = config.down, Robust.of(config)
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
-        self._file = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115, `close` removes it
+        self._file, path = _shared_file()
         torch.zeros(task.layout.size).numpy().tofile(self._file)
         self._file.flush()
-        self._model = _shared_model(task, self._file.name)
+        self._model = _shared_model(task, path)
         count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
             count = 1
@@ -100,7 +100,7 @@ class CPUEngine:
             from .party import Simulated  # only here, as it needs an extra
 
             simulated = Simulated(len(task.train), config.policy, self.vault.folder, config.secure)
-        make = partial(Worker, task, self.memory.store, self._file.name, simulated)
+        make = partial(Worker, task, self.memory.store, path, simulated)
         self.pool: Pool[Job, Result] | InProcess[Job, Result]
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
@@ -210,6 +210,18 @@ class CPUEngine:
     def close(self) -> None:
         self.pool.close()
         self._file.close()
+
+
+def _shared_file() -> tuple[IO[bytes], str]:
+    """A temporary file, and a path by which other processes open it while this one has it open.
+
+    On Linux the file has no name, so that a killed process leaves nothing behind. Elsewhere `close` removes it.
+    """
+    if not os.path.exists(opened := f"/proc/{os.getpid()}/fd"):
+        named = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115
+        return named, named.name
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    return file, f"{opened}/{file.fileno()}"
 
 
 def _shared_model(task: Task, path: str) -> Weights:

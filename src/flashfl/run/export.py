@@ -1,4 +1,4 @@
-"""The final model as a file: safetensors that a module of its kind can load, active weights alone, or ONNX."""
+"""A run's model as a file: safetensors that a module of its kind can load, active weights alone, or ONNX."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError, FlashError, unknown
+from ..core.errors import ConfigError, FlashError, unknown, warn
 from ..core.files import put
 from ..core.loop import checked
 from ..core.mask import Weights
@@ -23,9 +23,13 @@ from ..data.sources import Inputs
 from ..data.task import Task
 from ..native.file import sparse_bytes
 
+if TYPE_CHECKING:
+    from .results import Results
+
 Format = Literal["safetensors", "sparse", "onnx"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 _ENDINGS = {"safetensors": ".safetensors", "sparse": ".sparse.safetensors", "onnx": ".onnx"}
+_KNOWN = {".safetensors", ".onnx", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5"}  # endings that name a format
 
 
 def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mapping[str, str]) -> Path:
@@ -65,6 +69,11 @@ def export_model(weights: Weights, task: Task, path: Path, format: Format, about
     """Write a model of the task to `path`."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
+    if (ending := path.suffix.lower()) in _KNOWN and not _ENDINGS[format].endswith(ending):
+        raise ConfigError(
+            f"{path} ends in {path.suffix}, but the format is {format!r}. Use the ending {_ENDINGS[format]}, or "
+            f"another format: {', '.join(FORMATS)}."
+        )
     if format == "safetensors":
         return export_weights(weights, task.build(), path, about)
     module = task.build().eval()
@@ -88,7 +97,8 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
     from .config import RunConfig, plan_of
     from .results import RESULTS, Results
 
-    header = Results.read(folder).header
+    results = Results.read(folder)
+    header = results.header
     if not header.get("config"):
         made, plain = folder / "model.safetensors", format == "safetensors" and not view
         again = f"fl.simulate(method, task, rounds, folder={str(folder)!r}, resume=True) gives the run again"
@@ -104,8 +114,21 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
     weights = config.method.view(checked(config.method, point.state), view)
     about = {"method": config.method.name, "round": str(point.state.round), "task": task.name}
     name = f"model-{view.replace(' ', '-')}" if view else "model"
-    path = target or folder / f"{name}{_ENDINGS[format]}"
-    return export_model(weights, task, path, format, about)
+    path = export_model(weights, task, target or folder / f"{name}{_ENDINGS[format]}", format, about)
+    _warn_if_early(point.state.counted, results, config.train.rounds)
+    return path
+
+
+def _warn_if_early(done: int, results: Results, rounds: int) -> None:
+    """Warn if the exported model, of round `done`, is not the final one of the run."""
+    recorded = sum(record.counts for record in results.rounds)
+    if done >= (rounds if results.end is None else recorded):  # a run that ended may have stopped early, at a limit
+        return
+    further = f", and the results go on to round {recorded}" if recorded > done else ""
+    warn(
+        f"this is not the final model: the last checkpoint is of round {done} of {rounds}{further}; resume the run "
+        "to its end, then export again"
+    )
 
 
 def _onnx_bytes(module: nn.Module, inputs: Inputs) -> bytes:

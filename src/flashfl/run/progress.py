@@ -71,7 +71,7 @@ class Display:
         elif self.live and now - self.ticked > 0.5:
             self.ticked = now
             start = self.last or f"{self.label}: {state.phase.name}"
-            self._draw(f"{start}  [client {orders}]")
+            self._draw(start, f"  [client {orders}]")
 
     def _resumed(self, state: State) -> str:
         if state.counted >= self.rounds:
@@ -110,12 +110,17 @@ class Display:
         left = duration(rate * max(0, self.rounds - state.counted))
         traffic = f"up {amount(record.total.up)} down {amount(record.total.down)}"
         return (
-            f"{self.label}: round {state.counted:>{len(str(self.rounds))}}/{self.rounds}  {metric}  "
-            f"density {record.density:.4f}  {traffic}{_private(record)}  left {left}"
+            f"{self.label}: round {state.counted:>{len(str(self.rounds))}}/{self.rounds}  {metric}  left {left}"
+            f"{_private(record)}  {traffic}  density {record.density:.4f}"
         )
 
-    def _draw(self, text: str) -> None:
-        text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be written over
+    def _draw(self, text: str, end: str = "") -> None:
+        """Write over the line. A line that wraps could not be, so parts that do not fit before `end` are left out."""
+        columns = shutil.get_terminal_size().columns - 1
+        room = max(0, columns - len(end))
+        if len(text) > room:
+            text = text[: room + 2].rpartition("  ")[0] or text[:room]
+        text = (text + end)[:columns]
         self.out.write("\r" + text.ljust(self.width))
         self.out.flush()
         self.width = len(text)

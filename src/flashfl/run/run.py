@@ -61,6 +61,7 @@ class Run:
 
     @property
     def weights(self) -> Weights:
+        """The final weights and their mask."""
         assert self.state is not None
         return self.method.view(self.state)
 
@@ -100,10 +101,12 @@ class Run:
 
     @property
     def bytes_up(self) -> int:
+        """Bytes of all updates that clients sent, first phase included."""
         return self.traffic.up
 
     @property
     def bytes_down(self) -> int:
+        """Bytes of all orders that the server sent, first phase included."""
         return self.traffic.down
 
     @property
