@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -66,16 +66,25 @@ def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
     """The method's name, and if several groups share it, the settings in which they differ."""
     labels: list[str] = []
     for group in groups:
-        mine = group[0].settings
-        others = {
-            g[0].key: g[0].settings for g in groups if g[0].method == group[0].method and g[0].key != group[0].key
-        }
-        parts = [f"{_short(k)} {_brief(mine[k])}" for k in _telling(mine, list(others.values()))]
+        named, rest = _differing(group, groups)
+        parts = _settings(group, named)
         if not group[0].ended and any(g[0].ended and g[0].key == group[0].key for g in groups):
             seeds = sorted(run.seed for run in group)
             parts.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}")
+        parts += [f"and {len(rest)} more"] if rest else []
         labels.append(_unlike(labels, " · ".join([group[0].method, *parts])))
     return labels
+
+
+def _differing(group: Sequence[RunData], groups: Iterable[Sequence[RunData]]) -> tuple[list[str], list[str]]:
+    """In which settings a group differs from others of its method: those that its label names, and the rest."""
+    mine = group[0]
+    others = {g[0].key: g[0].settings for g in groups if g[0].method == mine.method and g[0].key != mine.key}
+    return _telling(mine.settings, list(others.values()))
+
+
+def _settings(group: Sequence[RunData], names: Iterable[str]) -> list[str]:
+    return [f"{_short(name)} {_brief(group[0].settings[name])}" for name in names]
 
 
 def _unlike(taken: Sequence[str], label: str) -> str:
@@ -84,8 +93,11 @@ def _unlike(taken: Sequence[str], label: str) -> str:
     return label if label not in taken else next(one for one in numbered if one not in taken)
 
 
-def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that tell a run from others: up to three that all have, the method's first, and more if needed."""
+def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """The settings that tell a run from others: up to three that all have, the method's first, and more if needed.
+
+    Also the other settings that differ. A single one is named too: that takes no more room than to count it.
+    """
 
     def differs(other: Mapping[str, Any], k: str) -> bool:
         return other.get(k) != mine[k] and (k in other or other[STARTED] == mine[STARTED])
@@ -99,7 +111,8 @@ def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> li
         if not told.get(best):
             break
         named.append(best)
-    return named
+    rest = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and k not in named]
+    return (named, rest) if len(rest) > 1 else (named + rest, [])
 
 
 def _short(name: str) -> str:
@@ -142,6 +155,9 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
         notes += [f"{label}: the paper states a saving of {there.saving:g}×."] if there.saving is not None else []
     if not marked:
         notes = [f"not shown: {problem.why}" for problem in found.problems]
+    for label, runs in groups.items():
+        if rest := _differing(runs, groups.values())[1]:
+            notes.append(f"{label}: {', '.join(_settings(runs, rest))}.")
     at = table.head.index("density")
     added = {"paper %": entries} if any(entry.value is not None for entry in entries) else {}
     rounds = [int(runs[0].settings.get("train.rounds", len(runs[0].counted))) for runs in groups.values()]
