@@ -115,6 +115,21 @@ def test_heatmaps_have_a_key_to_their_colours(page: str, open_page: Open) -> Non
     assert "gradient" in shade
 
 
+def test_mask_that_moved_only_in_dense_rounds_is_not_said_to_stay(
+    compared: Path, tmp_path: Path, open_page: Open
+) -> None:
+    """A method that trains densely, then prunes once: dense rounds have no snapshot."""
+    folder = edited(compared / "spdst-seed0", tmp_path / "once")
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    first, second, third = [line for line in lines if line.get("snapshot")][:3]
+    first["snapshot"] = second["snapshot"] = ""
+    third["mismatch"] = 0.98
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri())
+    [said] = texts(browser, "#mask-mismatch-round-by-round .about")
+    assert said.endswith("all their recorded masks are the same (dense rounds record none): spdst.")
+
+
 def test_curves_on_one_another_are_drawn_in_turns(page: str, open_page: Open) -> None:
     """Dense and SPDST never move their masks: both curves lie at 0."""
     dashes = open_page(page).execute_script(

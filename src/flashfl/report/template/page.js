@@ -106,7 +106,7 @@ function heats() {
   const kept = shown().filter((g) => g.heat.round.length), moves = (g) => g.heat.sm.some((row) => row.some((v) => v > 0));
   const groups = kept.filter(moves), still = kept.filter((g) => !moves(g)).map((g) => g.label);
   if (!kept.length) return;
-  const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner fades; one common scale." + (still.length ? ` Not drawn, because the mask never moves and SM is 0 throughout: ${still.join(", ")}.` : ""), { half: groups.length < 3 });
+  const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner fades; one common scale." + (still.length ? ` Not drawn, because all their recorded masks are the same (dense rounds record none): ${still.join(", ")}.` : ""), { half: groups.length < 3 });
   if (!groups.length) return;
   const most = Math.max(0.1, ...groups.flatMap((g) => g.heat.sm.flat())), many = make("div", { class: "many", style: { "--least": "250px" } });
   node.append(many, ramp(most.toFixed(2)));
