@@ -167,6 +167,18 @@ def test_task_split_with_another_seed_is_not_a_copy(from_python: Path, tmp_path:
     assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2]
 
 
+def test_run_resumed_with_other_code_is_marked(compared: Path, tmp_path: Path) -> None:
+    edited(compared / "nst-seed0", tmp_path / "a", lambda h: {**h, "code": {"flashfl": "1", "redraw": "2+3"}})
+    shutil.copytree(compared / "jmwst-seed0", tmp_path / "b")
+    found = load([tmp_path])
+    note = "nst (code changed): resumed with other code of redraw, so the results mix two versions."
+    assert list(rows_of(found)) == ["nst (code changed)", "jmwst"]
+    assert groups_table(found).markdown().endswith(f"\n- {note}\n")
+    [data] = page_data(found)["parts"]
+    assert note in data["table"]["notes"]
+    assert [run["state"] for run in data["runs"]] == ["finished, code changed", "finished"]
+
+
 def test_copied_run_counts_once_and_is_reported(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,12 +44,13 @@ def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
 
 def titled(groups: Groups) -> dict[str, Sequence[RunData]]:
-    """The same groups. The label of an unfinished one says how far it is."""
-    states = {label: state_of(runs) for label, runs in groups.items()}
-    return {
-        label if states[label] == "finished" else f"{label} ({states[label]}, round {rounds_of(runs)})": runs
-        for label, runs in groups.items()
-    }
+    """The same groups. Labels say how far unfinished runs are, and whether code changed before a run was resumed."""
+    made: dict[str, Sequence[RunData]] = {}
+    for label, runs in groups.items():
+        marks = [] if (state := state_of(runs)) == "finished" else [f"{state}, round {rounds_of(runs)}"]
+        marks += ["code changed"] if any(run.mixed for run in runs) else []
+        made[f"{label} ({', '.join(marks)})" if marks else label] = runs
+    return made
 
 
 def state_of(runs: Sequence[RunData]) -> str:
@@ -158,6 +159,8 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     for label, runs in groups.items():
         if rest := _differing(runs, groups.values())[1]:
             notes.append(f"{label}: {', '.join(_settings(runs, rest))}.")
+        if mixed := sorted({name for run in runs for name in run.mixed}):
+            notes.append(f"{label}: resumed with other code of {', '.join(mixed)}, so the results mix two versions.")
     at = table.head.index("density")
     added = {"paper %": entries} if any(entry.value is not None for entry in entries) else {}
     rounds = [int(runs[0].settings.get("train.rounds", len(runs[0].counted))) for runs in groups.values()]

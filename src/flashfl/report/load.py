@@ -137,6 +137,11 @@ class RunData:
         """Whether the run did what its settings ask for: all rounds, or all that a recorded limit allows."""
         return self.state == "finished" or (self.state == "stopped" and bool(self.settings.get("train.max_bytes")))
 
+    @property
+    def mixed(self) -> list[str]:
+        """The modules whose code changed before the run was resumed: its results mix two versions of them."""
+        return [name for name, digest in (self.header.get("code") or {}).items() if "+" in digest]
+
     def heat(self) -> tuple[list[int], Any]:
         """The rounds whose mask was stored, and the mismatch of every pair of them. Damaged masks are skipped."""
         stored = [(record.round + 1, record.snapshot) for record in self.counted if record.snapshot]

@@ -196,7 +196,7 @@ def _about(label: str, run: RunData) -> dict[str, Any]:
         "label": label,
         "folder": run.folder.name,
         "seed": run.seed,
-        "state": run.state,
+        "state": run.state + (", code changed" if run.mixed else ""),
         "rounds": len(run.counted),
         "checksum": (run.end or {}).get("checksum"),
         "settings": run.settings,
