@@ -142,6 +142,34 @@ def test_curves_on_one_another_are_drawn_in_turns(page: str, open_page: Open) ->
     assert nst == jmwst == [[None, None]]
 
 
+def test_groups_with_one_colour_are_told_apart(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    """There are ten colours. The eleventh line is dashed and its chips are striped."""
+
+    def named(header: dict[str, Any], i: int) -> dict[str, Any]:
+        return header | {"config": header["config"] | {"method": {"name": f"m{i:02}"}}}
+
+    for i in range(21):
+        folder = edited(compared / "nst-seed0", tmp_path / f"{i:02}", lambda h, i=i: named(h, i))
+        lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        for line in lines:
+            for score in line.get("metrics", {}).values():
+                score["metric"] = 0.04 * i  # no curve lies on another
+        (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri())
+    lines = browser.execute_script(
+        "return [...document.querySelectorAll('#accuracy-by-round .line')].map((g) => "
+        "[g.style.stroke, g.firstChild.getAttribute('stroke-dasharray')])"
+    )
+    assert [dash for _, dash in lines[:10]] == [None] * 10
+    assert len({tuple(line) for line in lines}) == 21
+    for chips in ("#legend button", "#summary tbody td:first-child"):
+        shades = browser.execute_script(
+            "return [...document.querySelectorAll(arguments[0])].map((n) => n.style.getPropertyValue('--c'))", chips
+        )
+        assert len(set(shades)) == 21
+    assert not browser.get_log("browser")
+
+
 def test_round_ticks_are_whole_numbers(page: str, compared: Path, open_page: Open) -> None:
     browser = open_page(page)
     for section in ("accuracy-by-round", "mask-mismatch-between-rounds", "mask-mismatch-by-layer"):
