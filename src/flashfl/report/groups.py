@@ -130,8 +130,8 @@ def summary_of(runs: Sequence[RunData]) -> Summary:
 
 
 _COLUMNS = (
-    "seeds", "accuracy %", "best %", "personal %", "density", "up", "down", TRANSFER, "saving", "paper's formula",
-    "FLOPs", "mask mismatch", "dropped", "time (s)",
+    "seeds", "accuracy %", "best %", "personal %", "density", "up / run", "down / run", TRANSFER, "saving",
+    "paper's formula", "FLOPs / run", "mask mismatch", "dropped", "time / run (s)",
 )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     if len(set(rounds)) > 1:  # then accuracies cannot be compared as they stand
         added["rounds"] = [Entry(str(n), n) for n in rounds]
     rows = [[*row[:at], *some, *row[at:]] for row, *some in zip(table.rows, *added.values(), strict=True)]
-    return Table((*table.head[:at], *added, *table.head[at:]), rows, title, notes)
+    return Table((*table.head[:at], *added, *table.head[at:]), rows, title, [*table.notes, *notes])
 
 
 def task_tables(found: Found) -> str:
