@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.record import RoundRecord
 from ..methods import METHODS
-from ..run.summary import PHASES, Metric, Summary, summarise
+from ..run.summary import WORK, Metric, Summary, summarise
 from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
 from .load import ELSEWHERE, STARTED, Found, RunData
 
@@ -211,5 +211,5 @@ def _round(record: RoundRecord, metric: str) -> dict[str, Value]:
         "flops": record.flops,
         "clients": len(record.cohort),
         "failures": len(record.failures),
-        "seconds": round(sum(record.seconds.get(k, 0.0) for k in PHASES), 4),
+        "seconds": round(sum(record.seconds.get(k, 0.0) for k in WORK), 4),
     }

@@ -99,12 +99,6 @@ class RunData:
         return str(self.info.get("model") or self.header["task"].get("model", ""))
 
     @property
-    def density(self) -> str:
-        """The density that the method was asked for. Empty: it has none, as dense FedAvg."""
-        found = self.settings.get("method.density", self.settings.get("method.densities", ""))
-        return " / ".join(map(str, found)) if isinstance(found, list) else str(found)
-
-    @property
     def layers(self) -> list[str]:
         return [name for name, _ in self.header["task"]["layers"]]
 

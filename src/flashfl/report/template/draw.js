@@ -40,7 +40,7 @@ const text = {
   flops: (v) => withUnit(v, ["", "k", "M", "G", "T", "P", "E"]),
   plain: (v, digits) => (Math.abs(v) >= 1e4 ? withUnit(v, ["", "k", "M", "G"], digits) : Number(Number(v).toPrecision(digits || 4)).toString()),
   sm: (v) => v.toFixed(3),
-  seconds: (v) => (v >= 3600 ? `${Math.floor(v / 3600)} h ${Math.round((v % 3600) / 60)} min` : v >= 120 ? `${(v / 60).toFixed(1)} min` : `${v.toFixed(1)} s`),
+  seconds: (v) => (v >= 3600 ? `${Math.floor(v / 3600)} h ${Math.round((v % 3600) / 60)} min` : v >= 120 ? `${(v / 60).toFixed(1)} min` : `${Number(v.toPrecision(3))} s`),
 };
 
 // --- scales: a function from value to pixel, with its ticks ------------------------------------------------------------

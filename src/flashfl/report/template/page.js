@@ -76,7 +76,7 @@ function measured() {
 
 function trends() {
   const metric = measured(), groups = shown();
-  const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round${metric.direction}; seeds as mean and standard deviation.` + (groups.some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
+  const accuracy = section(`${metric.title} by round`, `${metric.title} at each evaluation${metric.direction}; seeds as mean and standard deviation.` + (groups.some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
   chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: groups.map((g) => ({
     ...look(g), x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
   const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, first phase included (log scale).", { half: true });
@@ -174,9 +174,9 @@ function ends() {
 function times() {
   const groups = shown();
   if (!groups.length) return;
-  const node = section("Wall time by phase", "Seconds a run spent in each phase on the machine it ran on, mean over seeds.", { half: true });
-  const phases = Object.keys(groups[0].phases);
-  chart(node, (host) => bars(host, { label: "seconds by phase", parts: phases, text: text.seconds, rows: groups.map((g) => ({ label: g.label, parts: phases.map((k) => [k, g.phases[k]]) })) }));
+  const node = section("Wall time by work", "Seconds a run spent on each kind of work on the machine it ran on, mean over seeds.", { half: true });
+  const kinds = Object.keys(groups[0].work);
+  chart(node, (host) => bars(host, { label: "seconds by work", parts: kinds, text: text.seconds, rows: groups.map((g) => ({ label: g.label, parts: kinds.map((k) => [k, g.work[k]]) })) }));
 }
 
 function padded(groups, key) {
