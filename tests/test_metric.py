@@ -103,7 +103,7 @@ def test_metric_that_is_no_mean_is_reported() -> None:
 
 
 def test_wide_table_is_broken_to_80_columns() -> None:
-    head = ("method", "rmse (lower is better)", "best", "density", "up / round", "down / round", "time / run (s)")
+    head = ("method", "rmse (lower is better)", "best", "density", "up / round", "down / round", "time (s)")
     row = (
         "hetero-jmwst-as-we-like-it",
         "0.0001234 ± 1.23e-05",

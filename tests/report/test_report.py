@@ -177,7 +177,7 @@ def test_saving_counts_batchnorm_statistics(compared: Path) -> None:
 
 
 def test_terminal_table_of_usual_width_fits_80_columns() -> None:
-    head = ("method", "accuracy %", "best %", "density", "up / round", "down / round", "mismatch", "time / run (s)")
+    head = ("method", "accuracy %", "best %", "density", "up / round", "down / round", "mask mismatch", "time (s)")
     texts = ("hetero-jmwst", "97.45 ± 10.12", "97.45", "0.0200", "123.4 kB", "123.4 kB", "0.123", "123.4")
     lines = Table(head, [[Entry(text) for text in texts]], "title").terminal().splitlines()
     assert lines[0] == "title"
@@ -188,7 +188,7 @@ def test_terminal_table_of_usual_width_fits_80_columns() -> None:
 
 def test_total_columns_say_that_they_are_of_a_run(compared: Path) -> None:
     head = groups_table(load([compared])).head
-    assert {"up / run", "down / run", "FLOPs / run", "time / run (s)"} <= set(head)
+    assert {"up / run", "down / run", "FLOPs / run", "seconds / run"} <= set(head)
 
 
 @pytest.mark.parametrize(("count", "text"), [

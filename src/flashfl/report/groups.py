@@ -131,7 +131,7 @@ def summary_of(runs: Sequence[RunData]) -> Summary:
 
 _COLUMNS = (
     "seeds", "accuracy %", "best %", "personal %", "density", "up / run", "down / run", TRANSFER, "saving",
-    "paper's formula", "FLOPs / run", "mask mismatch", "dropped", "time / run (s)",
+    "paper's formula", "FLOPs / run", "mask mismatch", "dropped", "seconds / run",
 )  # fmt: skip
 
 

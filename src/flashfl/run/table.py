@@ -140,7 +140,7 @@ COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
     "mask mismatch": lambda s: number(s.mismatch, lambda v: f"{v:.3f}"),
     "epsilon": lambda s: number(s.epsilon, lambda v: f"{v:.2f}"),
     "dropped": lambda s: number(s.dropped * s.seeds, lambda v: f"{v:.0f}"),
-    "time / run (s)": lambda s: number(s.seconds, lambda v: f"{v:.1f}"),
+    "seconds / run": lambda s: number(s.seconds, lambda v: f"{v:.1f}"),
 }
 
 

@@ -104,9 +104,9 @@ function ramp(most, unit = "") {
 
 // Ten colours. Groups beyond them have dashed lines and striped chips, with shorter dashes each time the colours begin again.
 function groupLook(i) {
-  const colour = `var(--c${i % 10})`, on = 8 / Math.floor(i / 10), gap = 3;
-  if (i < 10) return { colour, chip: colour };
-  return { colour, dash: `${on} ${gap}`, chip: `repeating-linear-gradient(90deg, ${colour} 0 ${on}px, transparent 0 ${on + gap}px)` };
+  const colour = `var(--c${i % 10})`, cycle = Math.floor(i / 10), on = 4 / cycle;
+  if (!cycle) return { colour, chip: colour };
+  return { colour, dash: `${2 * on} 3`, chip: `repeating-linear-gradient(90deg, ${colour} 0 ${on}px, transparent 0 ${on + 2}px)` };
 }
 // Layers from the first to the last: hue turns with depth, lightness fits the theme.
 const depthColour = (i, n) => `hsl(${215 - 195 * (n > 1 ? i / (n - 1) : 0)} ${isDark() ? "75% 64%" : "70% 42%"})`;
