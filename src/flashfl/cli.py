@@ -278,7 +278,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     personal = any(one.personal is not None for one in found.values())
     columns = [name for name in _COMPARED if personal or name != "personal %"]
-    costs = (TRANSFER, "FLOPs", "mask mismatch", "time (s)")
+    costs = (TRANSFER, "FLOPs / run", "mask mismatch", "seconds / run")
     print(summary_table(found, columns, title).terminal(), summary_table(found, costs).terminal(), sep="\n\n")
     said = (
         "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mbit/s: seconds that the "

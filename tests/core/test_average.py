@@ -93,6 +93,8 @@ def test_average_is_reported_first_and_the_plain_model_beside_it(tmp_path: Path)
     assert (numbers.accuracy, numbers.plain) == (run.metric, plain.metric)
     table = summary_table({"jmwst": summarise([numbers])}, ("accuracy %", "density"))
     assert table.head == ("method", "accuracy %", "not averaged %", "density")
+    for shown in (table.markdown(), table.terminal()):
+        assert "Not averaged: the metric of the server's model itself." in shown
     without = numbers_of(plain.results.header, plain.history)
     assert "not averaged %" not in summary_table({"jmwst": summarise([without])}, ("accuracy %",)).head
 

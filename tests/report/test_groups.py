@@ -73,10 +73,26 @@ def test_labels_name_method_settings_first_and_are_unique(compared: Path, tmp_pa
     for i, changed in enumerate(changes):
         edited(compared / "nst-seed0", tmp_path / str(i), lambda h, changed=changed: _config(h, **changed))
     assert list(groups_of(load([tmp_path]).runs)) == [
-        "nst · density 0.1 · clients 4 · alpha 1.0",
-        "nst · density 0.2 · clients 5 · alpha 2.0 · lr 0.1",
-        "nst · density 0.2 · clients 5 · alpha 2.0 · lr 0.2",
+        "nst · density 0.1 · clients 4 · alpha 1.0 · and 2 more",
+        "nst · density 0.2 · clients 5 · alpha 2.0 · lr 0.1 · limit 90",
+        "nst · density 0.2 · clients 5 · alpha 2.0 · lr 0.2 · limit 90",
     ]
+
+
+def test_label_counts_settings_that_it_does_not_name_and_a_note_lists_them(compared: Path, tmp_path: Path) -> None:
+    names = ("per_round", "epochs", "batch", "lr", "momentum")
+    for i, values in enumerate(((5, 1, 16, 0.1, 0.0), (3, 2, 8, 0.02, 0.5))):
+        changed = {f"train_{name}": value for name, value in zip(names, values, strict=True)}
+        edited(compared / "spdst-seed0", tmp_path / str(i), lambda h, changed=changed: _config(h, **changed))
+    found = load([tmp_path])
+    labels = [
+        "spdst · per_round 5 · epochs 1 · batch 16 · and 2 more",
+        "spdst · per_round 3 · epochs 2 · batch 8 · and 2 more",
+    ]
+    notes = [f"{labels[0]}: lr 0.1, momentum 0.0.", f"{labels[1]}: lr 0.02, momentum 0.5."]
+    assert list(groups_of(found.runs)) == labels
+    assert groups_table(found).markdown().splitlines()[-2:] == [f"- {note}" for note in notes]
+    assert set(notes) < set(page_data(found)["parts"][0]["table"]["notes"])
 
 
 def test_equal_labels_are_numbered(compared: Path, tmp_path: Path) -> None:
@@ -149,6 +165,18 @@ def test_task_split_with_another_seed_is_not_a_copy(from_python: Path, tmp_path:
         lambda h: {**h, "task": {**h["task"], "info": {**h["task"]["info"], "histogram": [[1] * 10] * 4}}},
     )
     assert [len(runs) for runs in groups_of(load([tmp_path]).runs).values()] == [2]
+
+
+def test_run_resumed_with_other_code_is_marked(compared: Path, tmp_path: Path) -> None:
+    edited(compared / "nst-seed0", tmp_path / "a", lambda h: {**h, "code": {"flashfl": "1", "redraw": "2+3"}})
+    shutil.copytree(compared / "jmwst-seed0", tmp_path / "b")
+    found = load([tmp_path])
+    note = "nst (code changed): resumed with other code of redraw, so the results mix two versions."
+    assert list(rows_of(found)) == ["nst (code changed)", "jmwst"]
+    assert groups_table(found).markdown().endswith(f"\n- {note}\n")
+    [data] = page_data(found)["parts"]
+    assert note in data["table"]["notes"]
+    assert [run["state"] for run in data["runs"]] == ["finished, code changed", "finished"]
 
 
 def test_copied_run_counts_once_and_is_reported(

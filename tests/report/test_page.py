@@ -27,7 +27,7 @@ CHARTS = {
     "mask-mismatch-by-layer": ".line",
     "flops-and-bytes": ".dot",
     "bytes-per-client-and-round": ".bar",
-    "wall-time-by-phase": ".bar",
+    "wall-time-by-work": ".bar",
     "who-holds-what": ".cell",
 }
 
@@ -115,7 +115,7 @@ def test_total_stands_at_the_end_of_its_bar(page: str, open_page: Open) -> None:
     ("#mask-mismatch-by-layer .catch", ["features"]),
     ("#flops-and-bytes .catch", ["bytes", "accuracy", "seed"]),
     ("#bytes-per-client-and-round .catch", ["values", "mask", "overhead", "paper's formula"]),
-    ("#wall-time-by-phase .catch", ["train", " s"]),
+    ("#wall-time-by-work .catch", ["train", " s"]),
     ("#who-holds-what svg", ["client", "class", "samples"]),
 ])  # fmt: skip
 def test_hovering_shows_values(page: str, open_page: Open, where: str, says: list[str]) -> None:

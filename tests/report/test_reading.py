@@ -25,12 +25,12 @@ def texts(browser: Any, selector: str) -> list[str]:
     return list(browser.execute_script(script, selector))
 
 
-def test_header_names_data_model_rounds_and_density(page: str, open_page: Open) -> None:
+def test_header_names_data_model_and_rounds(page: str, open_page: Open) -> None:
     browser = open_page(page)
     shown = dict(zip(texts(browser, "header dt"), texts(browser, "header dd"), strict=True))
     assert shown == {
         "Data set": "digits", "Model": "digits 241,898 weights", "Clients": "4 (2 a round)", "Rounds": "5",
-        "Density": "0.1", "Metric": "accuracy higher is better", "Seeds": "2",
+        "Metric": "accuracy higher is better", "Seeds": "2",
     }  # fmt: skip
 
 
@@ -69,10 +69,30 @@ def test_runs_that_differ_list_their_values_in_the_header(compared: Path, tmp_pa
     def with_rounds(header: dict[str, Any], rounds: int) -> dict[str, Any]:
         return header | {"config": header["config"] | {"train": header["config"]["train"] | {"rounds": rounds}}}
 
-    for rounds in range(10, 15):
+    for rounds in (20, 9, 10):
         edited(compared / "nst-seed0", tmp_path / str(rounds), lambda h, rounds=rounds: with_rounds(h, rounds))
-    assert ("Rounds", "10, 11, 12 and 2 more", "") in facts(load([tmp_path]).runs)
+    assert ("Rounds", "9, 10, 20", "") in facts(load([tmp_path]).runs)
+    edited(compared / "nst-seed0", tmp_path / "more", lambda h: with_rounds(h, 300))
+    assert ("Rounds", "9 to 300", "") in facts(load([tmp_path]).runs)
     assert facts([]) == []
+
+
+def test_ticks_of_short_times_differ(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    """They were "0.0 s", "0.1 s", "0.1 s"."""
+    folder = edited(compared / "nst-seed0", tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "cohort" in line:
+            line["seconds"] = {"train": 0.04}
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri())
+    ticks = texts(browser, "#wall-time-by-work text:not([class])")
+    assert ticks[:3] == ["0 s", "0.05 s", "0.1 s"]
+
+
+def test_card_claims_no_test_set_and_no_evaluation_of_each_round(page: str, open_page: Open) -> None:
+    [said] = texts(open_page(page), "#accuracy-by-round .about")
+    assert said.startswith("Accuracy at each evaluation (higher is better)")
 
 
 def test_wide_table_shows_that_it_scrolls_on_a_phone(page: str, open_page: Open) -> None:
@@ -115,6 +135,21 @@ def test_heatmaps_have_a_key_to_their_colours(page: str, open_page: Open) -> Non
     assert "gradient" in shade
 
 
+def test_mask_that_moved_only_in_dense_rounds_is_not_said_to_stay(
+    compared: Path, tmp_path: Path, open_page: Open
+) -> None:
+    """A method that trains densely, then prunes once: dense rounds have no snapshot."""
+    folder = edited(compared / "spdst-seed0", tmp_path / "once")
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    first, second, third = [line for line in lines if line.get("snapshot")][:3]
+    first["snapshot"] = second["snapshot"] = ""
+    third["mismatch"] = 0.98
+    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri())
+    [said] = texts(browser, "#mask-mismatch-round-by-round .about")
+    assert said.endswith("all their recorded masks are the same (dense rounds record none): spdst.")
+
+
 def test_curves_on_one_another_are_drawn_in_turns(page: str, open_page: Open) -> None:
     """Dense and SPDST never move their masks: both curves lie at 0."""
     dashes = open_page(page).execute_script(
@@ -125,6 +160,34 @@ def test_curves_on_one_another_are_drawn_in_turns(page: str, open_page: Open) ->
     assert dense == [["9 9", "0"]]
     assert spdst == [["9 9", "-9"]]
     assert nst == jmwst == [[None, None]]
+
+
+def test_groups_with_one_colour_are_told_apart(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    """There are ten colours. The eleventh line is dashed and its chips are striped."""
+
+    def named(header: dict[str, Any], i: int) -> dict[str, Any]:
+        return header | {"config": header["config"] | {"method": {"name": f"m{i:02}"}}}
+
+    for i in range(21):
+        folder = edited(compared / "nst-seed0", tmp_path / f"{i:02}", lambda h, i=i: named(h, i))
+        lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        for line in lines:
+            for score in line.get("metrics", {}).values():
+                score["metric"] = 0.04 * i  # no curve lies on another
+        (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri())
+    lines = browser.execute_script(
+        "return [...document.querySelectorAll('#accuracy-by-round .line')].map((g) => "
+        "[g.style.stroke, g.firstChild.getAttribute('stroke-dasharray')])"
+    )
+    assert [dash for _, dash in lines[:10]] == [None] * 10
+    assert len({tuple(line) for line in lines}) == 21
+    for chips in ("#legend button", "#summary tbody td:first-child"):
+        shades = browser.execute_script(
+            "return [...document.querySelectorAll(arguments[0])].map((n) => n.style.getPropertyValue('--c'))", chips
+        )
+        assert len(set(shades)) == 21
+    assert not browser.get_log("browser")
 
 
 def test_round_ticks_are_whole_numbers(page: str, compared: Path, open_page: Open) -> None:
@@ -243,12 +306,12 @@ def test_long_labels_are_whole_and_apart(compared: Path, tmp_path: Path, open_pa
         edited(compared / "nst-seed0", tmp_path / str(i), lambda h, i=i: named(h, i))
     browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri(), width)
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
-    bars = "".join(texts(browser, "#wall-time-by-phase text.strong")).replace(" ", "")
+    bars = "".join(texts(browser, "#wall-time-by-work text.strong")).replace(" ", "")
     points = "".join(texts(browser, "#flops-and-bytes text.point")).replace(" ", "")
     for i in range(6):
         assert f"amethodwithalongnameandsomanywordsthatnothingfits{i}" in bars
         assert f"amethodwithalongnameandsomanywordsthatnothingfits{i}" in points
-    for selector in ("#wall-time-by-phase text.strong", "#flops-and-bytes text.point"):
+    for selector in ("#wall-time-by-work text.strong", "#flops-and-bytes text.point"):
         boxes = browser.execute_script(
             "return [...document.querySelectorAll(arguments[0])].map((t) => t.getBoundingClientRect())"
             ".map((b) => [b.left, b.right, b.top + 2, b.bottom - 2])", selector

@@ -26,7 +26,7 @@ from flashfl.report.groups import groups_of, groups_table, rounds_table, summary
 from flashfl.report.load import Found, load
 from flashfl.report.page import page, page_data, script_json
 from flashfl.report.watch import Feed, serve
-from flashfl.run.table import Entry, Table
+from flashfl.run.table import Entry, Table, transfer
 from tests.report.runs import edited
 
 
@@ -184,6 +184,18 @@ def test_terminal_table_of_usual_width_fits_80_columns() -> None:
     assert max(map(len, lines)) <= 80
     assert lines[-1].split() == " ".join(texts).split()
     assert {len(line) for line in lines[-2:]} == {len(lines[-1])}
+
+
+def test_total_columns_say_that_they_are_of_a_run(compared: Path) -> None:
+    head = groups_table(load([compared])).head
+    assert {"up / run", "down / run", "FLOPs / run", "seconds / run"} <= set(head)
+
+
+@pytest.mark.parametrize(("count", "text"), [
+    (162_000_000, "1300 / 130 / 13"), (46_000, "0.37 / 0.037 / 0.0037"), (9e12, "72000000 / 7200000 / 720000"),
+])  # fmt: skip
+def test_seconds_of_a_transfer_are_plain_numbers(count: float, text: str) -> None:
+    assert transfer(count).text == text
 
 
 def test_tables_have_every_group_and_every_round(compared: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..core.record import RoundRecord
 from ..methods import METHODS
-from ..run.summary import PHASES, Metric, Summary, summarise
+from ..run.summary import WORK, Metric, Summary, summarise
 from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
 from .load import ELSEWHERE, STARTED, Found, RunData
 
@@ -44,12 +44,13 @@ def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
 
 def titled(groups: Groups) -> dict[str, Sequence[RunData]]:
-    """The same groups. The label of an unfinished one says how far it is."""
-    states = {label: state_of(runs) for label, runs in groups.items()}
-    return {
-        label if states[label] == "finished" else f"{label} ({states[label]}, round {rounds_of(runs)})": runs
-        for label, runs in groups.items()
-    }
+    """The same groups. Labels say how far unfinished runs are, and whether code changed before a run was resumed."""
+    made: dict[str, Sequence[RunData]] = {}
+    for label, runs in groups.items():
+        marks = [] if (state := state_of(runs)) == "finished" else [f"{state}, round {rounds_of(runs)}"]
+        marks += ["code changed"] if any(run.mixed for run in runs) else []
+        made[f"{label} ({', '.join(marks)})" if marks else label] = runs
+    return made
 
 
 def state_of(runs: Sequence[RunData]) -> str:
@@ -66,16 +67,25 @@ def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
     """The method's name, and if several groups share it, the settings in which they differ."""
     labels: list[str] = []
     for group in groups:
-        mine = group[0].settings
-        others = {
-            g[0].key: g[0].settings for g in groups if g[0].method == group[0].method and g[0].key != group[0].key
-        }
-        parts = [f"{_short(k)} {_brief(mine[k])}" for k in _telling(mine, list(others.values()))]
+        named, rest = _differing(group, groups)
+        parts = _settings(group, named)
         if not group[0].ended and any(g[0].ended and g[0].key == group[0].key for g in groups):
             seeds = sorted(run.seed for run in group)
             parts.append(f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}")
+        parts += [f"and {len(rest)} more"] if rest else []
         labels.append(_unlike(labels, " · ".join([group[0].method, *parts])))
     return labels
+
+
+def _differing(group: Sequence[RunData], groups: Iterable[Sequence[RunData]]) -> tuple[list[str], list[str]]:
+    """In which settings a group differs from others of its method: those that its label names, and the rest."""
+    mine = group[0]
+    others = {g[0].key: g[0].settings for g in groups if g[0].method == mine.method and g[0].key != mine.key}
+    return _telling(mine.settings, list(others.values()))
+
+
+def _settings(group: Sequence[RunData], names: Iterable[str]) -> list[str]:
+    return [f"{_short(name)} {_brief(group[0].settings[name])}" for name in names]
 
 
 def _unlike(taken: Sequence[str], label: str) -> str:
@@ -84,8 +94,11 @@ def _unlike(taken: Sequence[str], label: str) -> str:
     return label if label not in taken else next(one for one in numbered if one not in taken)
 
 
-def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The settings that tell a run from others: up to three that all have, the method's first, and more if needed."""
+def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """The settings that tell a run from others: up to three that all have, the method's first, and more if needed.
+
+    Also the other settings that differ. A single one is named too: that takes no more room than to count it.
+    """
 
     def differs(other: Mapping[str, Any], k: str) -> bool:
         return other.get(k) != mine[k] and (k in other or other[STARTED] == mine[STARTED])
@@ -99,7 +112,8 @@ def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> li
         if not told.get(best):
             break
         named.append(best)
-    return named
+    rest = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and k not in named]
+    return (named, rest) if len(rest) > 1 else (named + rest, [])
 
 
 def _short(name: str) -> str:
@@ -116,8 +130,8 @@ def summary_of(runs: Sequence[RunData]) -> Summary:
 
 
 _COLUMNS = (
-    "seeds", "accuracy %", "best %", "personal %", "density", "up", "down", TRANSFER, "saving", "paper's formula",
-    "FLOPs", "mask mismatch", "dropped", "time (s)",
+    "seeds", "accuracy %", "best %", "personal %", "density", "up / run", "down / run", TRANSFER, "saving",
+    "paper's formula", "FLOPs / run", "mask mismatch", "dropped", "seconds / run",
 )  # fmt: skip
 
 
@@ -142,13 +156,18 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
         notes += [f"{label}: the paper states a saving of {there.saving:g}×."] if there.saving is not None else []
     if not marked:
         notes = [f"not shown: {problem.why}" for problem in found.problems]
+    for label, runs in groups.items():
+        if rest := _differing(runs, groups.values())[1]:
+            notes.append(f"{label}: {', '.join(_settings(runs, rest))}.")
+        if mixed := sorted({name for run in runs for name in run.mixed}):
+            notes.append(f"{label}: resumed with other code of {', '.join(mixed)}, so the results mix two versions.")
     at = table.head.index("density")
     added = {"paper %": entries} if any(entry.value is not None for entry in entries) else {}
     rounds = [int(runs[0].settings.get("train.rounds", len(runs[0].counted))) for runs in groups.values()]
     if len(set(rounds)) > 1:  # then accuracies cannot be compared as they stand
         added["rounds"] = [Entry(str(n), n) for n in rounds]
     rows = [[*row[:at], *some, *row[at:]] for row, *some in zip(table.rows, *added.values(), strict=True)]
-    return Table((*table.head[:at], *added, *table.head[at:]), rows, title, notes)
+    return Table((*table.head[:at], *added, *table.head[at:]), rows, title, [*table.notes, *notes])
 
 
 def task_tables(found: Found) -> str:
@@ -192,5 +211,5 @@ def _round(record: RoundRecord, metric: str) -> dict[str, Value]:
         "flops": record.flops,
         "clients": len(record.cohort),
         "failures": len(record.failures),
-        "seconds": round(sum(record.seconds.get(k, 0.0) for k in PHASES), 4),
+        "seconds": round(sum(record.seconds.get(k, 0.0) for k in WORK), 4),
     }

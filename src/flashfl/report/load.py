@@ -99,12 +99,6 @@ class RunData:
         return str(self.info.get("model") or self.header["task"].get("model", ""))
 
     @property
-    def density(self) -> str:
-        """The density that the method was asked for. Empty: it has none, as dense FedAvg."""
-        found = self.settings.get("method.density", self.settings.get("method.densities", ""))
-        return " / ".join(map(str, found)) if isinstance(found, list) else str(found)
-
-    @property
     def layers(self) -> list[str]:
         return [name for name, _ in self.header["task"]["layers"]]
 
@@ -136,6 +130,11 @@ class RunData:
     def ended(self) -> bool:
         """Whether the run did what its settings ask for: all rounds, or all that a recorded limit allows."""
         return self.state == "finished" or (self.state == "stopped" and bool(self.settings.get("train.max_bytes")))
+
+    @property
+    def mixed(self) -> list[str]:
+        """The modules whose code changed before the run was resumed: its results mix two versions of them."""
+        return [name for name, digest in (self.header.get("code") or {}).items() if "+" in digest]
 
     def heat(self) -> tuple[list[int], Any]:
         """The rounds whose mask was stored, and the mismatch of every pair of them. Damaged masks are skipped."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..run.summary import ACCURACY, PHASES, Metric, phase_seconds
+from ..run.summary import ACCURACY, WORK, Metric, work_seconds
 from ..run.table import Table
 from . import curves
 from .groups import groups_of, groups_table, rounds_of, state_of, tasks_of
@@ -69,10 +69,16 @@ def _metric(metric: Metric) -> dict[str, Any]:
 
 
 def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
-    """What the runs are about: names, values, and what stands smaller behind them. Runs that differ list each value."""
+    """What the runs are about: names, values, and what stands smaller behind them.
+
+    Runs that differ list their values, or the range of many numbers.
+    """
 
     def each(value: Callable[[RunData], str]) -> str:
         found = list(dict.fromkeys(v for v in map(value, runs) if v))
+        if all(map(str.isdecimal, found)):
+            found.sort(key=int)
+            return " to ".join([found[0], found[-1]]) if len(found) > 3 else ", ".join(found)
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     seeds = len({run.seed for run in runs})
@@ -82,7 +88,6 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
         ("Clients", each(lambda run: str(run.header["task"]["clients"])),
          f"({each(lambda run: str(run.settings.get('train.per_round', '')))} a round)"),
         ("Rounds", each(lambda run: str(run.settings.get("train.rounds", ""))), ""),
-        ("Density", each(lambda run: run.density), ""),
         ("Metric", each(lambda run: run.metric.name), each(lambda run: run.metric.direction)),
         ("Seeds", str(seeds), ""),
     ]  # fmt: skip
@@ -144,14 +149,14 @@ def _group(label: str, runs: Sequence[RunData]) -> dict[str, Any]:
         "densities": curves.final_densities(runs),
         "points": [_point(run) for run in runs if run.counted],
         "share": _share(runs),
-        "phases": _phases(runs),
+        "work": _work(runs),
     }
 
 
-def _phases(runs: Sequence[RunData]) -> dict[str, float]:
-    """Seconds of each phase, mean over seeds."""
-    spent = [phase_seconds(run.rounds) for run in runs]
-    return {phase: statistics.fmean(one[phase] for one in spent) for phase in PHASES}
+def _work(runs: Sequence[RunData]) -> dict[str, float]:
+    """Seconds of each kind of work, mean over seeds."""
+    spent = [work_seconds(run.rounds) for run in runs]
+    return {kind: statistics.fmean(one[kind] for one in spent) for kind in WORK}
 
 
 def _share(runs: Sequence[RunData]) -> dict[str, float]:
@@ -196,7 +201,7 @@ def _about(label: str, run: RunData) -> dict[str, Any]:
         "label": label,
         "folder": run.folder.name,
         "seed": run.seed,
-        "state": run.state,
+        "state": run.state + (", code changed" if run.mixed else ""),
         "rounds": len(run.counted),
         "checksum": (run.end or {}).get("checksum"),
         "settings": run.settings,

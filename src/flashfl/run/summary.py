@@ -11,7 +11,7 @@ from typing import Any
 from ..core.record import RoundRecord
 from ..data.task import Task
 
-PHASES = ("train", "aggregate", "evaluate", "record")
+WORK = ("train", "aggregate", "evaluate", "record")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numb
         rounds=len(counted),
         orders=sum(len(r.cohort) for r in counted),
         dense=dense * about["values"] / about["trained"],
-        seconds=sum(phase_seconds(rounds).values()),
+        seconds=sum(work_seconds(rounds).values()),
         dropped=sum(len(r.failures) for r in rounds),
         mismatch=statistics.fmean(late) if late else None,
         flops=sum(r.flops for r in rounds) or None,
@@ -142,6 +142,6 @@ def plain_of(views: Mapping[str, float]) -> float | None:
     return views.get("after") if "average" in views else None
 
 
-def phase_seconds(rounds: Sequence[RoundRecord]) -> dict[str, float]:
-    """Seconds by phase, from the records of rounds: interruptions between them do not count."""
-    return {phase: sum(r.seconds.get(phase, 0.0) for r in rounds) for phase in PHASES}
+def work_seconds(rounds: Sequence[RoundRecord]) -> dict[str, float]:
+    """Seconds by kind of work, from the records of rounds: interruptions between them do not count."""
+    return {kind: sum(r.seconds.get(kind, 0.0) for r in rounds) for kind in WORK}

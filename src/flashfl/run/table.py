@@ -56,7 +56,8 @@ class Table:
         over = [[""] * (high - len(cell)) + cell for cell in over]  # headings stand on the rule
         shown = [over, [["-" * w] for w in widths], *lines]
         texts = [_aligned(line, widths) for cells in shown for line in zip_longest(*cells, fillvalue="")]
-        return "\n".join([*([*textwrap.wrap(self.title, width), ""] if self.title else []), *texts, *self.notes])
+        notes = ["", *(textwrap.fill(note, width) for note in self.notes)] if self.notes else []
+        return "\n".join([*([*textwrap.wrap(self.title, width), ""] if self.title else []), *texts, *notes])
 
     def csv(self) -> str:
         """One line a row, with values instead of texts. An empty field was not recorded."""
@@ -107,12 +108,17 @@ def percent(mean: float, std: float | None) -> str:
 
 
 TRANSFER = "s at 1 / 10 / 100 Mbit/s"  # seconds that one client's bytes of one round take
+_AVERAGED = (
+    "Not averaged: the metric of the server's model itself. Where it is given, the column to its left shows that of "
+    "the model's running average over rounds."
+)
 
 
 def transfer(count: float) -> Entry:
     """How long so many bytes take on slow, medium and fast lines."""
     seconds = [8 * count / (rate * 1e6) for rate in (1, 10, 100)]
-    return Entry(" / ".join(f"{s:.2g}" for s in seconds), seconds[0])
+    # Two digits that count, as 1300, not as 1.3e+03.
+    return Entry(" / ".join(f"{float(f'{s:.2g}'):.10g}" for s in seconds), seconds[0])
 
 
 COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
@@ -123,29 +129,30 @@ COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
     "before %": lambda s: number(s.before, s.metric.text),
     "personal %": lambda s: number(s.personal, s.metric.text),
     "density": lambda s: number(s.density, lambda v: f"{v:.4f}"),
-    "up": lambda s: number(s.up, amount),
-    "down": lambda s: number(s.down, amount),
+    "up / run": lambda s: number(s.up, amount),
+    "down / run": lambda s: number(s.down, amount),
     "up / round": lambda s: number(s.up / max(1, s.rounds), amount),
     "down / round": lambda s: number(s.down / max(1, s.rounds), amount),
     TRANSFER: lambda s: transfer((s.up + s.down) / max(1, s.orders)),
     "saving": lambda s: number(s.saving, lambda v: f"{v:.1f}×"),
     "paper's formula": lambda s: number(s.paper_saving, lambda v: f"{v:.1f}×"),
-    "FLOPs": lambda s: number(s.flops, lambda v: f"{v:.3g}"),
+    "FLOPs / run": lambda s: number(s.flops, lambda v: f"{v:.3g}"),
     "mask mismatch": lambda s: number(s.mismatch, lambda v: f"{v:.3f}"),
     "epsilon": lambda s: number(s.epsilon, lambda v: f"{v:.2f}"),
     "dropped": lambda s: number(s.dropped * s.seeds, lambda v: f"{v:.0f}"),
-    "time (s)": lambda s: number(s.seconds, lambda v: f"{v:.1f}"),
+    "seconds / run": lambda s: number(s.seconds, lambda v: f"{v:.1f}"),
 }
 
 
 def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: str = "") -> Table:
     """A row for each group of runs, with these of the COLUMNS.
 
-    Averaged models stand beside the plain ones. Private runs get a column for the epsilon they spent.
+    Averaged models stand beside the plain ones, with a note. Private runs get a column for the epsilon they spent.
     """
+    notes: list[str] = []
     if any(s.plain is not None for s in groups.values()) and "accuracy %" in columns:
         at = columns.index("accuracy %") + 1
-        columns = [*columns[:at], "not averaged %", *columns[at:]]
+        columns, notes = [*columns[:at], "not averaged %", *columns[at:]], [_AVERAGED]
     if any(s.epsilon is not None for s in groups.values()) and "epsilon" not in columns:
         columns = [*columns, "epsilon"]
     rows = [[Entry(label, label), *(COLUMNS[name](s) for name in columns)] for label, s in groups.items()]
@@ -153,7 +160,7 @@ def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: 
     if metric != ACCURACY:
         named = metric.name if metric.higher_is_better else f"{metric.name} ({metric.direction})"
         columns = [name.replace("accuracy %", named).removesuffix(" %") for name in columns]
-    return Table(("method", *columns), rows, title)
+    return Table(("method", *columns), rows, title, notes)
 
 
 def shared_metric(metrics: Iterable[Metric]) -> Metric:

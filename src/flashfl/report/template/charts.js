@@ -67,7 +67,7 @@ const DASH = 9;
 function drawCurve(svg, s, found) {
   const curve = shape("g", { class: "line", style: { fill: "none", stroke: s.colour, "stroke-width": s.width || 2, "stroke-linejoin": "round" } });
   for (const { sharing, turn, points } of found) {
-    const turns = sharing.length > 1 ? { "stroke-dasharray": `${DASH} ${DASH * (sharing.length - 1)}`, "stroke-dashoffset": -DASH * turn } : {};
+    const turns = sharing.length > 1 ? { "stroke-dasharray": `${DASH} ${DASH * (sharing.length - 1)}`, "stroke-dashoffset": -DASH * turn } : { "stroke-dasharray": s.dash };
     curve.append(shape("path", { d: path(points), ...turns }));
   }
   svg.append(curve);
@@ -106,7 +106,7 @@ function nameClouds(svg, series, x, y, inner) {
   }
 }
 
-// series: [{label, colour, x, y, spread, dots, line, name, mark: {y, spread, label}}]
+// series: [{label, colour, dash, chip, x, y, spread, dots, line, name, mark: {y, spread, label}}]
 function lineChart(host, options) {
   const o = { xTick: text.plain, yTick: text.plain, xText: options.xTick || text.plain, yText: options.yTick || text.plain, ...options };
   const series = o.series.filter((s) => s.x.length);
@@ -169,8 +169,8 @@ function hover(svg, series, { x, y, inner }, o) {
     // Of very many lines only those next to the pointer are told.
     const near = same.length <= 10 ? same : [...same].sort((a, b) => Math.abs(a.high - py) - Math.abs(b.high - py)).slice(0, 9);
     const rest = same.length > near.length ? [["", `and ${same.length - near.length} more`, ""]] : [];
-    const rows = near.sort((a, b) => a.high - b.high).flatMap((p) => [[p.s.colour, p.s.label, value(p)], ...(p.s.more ? p.s.more(p.i) : [])]);
-    const marks = same.filter((p) => p.s.mark && p.i === p.s.x.length - 1).map((p) => [p.s.colour, `${p.s.label}, paper`, p.s.mark.text]);
+    const rows = near.sort((a, b) => a.high - b.high).flatMap((p) => [[p.s.chip || p.s.colour, p.s.label, value(p)], ...(p.s.more ? p.s.more(p.i) : [])]);
+    const marks = same.filter((p) => p.s.mark && p.i === p.s.x.length - 1).map((p) => [p.s.chip || p.s.colour, `${p.s.label}, paper`, p.s.mark.text]);
     showTip(event, o.title ? o.title(best.s.x[best.i], best.s, best.i) : `${o.xLabel} ${o.xText(best.s.x[best.i])}`, [...rows, ...rest, ...marks]);
   };
   area.addEventListener("pointermove", move);
@@ -212,7 +212,7 @@ function heatmap(host, o) {
   host.replaceChildren(svg);
 }
 
-// rows: [{label, colour, parts: [[name, value]], mark}]
+// rows: [{label, parts: [[name, value]], mark}]
 function bars(host, o) {
   const width = Math.max(240, host.clientWidth), top = 4, beside = Math.max(...o.rows.map((r) => r.label.length)) * LETTER + 12;
   // Labels stand beside the bars, or above them in full if they are too long for that.

@@ -40,7 +40,7 @@ const text = {
   flops: (v) => withUnit(v, ["", "k", "M", "G", "T", "P", "E"]),
   plain: (v, digits) => (Math.abs(v) >= 1e4 ? withUnit(v, ["", "k", "M", "G"], digits) : Number(Number(v).toPrecision(digits || 4)).toString()),
   sm: (v) => v.toFixed(3),
-  seconds: (v) => (v >= 3600 ? `${Math.floor(v / 3600)} h ${Math.round((v % 3600) / 60)} min` : v >= 120 ? `${(v / 60).toFixed(1)} min` : `${v.toFixed(1)} s`),
+  seconds: (v) => (v >= 3600 ? `${Math.floor(v / 3600)} h ${Math.round((v % 3600) / 60)} min` : v >= 120 ? `${(v / 60).toFixed(1)} min` : `${Number(v.toPrecision(3))} s`),
 };
 
 // --- scales: a function from value to pixel, with its ticks ------------------------------------------------------------
@@ -102,7 +102,12 @@ function ramp(most, unit = "") {
   return make("div", { class: "keys" }, make("span", {}, "0", make("div", { class: "ramp", style: { background: `linear-gradient(90deg, ${shades})` } }), `${most}${unit && ` ${unit}`}`));
 }
 
-const groupColour = (i) => `var(--c${i % 10})`;
+// Ten colours. Groups beyond them have dashed lines and striped chips, with shorter dashes each time the colours begin again.
+function groupLook(i) {
+  const colour = `var(--c${i % 10})`, cycle = Math.floor(i / 10), on = 4 / cycle;
+  if (!cycle) return { colour, chip: colour };
+  return { colour, dash: `${2 * on} 3`, chip: `repeating-linear-gradient(90deg, ${colour} 0 ${on}px, transparent 0 ${on + 2}px)` };
+}
 // Layers from the first to the last: hue turns with depth, lightness fits the theme.
 const depthColour = (i, n) => `hsl(${215 - 195 * (n > 1 ? i / (n - 1) : 0)} ${isDark() ? "75% 64%" : "70% 42%"})`;
 

@@ -8,7 +8,8 @@ const main = document.getElementById("main");
 let draws = [];  // what to call when the width or the theme changes
 
 const mine = (label) => `${part.title}: ${label}`;  // tasks may have methods of the same name
-const shown = () => part.groups.map((g, i) => ({ ...g, colour: groupColour(i) })).filter((g) => !hidden.has(mine(g.label)));
+const shown = () => part.groups.map((g, i) => ({ ...g, ...groupLook(i) })).filter((g) => !hidden.has(mine(g.label)));
+const look = ({ label, colour, dash, chip }) => ({ label, colour, dash, chip });  // of a series
 const thousand = (n) => n.toLocaleString("en").replaceAll(",", " ");
 
 function section(title, about, { half = false } = {}) {
@@ -34,7 +35,7 @@ function choice(parent, options, key) {
 function legend() {
   return part.groups.map((g, i) => {
     const key = mine(g.label);
-    return make("button", { type: "button", "aria-pressed": String(!hidden.has(key)), style: { "--c": groupColour(i) }, title: "show or hide",
+    return make("button", { type: "button", "aria-pressed": String(!hidden.has(key)), style: { "--c": groupLook(i).chip }, title: "show or hide",
       onclick: () => { if (!hidden.delete(key)) hidden.add(key); render(); } }, g.label);
   });
 }
@@ -75,15 +76,15 @@ function measured() {
 
 function trends() {
   const metric = measured(), groups = shown();
-  const accuracy = section(`${metric.title} by round`, `Test ${metric.name} of the server's model after each round${metric.direction}; seeds as mean and standard deviation.` + (groups.some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
+  const accuracy = section(`${metric.title} by round`, `${metric.title} at each evaluation${metric.direction}; seeds as mean and standard deviation.` + (groups.some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
   chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: groups.map((g) => ({
-    label: g.label, colour: g.colour, x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
+    ...look(g), x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
   const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, first phase included (log scale).", { half: true });
   choice(bytes, { both: "up + down", up: "up", down: "down" }, "bytes");
   const sum = (a) => a.up.map((v, i) => (chosen.bytes === "both" ? v + a.down[i] : a[chosen.bytes][i]));
   chart(bytes, (host) => lineChart(host, { xLabel: "bytes", ...metric.axis, xType: "log", xTick: text.bytes, nearest: true,
     title: (v, s, i) => `${text.bytes(v)} after round ${s.rounds[i]}`,
-    series: groups.map((g) => ({ label: g.label, colour: g.colour, x: sum(g.accuracy), y: g.accuracy.mean, spread: g.accuracy.std, rounds: g.accuracy.round, dots: g.accuracy.round.length < 25 })) }));
+    series: groups.map((g) => ({ ...look(g), x: sum(g.accuracy), y: g.accuracy.mean, spread: g.accuracy.std, rounds: g.accuracy.round, dots: g.accuracy.round.length < 25 })) }));
 }
 
 function paperMark(g) {
@@ -99,19 +100,19 @@ function masks() {
   const whole = section("Mask mismatch between rounds", "SM = 1 − |A∩B| / |A∪B| between the server's masks of consecutive rounds: 0 is full consensus.", { half: true });
   const top = Math.max(0.1, ...groups.flatMap((g) => g.mismatch.mean.map((v, i) => v + g.mismatch.std[i]))) * 1.05;
   chart(whole, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yTick: text.plain, yText: text.sm, whole: true, yDomain: [-0.03 * top, top],
-    series: groups.map((g) => ({ label: g.label, colour: g.colour, x: g.mismatch.round, y: g.mismatch.mean, spread: g.mismatch.std })) }));
+    series: groups.map((g) => ({ ...look(g), x: g.mismatch.round, y: g.mismatch.mean, spread: g.mismatch.std })) }));
 }
 
 function heats() {
   const kept = shown().filter((g) => g.heat.round.length), moves = (g) => g.heat.sm.some((row) => row.some((v) => v > 0));
   const groups = kept.filter(moves), still = kept.filter((g) => !moves(g)).map((g) => g.label);
   if (!kept.length) return;
-  const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner fades; one common scale." + (still.length ? ` Not drawn, because the mask never moves and SM is 0 throughout: ${still.join(", ")}.` : ""), { half: groups.length < 3 });
+  const node = section("Mask mismatch, round by round", "SM between the server's masks of any two recorded rounds. Where masks converge, the upper right corner fades; one common scale." + (still.length ? ` Not drawn, because all their recorded masks are the same (dense rounds record none): ${still.join(", ")}.` : ""), { half: groups.length < 3 });
   if (!groups.length) return;
   const most = Math.max(0.1, ...groups.flatMap((g) => g.heat.sm.flat())), many = make("div", { class: "many", style: { "--least": "250px" } });
   node.append(many, ramp(most.toFixed(2)));
   for (const g of groups) {
-    const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label));
+    const cell = make("div", {}, make("h3", { style: { "--c": g.chip } }, g.label));
     many.append(cell);
     const r = g.heat.round;
     chart(cell, (host) => heatmap(host, { square: true, columns: r, rows: r, values: g.heat.sm, most, xLabel: "round", yLabel: "round", what: "SM", text: text.sm, label: `mismatch of ${g.label}`, title: (a, b) => `${g.label}: rounds ${r[a]} and ${r[b]}` }));
@@ -126,7 +127,7 @@ function layers() {
     node.append(many);
     const top = Math.max(0.1, ...groups.flatMap((g) => g.layer_mismatch.layers.flat())) * 1.05;
     for (const g of groups) {
-      const cell = make("div", {}, make("h3", { style: { "--c": g.colour } }, g.label)), gone = (off[mine(g.label)] ||= new Set()), n = g.layers.length;
+      const cell = make("div", {}, make("h3", { style: { "--c": g.chip } }, g.label)), gone = (off[mine(g.label)] ||= new Set()), n = g.layers.length;
       many.append(cell);
       chart(cell, (host) => lineChart(host, { xLabel: "round", yLabel: "mismatch", yText: text.sm, whole: true, yDomain: [-0.03 * top, top], series: g.layer_mismatch.layers.map((row, i) => ({
         label: g.layers[i], colour: depthColour(i, n), width: n > 8 ? 1.4 : 2, x: gone.has(i) ? [] : g.layer_mismatch.round, y: row })), empty: "Every layer is switched off." }));
@@ -140,7 +141,7 @@ function densities() {
   const dense = section("Layer densities", "The share of each prunable layer's weights that the final server mask keeps (log scale); for NST the union over its last cohort.", { half: true });
   const groups = shown(), names = part.groups.length ? part.groups.reduce((a, b) => (a.layers.length > b.layers.length ? a : b)).layers : [];
   chart(dense, (host) => lineChart(host, { xLabel: "layer", yLabel: "density", yType: "log", yTick: text.tick, yText: text.share, names: brief(names), title: (v) => `layer ${v}: ${names[v - 1]}`,
-    series: groups.filter((g) => g.densities.length).map((g) => ({ label: g.label, colour: g.colour, dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
+    series: groups.filter((g) => g.densities.length).map((g) => ({ ...look(g), dots: true, x: g.densities.map((_, i) => i + 1), y: g.densities.map((v) => Math.max(v, 1e-6)) })) }));
 }
 
 const MANY = 9; // points with names that need the whole width
@@ -150,14 +151,14 @@ function costs() {
   if (points.length) {
     const node = section("FLOPs and bytes", "What each run cost in all, a point for each seed: training FLOPs on hardware that skips zeros, against bytes both ways. Lower left is cheaper.", { half: points.length < MANY });
     chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: "FLOPs", xType: "log", yType: "log", xTick: text.bytes, yTick: text.flops, nearest: true, xDomain: padded(points, "bytes"), yDomain: padded(points, "flops"), title: (v, s) => s.label,
-      series: points.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
+      series: points.map((g) => ({ ...look(g), line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.flops),
         more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", metric.name, g.points[i].accuracy === null ? "–" : metric.axis.yText(g.points[i].accuracy)], ["", "seed", String(g.points[i].seed)]] })) }));
   }
   const counted = shown().filter((g) => g.share.values !== undefined);
   if (counted.length) {
     const node = section("Bytes per client and round", "Encoded order and update together, by what they carry, beside the paper's formula (fp32 values, with CSR indices where the mask moves, no BatchNorm statistics).", { half: true });
     chart(node, (host) => bars(host, { label: "bytes by part", parts: ["values", "mask", "overhead"], text: text.bytes, markName: "paper's formula",
-      rows: counted.map((g) => ({ label: g.label, colour: g.colour, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
+      rows: counted.map((g) => ({ label: g.label, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
   }
 }
 
@@ -166,16 +167,16 @@ function ends() {
   if (!groups.length) return;
   const node = section(`${metric.title} by all bytes`, "Where each run ends: its last evaluation against all bytes both ways, a point for each seed. " + (metric.direction.includes("lower") ? "Lower" : "Upper") + " left is better.", { half: groups.length < MANY });
   chart(node, (host) => lineChart(host, { xLabel: "bytes", yLabel: metric.name, xType: "log", xTick: text.bytes, nearest: true, ...metric.axis, xDomain: padded(groups, "bytes"), title: (v, s) => s.label,
-    series: groups.map((g) => ({ label: g.label, colour: g.colour, line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
+    series: groups.map((g) => ({ ...look(g), line: false, dots: true, radius: 5, name: g.label, x: g.points.map((p) => p.bytes), y: g.points.map((p) => p.accuracy),
       more: (i) => [["", "bytes", text.bytes(g.points[i].bytes)], ["", "seed", String(g.points[i].seed)]] })) }));
 }
 
 function times() {
   const groups = shown();
   if (!groups.length) return;
-  const node = section("Wall time by phase", "Seconds a run spent in each phase on the machine it ran on, mean over seeds.", { half: true });
-  const phases = Object.keys(groups[0].phases);
-  chart(node, (host) => bars(host, { label: "seconds by phase", parts: phases, text: text.seconds, rows: groups.map((g) => ({ label: g.label, colour: g.colour, parts: phases.map((k) => [k, g.phases[k]]) })) }));
+  const node = section("Wall time by work", "Seconds a run spent on each kind of work on the machine it ran on, mean over seeds.", { half: true });
+  const kinds = Object.keys(groups[0].work);
+  chart(node, (host) => bars(host, { label: "seconds by work", parts: kinds, text: text.seconds, rows: groups.map((g) => ({ label: g.label, parts: kinds.map((k) => [k, g.work[k]]) })) }));
 }
 
 function padded(groups, key) {

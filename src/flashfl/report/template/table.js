@@ -18,7 +18,7 @@ function table() {
     onclick: () => pick(name), onkeydown: (e) => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); pick(name); } } }, ...broken(name)));
   const first = (i) => {
     const g = part.groups[i], mark = g ? [make("i", {})] : [];
-    return make("td", { style: g ? { "--c": groupColour(i) } : {} }, make("div", {}, ...mark, rows[i][0].text));
+    return make("td", { style: g ? { "--c": groupLook(i).chip } : {} }, make("div", {}, ...mark, rows[i][0].text));
   };
   const lines = order.map((i) => make("tr", { class: part.groups[i] && hidden.has(mine(part.groups[i].label)) ? "off" : "" },
     first(i), ...rows[i].slice(1).map((entry, c) => make("td", { "data-column": head[c + 1] }, ...unbroken(entry.text)))));
