@@ -25,12 +25,12 @@ def texts(browser: Any, selector: str) -> list[str]:
     return list(browser.execute_script(script, selector))
 
 
-def test_header_names_data_model_and_rounds(page: str, open_page: Open) -> None:
+def test_header_names_data_model_rounds_and_densities(page: str, open_page: Open) -> None:
     browser = open_page(page)
     shown = dict(zip(texts(browser, "header dt"), texts(browser, "header dd"), strict=True))
     assert shown == {
         "Data set": "digits", "Model": "digits 241,898 weights", "Clients": "4 (2 a round)", "Rounds": "5",
-        "Metric": "accuracy higher is better", "Seeds": "2",
+        "Density": "0.1, 0.12, 1 at the end", "Metric": "accuracy higher is better", "Seeds": "2",
     }  # fmt: skip
 
 

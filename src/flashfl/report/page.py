@@ -76,8 +76,8 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
 
     def each(value: Callable[[RunData], str]) -> str:
         found = list(dict.fromkeys(v for v in map(value, runs) if v))
-        if all(map(str.isdecimal, found)):
-            found.sort(key=int)
+        if all(text.replace(".", "").isdecimal() for text in found):
+            found.sort(key=float)
             return " to ".join([found[0], found[-1]]) if len(found) > 3 else ", ".join(found)
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
@@ -88,6 +88,7 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
         ("Clients", each(lambda run: str(run.header["task"]["clients"])),
          f"({each(lambda run: str(run.settings.get('train.per_round', '')))} a round)"),
         ("Rounds", each(lambda run: str(run.settings.get("train.rounds", ""))), ""),
+        ("Density", each(lambda run: f"{run.counted[-1].density:.2g}" if run.counted else ""), "at the end"),
         ("Metric", each(lambda run: run.metric.name), each(lambda run: run.metric.direction)),
         ("Seeds", str(seeds), ""),
     ]  # fmt: skip
