@@ -31,6 +31,7 @@ from flashfl.core.precision import FORMS, Precision
 from flashfl.core.rng import choose, fold
 from flashfl.sparsity import recipe_mask
 from flashfl.wire import Message, Parts, decode, encode, size_with
+from flashfl.wire.coded import plan_levels
 from flashfl.wire.levels import TOPS, to_levels
 from flashfl.wire.masks import plan
 
@@ -337,21 +338,25 @@ def precisions() -> None:
 
 
 def entropies() -> None:
-    """How many bits the levels of a trained model hold: what an entropy code could save."""
-    print("\nEntropy of quantised values in bits, and of a Huffman code for them: digits, SPDST d = 0.1, 15 rounds")
+    """How many bits the levels of a trained model hold: what an entropy code could save, and what ours saves."""
+    print("\nBits of quantised values: entropy, a Huffman code, and our Rice code, which only changes use")
+    print("  digits, SPDST d = 0.1, 15 rounds")
     before: list[Weights] = []
     run = fl.simulate(fl.SPDST(0.1), fl.data.tasks.digits(), 15, workers=1, progress=False,
                       watch=lambda state, record: before.append(state.weights))  # fmt: skip
     places, trained = run.weights.mask.places, run.weights.vector
     for what, values in (("weights", trained[places]), ("changes", (trained - before[-2].vector)[places])):
         for form in ("int8", "int4"):
-            levels = to_levels(values, run.weights.mask.counts, form, "unbiased", [1]).levels.long()
-            counts = torch.bincount(levels + TOPS[form]).double()
+            levels = to_levels(values, run.weights.mask.counts, form, "unbiased", [1]).levels
+            counts = torch.bincount(levels.long() + TOPS[form]).double()
             shares = counts[counts > 0] / counts.sum()
             entropy, huffman = float(-(shares * shares.log2()).sum()), _huffman(shares.tolist())
             full = 8 if form == "int8" else 4
-            less = f"{1 - huffman / full:.1%} less"
-            print(f"  {what} as {form}: entropy {entropy:.2f}, Huffman {huffman:.2f} of {full}: {less}")
+            rice = full - 8 * int(plan_levels(levels, form).saved) / len(levels)
+            less = f"{1 - rice / full:.1%} less"
+            print(
+                f"  {what} as {form}: entropy {entropy:.2f}, Huffman {huffman:.2f}, Rice {rice:.2f} of {full}: {less}"
+            )
 
 
 def _huffman(shares: list[float]) -> float:

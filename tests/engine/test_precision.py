@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,22 @@ import torch
 import flashfl as fl
 from flashfl.core.client import Clients
 from flashfl.core.errors import ConfigError
-from flashfl.core.exchange import Local
+from flashfl.core.exchange import Local, Update
 from flashfl.core.layout import Layout
-from flashfl.core.precision import Precision
+from flashfl.core.mask import Weights
+from flashfl.core.precision import Form, Precision
+from flashfl.engine.client import update_message
 from flashfl.engine.encoding import Encoding
+from flashfl.engine.gpu.rounded import decode, rounded
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
+from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, make_config
 from flashfl.wire import Feedback, encode
 from flashfl.wire.errors import WrongContent
+from flashfl.wire.values import values_chunks, values_size
 from tests.conftest import make_task
-from tests.engine.test_lanes import agree, devices
+from tests.engine.test_lanes import agree, devices, run_lanes
 from tests.run.run_support import After, Killed, killed
 from tests.test_every_method import SETTINGS, small
 from tests.wire.wire_support import mask_of, order, small_layout, update
@@ -162,3 +169,53 @@ def test_settings_from_the_command_line() -> None:
     assert config.down == Precision("int8", "fp16")
     assert config.up == Precision("int4", "fp16", changes=True)
     assert TrainConfig(values="int8").local().upload is None  # so that default messages stay as they were
+
+
+@devices
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_bytes_of_coded_changes_are_counted_as_they_are_written(form: Form, device: str) -> None:
+    """Clients under one mask and under others, with changes of all spreads, some too wide to be coded."""
+    layout, how = small_layout((400, 800)), Precision(form, changes=True)
+    one, other = (mask_of(layout, [0.5, 0.3], seed) for seed in (1, 2))
+    masks, keys = [one, one, other, one, other], [3, 4, 5, 6, 7]
+    noise = torch.randn(5, layout.size, generator=torch.Generator().manual_seed(1))
+    rows = noise.sign() * noise.abs() ** torch.tensor([[0.2], [1.0], [2.0], [3.0], [9.0]])
+    moved = [mask.to(device) for mask in (one, other)]
+    there = [moved[mask is other] for mask in masks]
+    found, saved = rounded(rows.to(device), there, keys, "all", how)
+    for row, mask, key, values, less in zip(rows, masks, keys, found.cpu(), saved.tolist(), strict=True):
+        packed = Weights.masked(mask, row).packed()
+        data = b"".join(values_chunks(packed, layout, mask.counts, "all", how, key))
+        assert len(data) == values_size(layout, mask.active, "all", how) - less
+        assert torch.equal(Weights.masked(mask, values).vector, values)
+    assert saved[0] == 0
+    assert bool((saved[2:] > 0).all())
+
+
+@devices
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_lanes_count_coded_changes_of_flashplus_as_they_are_written(
+    form: Form, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the digits. Every update that is counted is also written. Engines are not compared: their weights may differ
+    in the last bit, and then so do levels and sizes.
+    """
+    task, written = fl.tasks.digits(clients=30), []
+    trained = task.layout.trained_size
+
+    def spy(works: Sequence[Work], values: torch.Tensor, how: Precision) -> tuple[torch.Tensor, torch.Tensor]:
+        for work, row in zip(works, values.cpu(), strict=True):
+            mask, base = work.mask.to("cpu"), work.order.weights.vector.cpu()
+            change = torch.cat([row[:trained] - base[:trained], row[trained:]])
+            done = Update.of(work.client.id, work.n, Weights.masked(mask, change), mask.counts, {"loss": 0.0})
+            written.append(encode(update_message(done, work.order, task.layout), (mask,), how).parts.total)
+        return decode(works, values, how)
+
+    monkeypatch.setattr("flashfl.engine.gpu.engine.decode", spy)
+    method = small("flashplus", density=0.1, warmup_clients=1, warmup_epochs=1)
+    config = TrainConfig(device="cpu", rounds=3, per_round=4, workers=1, values=form, rest="fp16", upload="changes")
+    run = run_lanes(method, task, device, config)
+    assert len(written) == 3 * 4
+    assert sum(line.bytes.up for line in run.history if line.counts) == sum(written)
+    plain = fl.simulate(method, task, train=replace(config, upload="weights"))
+    assert run.bytes_up < 0.95 * plain.bytes_up

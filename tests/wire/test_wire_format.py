@@ -7,7 +7,7 @@ import json
 import re
 import struct
 import zlib
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,11 @@ from flashfl.core.exchange import Local
 from flashfl.core.layout import KINDS as LAYOUT_KINDS
 from flashfl.core.layout import Layer, Layout
 from flashfl.core.mask import Mask, Recipe
-from flashfl.core.precision import Precision, Rounding
+from flashfl.core.precision import Form, Precision, Rounding
 from flashfl.core.rng import fold, hashes
 from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
 from flashfl.wire import Limits, encode
+from flashfl.wire.coded import write_levels
 from flashfl.wire.frame import CODES
 from flashfl.wire.message import KINDS as MESSAGE_KINDS
 from flashfl.wire.values import round_values, segments
@@ -192,6 +193,44 @@ def test_second_reader_sees_the_same_int8_values() -> None:
     assert values.at == len(values.data)
 
 
+def numbers_of(body: Bytes, count: int) -> list[int]:
+    """The numbers of a block of one list, as they are."""
+    k, length = body.number(1), body.number(4)
+    low, unary = bits_of(body.take((count * k + 7) // 8)), bits_of(body.take(length))
+    out, at = [], 0
+    for i in range(count):
+        end = unary.index(1, at)
+        out.append((end - at << k) + sum(low[j * count + i] << j for j in range(k)))
+        at = end + 1
+    assert not any(low[count * k :] + unary[at:])
+    return out
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_second_reader_sees_the_same_coded_levels(form: Form) -> None:
+    """It turns the numbers into plain levels and reads on as before."""
+    mask, how = (
+        mask_of(LAYOUT, [0.9, 0.9, 0.0, 1.0], 1),
+        Precision(form, "fp16" if form == "int4" else "fp32", changes=True),
+    )
+    message, count = update(mask), mask.active + 12
+    assert message.values is not None
+    message = replace(message, values=(message.values - 0.5) ** 7)
+    _, _, values = read(encode(message, values=how, form="rice").data, mask)
+    assert values.take(2) == bytes([0, {"int8": 3 + 32 + 64, "int4": 4 + 16 + 32 + 64}[form]])
+    scales = values.take(20 if form == "int8" else 2 * -(-count // 64))
+    levels = [-(x + 1) // 2 if x % 2 else x // 2 for x in numbers_of(values, count)]
+    if form == "int8":
+        plain = bytes(level % 256 for level in levels)
+    else:
+        halves = [level % 16 for level in levels] + [0] * (count % 2)
+        plain = bytes(a | b << 4 for a, b in zip(halves[::2], halves[1::2], strict=True))
+    rest = values.take(len(values.data) - values.at)
+    found = {"int8": read_int8, "int4": read_int4}[form](Bytes(scales + plain + rest), list(mask.counts))
+    rounded = round_values(message.values, segments(LAYOUT, mask.counts, "all", form), how, message.value_key)
+    assert torch.equal(torch.tensor(found), rounded)
+
+
 def test_hashes_as_described() -> None:
     rows = [[layer.name, list(layer.shape), layer.kind] for layer in LAYOUT.layers]
     text = json.dumps(rows, separators=(", ", ": ")).encode()
@@ -288,3 +327,6 @@ def test_settings_as_described() -> None:
 def test_example_numbers_of_the_page_are_right() -> None:
     assert f"gives {fold(7, 'mask', 2)}." in PAGE
     assert f"hashes {', '.join(map(str, hashes((1 << 40) + 7, 0, 3, 'cpu').tolist()))}." in PAGE
+    coded, chunks = write_levels(torch.tensor([1, -1, -2] * 16, dtype=torch.int8), "int4", True)
+    assert coded
+    assert f"coded: `{b''.join(chunks).hex(' ')}`." in PAGE

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from wire_surgery import mutate_bytes, mutate_field
 
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
+from flashfl.core.precision import Precision
 from flashfl.wire import Coding, Limits, Message, WireError, decode, encode
 from flashfl.wire.values import FORMS, count_values
 
@@ -36,10 +38,20 @@ def seeds(layout: Layout) -> list[Seed]:
         known = {mask.hash: mask for mask in bases}
         for form in FORMS if message.values is not None else FORMS[:1]:
             out.append((encode(message, bases, form).data, known))
+        if message.kind == "update" and message.mask is not None:
+            out += coded(message, bases)
         if message.mask is not None:
             forms = ["rice", "bitmap", *(["difference"] if bases else [])]
             out += [(encode(message, bases, form=form).data, known) for form in forms]
     return out
+
+
+def coded(message: Message, bases: tuple[Mask, ...]) -> list[Seed]:
+    """An update with changes, most of them small, so that their levels are coded."""
+    assert message.values is not None
+    peaked = replace(message, values=message.values**5)
+    how = [Precision(form, changes=True) for form in ("int8", "int4")]
+    return [(encode(peaked, bases, one).data, {mask.hash: mask for mask in bases}) for one in how]
 
 
 def check(message: Message, data: bytes, known: dict[str, Mask]) -> None:
@@ -113,6 +125,7 @@ def large(count: int = 500, room: int = 768 << 20) -> None:
         (encode(update(near), (base,), "int8").data, known),
         (encode(update(near), form="rice").data, known),
         (encode(update(near), form="bitmap", values="fp16").data, known),
+        *coded(update(near), (base,)),
     ]
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
+from flashfl.core.precision import Precision
 from flashfl.sparsity import PruneRegrow, recipe_mask
 from flashfl.wire import Message, encode
 from flashfl.wire.values import Carries, count_values
@@ -62,6 +65,8 @@ def update(mask: Mask | None, carries: Carries = "all", **more: object) -> Messa
 def written() -> dict[str, bytes]:
     """Each example as the codec writes it now."""
     counts = Message("update", LAYOUT, (1, 0, 0), 3, 50, counts=BASE.counts, metrics={"loss": -0.0, "steps": 3.0})
+    some = values(DENSE)
+    small = replace(update(DENSE), values=some * some * some)
     return {
         "order recipe fp32": encode(order(MADE, local=LOCAL), form="recipe").data,
         "order known fp32": encode(
@@ -72,6 +77,8 @@ def written() -> dict[str, bytes]:
         "update difference int8": encode(update(NEAR), (BASE,), "int8", form="difference").data,
         "update bitmap fp16": encode(update(BASE), (), "fp16", form="bitmap").data,
         "update known bf16": encode(update(BASE, "weights"), (BASE,), "bf16").data,
+        "update of coded changes int4": encode(small, (BASE,), Precision("int4", "fp16", changes=True)).data,
+        "update of coded changes int8": encode(small, (BASE,), Precision("int8", changes=True)).data,
         "update counts": encode(counts).data,
         "update statistics": encode(update(None, "statistics")).data,
         "lack": encode(Message("lack", LAYOUT, (1, 0, 1), 3, lacks=BASE.hash)).data,

@@ -47,7 +47,7 @@ class _Heard:
 
     seats: Sequence[Work]
     bytes: list[int | Tensor]  # of each mask
-    found: Tensor  # [3, clients]: whether the update is good, whether it is finite, its loss
+    found: Tensor  # [4, clients]: whether the update is good, whether it is finite, its loss, bytes that coding saves
 
 
 class Counting(Account):
@@ -71,10 +71,10 @@ class Counting(Account):
         """Whether a client gets as far as to train."""
         return client not in self.failures
 
-    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
+    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor, saved: Tensor | None = None) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
 
-        With robust sums they are held until the round is closed.
+        With robust sums they are held until the round is closed. saved: the bytes that coding saves of each update.
         """
         local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
         if any(overrides(part, "tally") for part in local.parts):
@@ -89,7 +89,8 @@ class Counting(Account):
                     self._held[seat.client.id] = self._update(seat, row)
             else:
                 self._add(seats, values, bits, good)
-        found = torch.stack([good.double(), fine.double(), losses.double()])
+        saved = torch.zeros_like(losses) if saved is None else saved
+        found = torch.stack([good.double(), fine.double(), losses.double(), saved.double()])
         known = [(seat.order.weights.mask, self.memory.own(seat.client.id)) for seat in seats]
         masks = self._mask_bytes([seat.mask for seat in seats], known)
         self.heard.append(_Heard(seats, masks, found))
@@ -154,10 +155,10 @@ class Counting(Account):
         masks = int(sum(itertools.islice(known, len(self.orders))))
         self.traffic += Traffic(down=masks, mask=masks)
         for heard in self.heard:
-            columns = (list(itertools.islice(known, len(heard.seats))) for _ in range(4))
-            for seat, taken, good, finite, loss in zip(heard.seats, *columns, strict=True):
+            columns = (list(itertools.islice(known, len(heard.seats))) for _ in range(5))
+            for seat, taken, good, finite, loss, saved in zip(heard.seats, *columns, strict=True):
                 if good:
-                    self._settle(seat, int(taken), loss)
+                    self._settle(seat, int(taken), int(saved), loss)
                 else:
                     self._held.pop(seat.client.id, None)
                     self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
@@ -184,7 +185,7 @@ class Counting(Account):
             known = self._sizes[alike] = (message.local, size_with(message, active, 0, values))
         return known[1]
 
-    def _settle(self, seat: Work, mask_bytes: int, loss: float) -> None:
+    def _settle(self, seat: Work, mask_bytes: int, saved: int, loss: float) -> None:
         """Accept the update of a client."""
         order, local = seat.order, seat.order.local
         mean = self._mean(seat, loss)
@@ -198,7 +199,7 @@ class Counting(Account):
             start = start_of(held, local, sent.mask, sent.packed())
             self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra, start=start)
             self.cohort.see(held)
-        self.traffic += self._up(seat, mask_bytes, mean)
+        self.traffic += self._up(seat, mask_bytes, saved, mean)
         keeps = "mask" in local.keep and local.report == "weights"
         notes = Kept(notes=seat.notes) if seat.notes else None
         self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None, notes)
@@ -208,7 +209,7 @@ class Counting(Account):
         seen = min(seat.batches * seat.local.batch, seat.n) * seat.local.epochs
         return loss / (seat.n if seat.local.report == "statistics" else max(1, seen))
 
-    def _up(self, seat: Work, mask_bytes: int, loss: float) -> Traffic:
+    def _up(self, seat: Work, mask_bytes: int, saved: int, loss: float) -> Traffic:
         """What an update takes."""
         order, local, layout = seat.order, seat.order.local, self.layout
         message = Message(
@@ -217,7 +218,8 @@ class Counting(Account):
         )  # fmt: skip
         values = local.sends(self.values)
         if local.report in ("weights", "mask"):
-            return replace(self._sized(message, sum(seat.counts), values), mask=mask_bytes).traffic("update")
+            plain = self._sized(message, sum(seat.counts), values)
+            return replace(plain, mask=mask_bytes, values=plain.values - saved).traffic("update")
         if local.report == "counts":
             whole = replace(message, counts=seat.counts)
         else:

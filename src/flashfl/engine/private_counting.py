@@ -67,7 +67,7 @@ class PrivateCounting(Counting):
         super().failed(client, why)
         self._ends[client] = min(self._ends[client], MASKED)
 
-    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor) -> None:
+    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor, saved: Tensor | None = None) -> None:
         """Turn each client's report into whole numbers and add them up."""
         for seat, row, loss in zip(seats, values, losses.tolist(), strict=True):
             client, order, local = seat.client.id, seat.order, seat.order.local

@@ -63,7 +63,8 @@ def encode(
 def size_with(message: Message, active: int, mask_bytes: int, values: Precision | Form = "fp32") -> Parts:
     """What `encode` would take if `message` had a mask of `active` weights that takes `mask_bytes`, and their values.
 
-    For engines that count on a device: neither the mask nor the values need to be in the message.
+    For engines that count on a device: neither the mask nor the values need to be in the message. Levels of changes
+    count as plain, so this is the most they take; `coded.plan_levels` says how much less.
     """
     lengths = {name: len(data) for name, data in _small_sections(message).items()}
     lengths["mask"] = mask_bytes

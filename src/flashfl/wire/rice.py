@@ -85,8 +85,8 @@ def read(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> list
     most = [(size - n) >> k for size, n, k in zip(universe, coded, ks, strict=True)]
     length = reader.number(4)
     low = reader.bits(sum(n * k for n, k in zip(coded, ks, strict=True)))
-    quotients = _quotients(reader.take(length), sum(coded), sum(most))
-    gaps = [quotients[stop - n : stop] for n, stop in zip(coded, accumulate(coded), strict=True)]
+    found = quotients(reader.take(length), sum(coded), sum(most), "mask")
+    gaps = [found[stop - n : stop] for n, stop in zip(coded, accumulate(coded), strict=True)]
     for part, k, limit in zip(gaps, ks, most, strict=True):
         if int(part.sum()) > limit:
             raise OutOfRange("mask: a Rice-coded position lies outside its layer")
@@ -100,15 +100,15 @@ def read(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> list
     return [_ranks(part, k, size) for part, k, size in zip(gaps, ks, universe, strict=True)]
 
 
-def _quotients(unary: memoryview, items: int, most: int) -> Array:
+def quotients(unary: memoryview, items: int, most: int, what: str) -> Array:
     """The gaps' quotients (int32): runs of zeros, each ended by a one. The bound is checked before anything unfolds."""
     if len(unary) > byte_length(items + most):
-        raise BadLength("mask: the unary stream is longer than its lists allow")
+        raise BadLength(f"{what}: the unary stream is longer than its lists allow")
     ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little").view(bool))
     if len(ends) != items:
-        raise BadCount(f"mask: the unary stream has {len(ends)} gaps, its lists have {items}")
+        raise BadCount(f"{what}: the unary stream has {len(ends)} gaps, its lists have {items}")
     if len(unary) != (byte_length(int(ends[-1]) + 1) if items else 0):
-        raise BadLength("mask: the unary stream goes on after its last gap")
+        raise BadLength(f"{what}: the unary stream goes on after its last gap")
     return (np.diff(ends, prepend=-1) - 1).astype(np.int32)
 
 

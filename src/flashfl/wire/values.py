@@ -18,24 +18,23 @@ from ..core.exchange import Carries
 from ..core.layout import Layout
 from ..core.precision import FORMS, Form, Precision
 from ..core.rng import fold
+from .coded import plain_size, read_coded, read_plain, write_levels
 from .errors import BadField, BadSection, NonFinite
 from .levels import (
     TINY,
     TOPS,
     Levels,
     from_levels,
-    from_nibbles,
     largest,
     round_half,
     scale_count,
     to_levels,
-    to_nibbles,
 )
 from .reader import Chunk, Reader
 
 CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics", "rest")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_REST16, _CHANGES = 16, 32  # flags beside the form
+_REST16, _CHANGES, _CODED = 16, 32, 64  # flags beside the form
 
 
 class Segment(NamedTuple):
@@ -73,7 +72,7 @@ def count_values(layout: Layout, active: int, carries: Carries) -> int:
 
 
 def values_size(layout: Layout, active: int, carries: Carries, how: Precision) -> int:
-    """Bytes of the values section, without looking at a value."""
+    """Bytes of the values section, without looking at a value. Levels of changes may take less: see `coded`."""
     total = count_values(layout, active, carries)
     counts = (active, *(0 for _ in layout.sizes[1:])) if layout.sizes else ()
     sizes = _coarse_sizes(segments(layout, counts, carries, how.values))
@@ -83,25 +82,29 @@ def values_size(layout: Layout, active: int, carries: Carries, how: Precision) -
 def _coarse_bytes(sizes: Sequence[int], form: Form) -> int:
     """Bytes of the values of coarse tensors, their scales included."""
     count = sum(sizes)
-    if form == "int8":
-        return 4 * len(sizes) + count
-    if form == "int4":
-        return 2 * scale_count(sizes, form) + -(-count // 2)
+    if form in TOPS:
+        return (4 if form == "int8" else 2) * scale_count(sizes, form) + plain_size(count, form)
     return DTYPES[form].itemsize * count
 
 
 def round_values(values: Tensor, parts: Sequence[Segment], how: Precision, *keys: int) -> Tensor:
     """`values` exactly as the other side will decode them: one message's, or [messages, values] with a key for each."""
+    return round_with_levels(values, parts, how, *keys)[0]
+
+
+def round_with_levels(
+    values: Tensor, parts: Sequence[Segment], how: Precision, *keys: int
+) -> tuple[Tensor, Tensor | None]:
+    """`round_values`, and the levels on the way; None where there are none."""
     sizes, form = _coarse_sizes(parts), how.values
     fine = _round_rest(_pick(values, parts, False), how, keys)
     if not sizes:
-        return fine
+        return fine, None
     coarse = _pick(values, parts, True)
-    if form in TOPS:
-        coarse = from_levels(to_levels(coarse, sizes, form, how.rounding, keys), sizes, form)
-    else:
-        coarse = round_half(coarse, form, how.rounding, keys)
-    return _merge(coarse, fine, parts)
+    if form not in TOPS:
+        return _merge(round_half(coarse, form, how.rounding, keys), fine, parts), None
+    found = to_levels(coarse, sizes, form, how.rounding, keys)
+    return _merge(from_levels(found, sizes, form), fine, parts), found.levels
 
 
 def _round_rest(fine: Tensor, how: Precision, keys: Sequence[int]) -> Tensor:
@@ -142,21 +145,23 @@ def values_chunks(
     plain = values.detach().to("cpu", torch.float32)
     _check_finite(plain)
     sizes, fine = _coarse_sizes(parts), _round_rest(_pick(plain, parts, False), how, [key])
-    coarse = _coarse_chunks(_pick(plain, parts, True), sizes, how, key) if sizes else []
-    form = (
-        FORMS.index(how.values) + _REST16 * (how.rest == "fp16") + _CHANGES * (how.changes and carries != "statistics")
-    )
-    return [bytes([CARRIES.index(carries), form]), *map(_raw, coarse), _raw(fine.to(DTYPES[how.rest]))]
+    changes = how.changes and carries != "statistics"
+    coded, coarse = _coarse_chunks(_pick(plain, parts, True), sizes, how, key, changes) if sizes else (False, [])
+    form = FORMS.index(how.values) + _REST16 * (how.rest == "fp16") + _CHANGES * changes + _CODED * coded
+    return [bytes([CARRIES.index(carries), form]), *coarse, _raw(fine.to(DTYPES[how.rest]))]
 
 
-def _coarse_chunks(coarse: Tensor, sizes: Sequence[int], how: Precision, key: int) -> list[Tensor]:
-    """Coarse values as they travel: scales and levels, or the rounded values."""
-    if how.values not in TOPS:
-        return [round_half(coarse, how.values, how.rounding, [key]).to(DTYPES[how.values])]
-    found = to_levels(coarse, sizes, how.values, how.rounding, [key])
-    if how.values == "int8":
-        return list(found)
-    return [(found.scales.view(torch.int32) >> 16).to(torch.int16), to_nibbles(found.levels)]
+def _coarse_chunks(
+    coarse: Tensor, sizes: Sequence[int], how: Precision, key: int, changes: bool
+) -> tuple[bool, list[Chunk]]:
+    """Coarse values as they travel, scales and levels or the rounded values; and whether the levels are coded."""
+    form = how.values
+    if form not in TOPS:
+        return False, [_raw(round_half(coarse, form, how.rounding, [key]).to(DTYPES[form]))]
+    found = to_levels(coarse, sizes, form, how.rounding, [key])
+    scales = _raw(found.scales if form == "int8" else (found.scales.view(torch.int32) >> 16).to(torch.int16))
+    coded, levels = write_levels(found.levels, form, changes)
+    return coded, [scales, *levels]
 
 
 def _raw(tensor: Tensor) -> Chunk:
@@ -177,7 +182,7 @@ def _check_finite(values: Tensor) -> None:
 def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) -> tuple[Tensor, Carries, Precision]:
     """The packed fp32 values, what they are, and their form. `counts`: the mask's; None if the message has none."""
     kind, code = reader.number(1), reader.number(1)
-    flags, number = code & (_REST16 | _CHANGES), code & ~(_REST16 | _CHANGES)
+    flags, number = code & (_REST16 | _CHANGES | _CODED), code & ~(_REST16 | _CHANGES | _CODED)
     if kind >= len(CARRIES) or number >= len(FORMS) or (flags & _REST16 and FORMS[number] == "fp32"):
         raise BadField(
             f"values: kind {kind} with form {code} does not exist. Kinds are 0 to 3. Forms are 0 to 4, and flags may "
@@ -187,33 +192,33 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
     how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))
     if how.changes and carries not in ("all", "weights"):
         raise BadField(f"values: only weights can be sent as changes, and these are {carries!r} values")
+    if flags & _CODED and not (how.changes and form in TOPS):
+        raise BadField("values: only int8 and int4 levels of changes can be coded")
     if counts is None and carries != "statistics":
         raise BadSection("the message has values but no mask; values need the mask they belong to")
     counts = counts or ()
     parts = segments(layout, counts, carries, form)
     sizes = _coarse_sizes(parts)
-    coarse = _read_coarse(reader, sizes, form)
+    coarse = _read_coarse(reader, sizes, how, bool(flags & _CODED))
     fine = _numbers(reader, DTYPES[how.rest], count_values(layout, sum(counts), carries) - sum(sizes)).float()
     for some in (fine, coarse):
         _check_finite(some)
     return _merge(coarse, fine, parts) if sizes else fine, carries, how
 
 
-def _read_coarse(reader: Reader, sizes: Sequence[int], form: Form) -> Tensor:
+def _read_coarse(reader: Reader, sizes: Sequence[int], how: Precision, coded: bool) -> Tensor:
     """The coarse values as fp32."""
+    form, count = how.values, sum(sizes)
     if form not in TOPS:
-        return _numbers(reader, DTYPES[form], sum(sizes)).float()
-    if not sizes:
+        return _numbers(reader, DTYPES[form], count).float()
+    if not sizes and not coded:
         return torch.empty(0)
     if form == "int8":
         scales = _numbers(reader, torch.float32, len(sizes))
-        found = Levels(scales, _numbers(reader, torch.int8, sum(sizes)))
     else:
-        words = _numbers(reader, torch.int16, scale_count(sizes, form)).to(torch.int32) << 16
-        nibbles = _numbers(reader, torch.uint8, -(-sum(sizes) // 2))
-        if sum(sizes) % 2 and int(nibbles[-1]) > 15:
-            raise BadField("values: an odd number of int4 levels must end with half a byte of zeros")
-        found = Levels(words.view(torch.float32), from_nibbles(nibbles, sum(sizes)))
+        scales = (_numbers(reader, torch.int16, scale_count(sizes, form)).to(torch.int32) << 16).view(torch.float32)
+    levels = read_coded(reader, count, form) if coded else read_plain(reader, count, form, how.changes)
+    found = Levels(scales, levels)
     _check_levels(found, sizes, form)
     return from_levels(found, sizes, form)
 

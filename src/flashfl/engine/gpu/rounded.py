@@ -12,7 +12,9 @@ from torch import Tensor
 from ...core.exchange import Carries
 from ...core.mask import Mask, Weights
 from ...core.precision import Precision
-from ...wire import round_values, segments, value_key
+from ...wire import segments, value_key
+from ...wire.coded import plan_levels
+from ...wire.values import round_with_levels
 from ..counting import chunks, stacked
 from ..work import Work
 
@@ -25,13 +27,13 @@ def receive(works: Sequence[Work], how: Precision) -> None:
         return
     keys = [value_key(work.key, "order", work.order.tag, work.client.id) for work in works]
     vectors = stacked([work.sent.vector for work in works]).expand(len(works), -1)
-    found = rounded(vectors, [work.sent.mask for work in works], keys, works[0].local.order_carries, how)
+    found, _ = rounded(vectors, [work.sent.mask for work in works], keys, works[0].local.order_carries, how)
     for work, vector in zip(works, found, strict=True):
         work.order = replace(work.order, weights=Weights(work.sent.mask, vector))
 
 
-def decode(works: Sequence[Work], values: Tensor, how: Precision) -> Tensor:
-    """Trained models, one in each row, as the server will decode them."""
+def decode(works: Sequence[Work], values: Tensor, how: Precision) -> tuple[Tensor, Tensor]:
+    """Trained models, one in each row, as the server will decode them; and what coding saves of each in bytes."""
     keys = [value_key(work.key, "update", work.order.tag, work.client.id) for work in works]
     masks, layout = [work.mask for work in works], works[0].mask.layout
     if not how.changes:
@@ -41,19 +43,22 @@ def decode(works: Sequence[Work], values: Tensor, how: Precision) -> Tensor:
     change = values.clone()
     change[:, :trained] -= stacked([work.order.weights.vector for work in works])[:, :trained]
     change[:, head].masked_fill_(inactive, 0.0)  # the mask may have moved
-    found = rounded(change, masks, keys, works[0].local.order_carries, how)
+    found, saved = rounded(change, masks, keys, works[0].local.order_carries, how)
     found[:, :trained] += stacked([work.sent.vector for work in works])[:, :trained]
     found[:, head].masked_fill_(inactive, 0.0)
-    return found
+    return found, saved
 
 
-def rounded(vectors: Tensor, masks: Sequence[Mask], keys: Sequence[int], carries: Carries, how: Precision) -> Tensor:
-    """Models as the other side will decode them. What does not travel stays.
+def rounded(
+    vectors: Tensor, masks: Sequence[Mask], keys: Sequence[int], carries: Carries, how: Precision
+) -> tuple[Tensor, Tensor]:
+    """Models as the other side will decode them, and the bytes that coding saves. What does not travel stays.
 
     Neighbours under the same mask are rounded together.
     """
     layout, out = masks[0].layout, vectors.new_zeros(vectors.shape)
     k, stop = layout.prunable_size, layout.trained_size if carries == "weights" else layout.size  # where it ends
+    saved = torch.zeros(len(vectors), dtype=torch.int64, device=vectors.device)
     out[:, stop:] = vectors[:, stop:]
     if carries == "rest":
         out[:, :k] = vectors[:, :k]
@@ -65,10 +70,12 @@ def rounded(vectors: Tensor, masks: Sequence[Mask], keys: Sequence[int], carries
             rows = slice(some[0], some[-1] + 1)
             mine, into = vectors[rows], out[rows]
             picked = mine[:, :active] if dense or not active else mine.index_select(1, mask.places)
-            found = round_values(torch.cat([picked, mine[:, k:stop]], 1), parts, how, *keys[rows])
+            found, levels = round_with_levels(torch.cat([picked, mine[:, k:stop]], 1), parts, how, *keys[rows])
+            if how.changes and levels is not None:
+                saved[rows] = plan_levels(levels, how.values).saved
             if dense:
                 into[:, :active] = found[:, :active]
             elif active:
                 into.index_copy_(1, mask.places, found[:, :active])
             into[:, k:stop] = found[:, active:]
-    return out
+    return out, saved
