@@ -482,6 +482,17 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     _PARTS.pop("Still", None)
 
 
+def test_several_files_are_loaded(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "another_file.py"
+    other.write_text("import flashfl as fl\nfl.METHODS['other'] = fl.PDST\n")
+    try:
+        assert cli.main(["methods", "--load", own, "--load", str(other)]) == 0
+        assert {"own", "other"} <= set(capsys.readouterr().out.split())
+    finally:
+        fl.METHODS.pop("other", None)
+        sys.modules.pop("another_file", None)
+
+
 def test_custom_method_is_loaded_from_its_file(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--load FILE.py" in refused(capsys, "run", "--method", "own", *PLAIN)
     words = ["--load", own, "--quiet", *PLAIN]

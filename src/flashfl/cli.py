@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(args, "go"):
             parser.print_help()
             return 2
-        if getattr(args, "load", None):
+        for file in getattr(args, "load", ()):
             from .run.loaded import load_file
 
-            load_file(args.load)
+            load_file(file)
         if getattr(args, "checkpoint_key", None):
             os.environ[KEY] = str(args.checkpoint_key)
         return int(args.go(args, overrides) or 0)
@@ -174,8 +174,10 @@ def _add_shared(
         said = f"file with a secret key: sign checkpoints, and use only signed ones (default: {KEY})"
         command.add_argument("--checkpoint-key", type=Path, metavar="FILE", help=said)
     for command in (run, comparison, export, methods):
-        said = "Python file to import first; it registers custom methods with flashfl.METHODS[NAME] = CLASS"
-        command.add_argument("--load", type=Path, metavar="FILE.py", help=said)
+        said = (
+            "Python file to import first, for custom methods: flashfl.METHODS[NAME] = CLASS. May be given several times"
+        )
+        command.add_argument("--load", type=Path, metavar="FILE.py", action="append", default=[], help=said)
 
 
 def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
@@ -236,7 +238,7 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     print(f"results in {folder}")
     if (folder / "model.safetensors").exists():
-        load = f"--load {args.load} " if args.load else ""
+        load = "".join(f"--load {file} " for file in args.load)
         print(f"model.safetensors there was exported earlier: write it anew with `flashfl export {load}{folder}`")
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 

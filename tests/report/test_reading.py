@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import flashfl as fl
+from flashfl.core.errors import FlashError
 from flashfl.report import figures
 from flashfl.report.command import write
+from flashfl.report.groups import groups_of, tasks_of
 from flashfl.report.load import load
 from tests.report.runs import edited
 
@@ -319,3 +322,27 @@ def test_long_labels_are_whole_and_apart(compared: Path, tmp_path: Path, open_pa
         for i, (left, right, top, bottom) in enumerate(boxes):
             assert 0 <= left < right <= width
             assert all(right <= a or b <= left or bottom <= c or d <= top for a, b, c, d in boxes[:i])
+
+
+def test_runs_with_another_loss_or_metric_are_not_one_run(tmp_path: Path) -> None:
+    """Reports show both, and neither resumes the other."""
+    data = [(torch.randn(20, 3), torch.randn(20)) for _ in range(3)]
+
+    def train(name: str, loss: Any, metric: Any, resume: bool = False) -> None:
+        net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0))
+        task = fl.Task(net, data, loss=loss, metric=metric, higher_is_better=False, prunable="body")
+        settings: dict[str, Any] = {"rounds": 2, "per_round": 2, "workers": 1, "progress": False, "resume": resume}
+        fl.simulate(fl.PDST(density=0.5), task, folder=tmp_path / name, **settings)
+
+    torch.manual_seed(0)
+    train("a", F.mse_loss, F.mse_loss)
+    train("b", F.l1_loss, F.mse_loss)
+    train("c", F.mse_loss, F.l1_loss)
+    found = load([tmp_path])
+    assert not found.problems
+    assert [len(runs) for runs in tasks_of(found.runs).values()] == [2, 1]
+    assert any("loss l1_loss" in label for label in groups_of(found.runs))
+    with pytest.raises(FlashError, match="its loss is mse_loss and this run's is l1_loss"):
+        train("a", F.l1_loss, F.mse_loss, resume=True)
+    with pytest.raises(FlashError, match="its metric is mse_loss and this run's is l1_loss"):
+        train("a", F.mse_loss, F.l1_loss, resume=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,7 @@ class CPUEngine:
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file, path = _shared_file()
+        weakref.finalize(self, self._file.close)  # of an engine that nobody closes
         torch.zeros(task.layout.size).numpy().tofile(self._file)
         self._file.flush()
         self._model = _shared_model(task, path)

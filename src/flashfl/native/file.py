@@ -42,7 +42,8 @@ def sparse_bytes(weights: Weights, module: nn.Module, about: Mapping[str, str]) 
 def load_sparse(path: str | Path, module: nn.Module) -> SparseModel:
     """The model of a file that `flashfl export --format sparse` wrote, ready for inference on native kernels.
 
-    module: a new one of the same kind. It is changed; call the model that is returned instead.
+    module: a new one of the same kind. It is changed; call the model that is returned instead. That is no module: it
+    has no `eval`, and is in evaluation mode.
     """
     if kernels() is None:
         raise FlashError(f"{status()}. Or export with --format safetensors and load that into the module.")

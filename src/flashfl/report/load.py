@@ -62,7 +62,8 @@ class RunData:
         digests = {name: identity.get(name) for name in ("layout", "clients")}
         if not self.info:
             digests |= {"samples": identity.get("samples"), "data": self.header["task"].get("data")}
-        task = {"dataset": self.header["task"]["name"], **self.info, "digests": digests}
+        learns = {} if self.info else {"loss": identity.get("loss", ""), "metric": self.metric.name}
+        task = {"dataset": self.header["task"]["name"], **self.info, **learns, "digests": digests}
         task.pop("histogram", None)
         if self.info and registry.info(self.dataset).model == self.model:
             task["model"] = ""  # as the command line records it

@@ -1,4 +1,4 @@
-"""What a run is: two with the same identity have the same method, settings, model, clients and data."""
+"""What a run is: two with the same identity have the same method, settings, model, clients, data, loss and metric."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def identity_of(
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
         "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
         "samples": samples_of(task, floats=False) if fixed is not None else "",
+        "loss": name_of(task.loss),
+        "metric": task.metric_name if task.metric_known else "",
     }
 
 
@@ -47,6 +49,11 @@ def described(method: Method) -> dict[str, Any]:
     found = json.loads(json.dumps(method, default=plain))
     kind = found.pop("is").lower()
     return {"name": method.name if METHODS.get(method.name) is type(method) else kind, **found}
+
+
+def name_of(function: object) -> str:
+    """The name of a loss: a function's own, or that of the class of an object such as nn.MSELoss()."""
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def samples_of(task: Task, floats: bool) -> str:

@@ -20,7 +20,7 @@ def add_listings(add: Callable[..., argparse.ArgumentParser]) -> argparse.Argume
 
 def _methods(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     if args.name:
-        _describe(args.name, f" --load {args.load}" if args.load else "")
+        _describe(args.name, "".join(f" --load {file}" for file in args.load))
     else:
         _list()
     return 0
