@@ -19,11 +19,12 @@ from ..core.mask import Mask
 from ..data.sources import Source
 from ..wire import Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
-from .encoding import OWN, base_values
+from .encoding import OWN
 from .memory import Rounds
 from .pipeline import Notes
 from .store import MaskStore
 from .train import ClientFailed, Trainer
+from .trust import base_values
 
 log = logging.getLogger("flashfl")
 Pack = Callable[[Update, Message, Tensor], bytes]  # an update, its order, and the packed values that were sent

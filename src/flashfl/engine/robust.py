@@ -56,11 +56,6 @@ class Robust:
         bounded = config.robust == "on"
         return Robust(bounded, config.clip or (_CLIP if bounded and not config.trim else 0.0), config.trim)
 
-    @property
-    def needs_cohort(self) -> bool:
-        """Whether updates can be added only once the whole cohort is known."""
-        return self != PLAIN
-
 
 PLAIN = Robust()
 
