@@ -45,10 +45,8 @@ class PrivateCounting(Counting):
         if not order.local.statistics:
             self._sent[len(self._sent) - self.layout.size + self.layout.trained_size :] = 0
         # The step in which each client stops answering.
-        self._ends = {client.id: _NEVER for client, _ in orders}
-        for client in self._ends if dropout else ():
-            if drops(s, client, dropout):
-                self._ends[client] = dropout_step(s, client)
+        ids = [client.id for client, _ in orders]
+        self._ends = {client: dropout_step(s, client) if drops(s, client, dropout) else _NEVER for client in ids}
         self._total = torch.zeros(self.packing.length, dtype=torch.int64, device=self.start.vector.device)
         for client in set(self._ends) - set(vault.spend(s, list(self._ends), present)):
             self._ends[client] = -1
