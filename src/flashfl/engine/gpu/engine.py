@@ -158,11 +158,11 @@ class GPUEngine:
         if opened is not None:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
-        how, saved = local.sends(self.down), None
+        saved = None
         if local.report == "mask":  # as the server decodes it: the values of active weights did not travel
             values[:, : self.layout.prunable_size] = 0.0
-        if not how.exact and local.report in ("weights", "mask"):
-            values, saved = decode(works, values, how)
+        if local.report in ("weights", "mask"):
+            values, saved = decode(works, values, local.sends(self.down))
         account.received(works, values, crew.losses(rows), saved)
 
     def _run_steps(self, crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
