@@ -12,7 +12,7 @@ from .core.errors import unknown
 from .core.exchange import Sums, Update
 from .core.mask import Mask
 
-_PART = 1 << 20  # weights that are divided in double precision at a time
+_PART = 1 << 20  # weights that are added or divided in double precision at a time
 
 
 def add(sums: Sums, update: Update, mask: Mask | None = None) -> Sums:
@@ -25,7 +25,7 @@ def add(sums: Sums, update: Update, mask: Mask | None = None) -> Sums:
     sums.counts = [a + b for a, b in zip(sums.counts or [0] * len(update.counts), update.counts, strict=True)]
     sums.loss += update.n * update.metrics.get("loss", 0.0)
     if update.mask is not None and update.values is not None:
-        sums.add_weights(update.mask, update.values, update.n)
+        _add_weights(sums, update.mask, update.values, update.n)
         if tail := sums.layout.size - sums.layout.trained_size:
             statistics = update.values[len(update.values) - tail :]
             add_statistics(sums, update.mask.active, statistics.double() * update.n, update.n)
@@ -35,6 +35,19 @@ def add(sums: Sums, update: Update, mask: Mask | None = None) -> Sums:
             value = value.new_zeros(sums.layout.prunable_size).index_put((places.places,), value)
         sums.extra[name] = sums.extra[name] + value if name in sums.extra else value
     return sums
+
+
+def _add_weights(sums: Sums, mask: Mask, values: Tensor, n: int) -> None:
+    """Add n times the model that `values`, packed, describe under `mask`."""
+    (weights, holders), active, k = sums.flat(values.device), mask.active, sums.layout.prunable_size
+    if active == k:
+        for total, more in zip(weights.split(_PART), values.split(_PART), strict=True):
+            total.add_(more, alpha=n)  # in parts, as torch copies what it adds in another precision
+        holders += n
+        return
+    weights.index_add_(0, mask.places, values[:active].double(), alpha=n)
+    holders.index_add_(0, mask.places, holders.new_tensor(n).expand(active))
+    weights[k:].add_(values[active:], alpha=n)
 
 
 def add_statistics(sums: Sums, active: int, total: Tensor, n: Tensor | int) -> None:

@@ -199,10 +199,10 @@ def test_updates_are_added_as_soon_as_lower_ids_are_settled() -> None:
 
 
 def test_each_update_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashfl.engine import encoding
+    from flashfl.engine import trust
 
-    calls, real = [], encoding.decode
-    monkeypatch.setattr(encoding, "decode", lambda *a, **k: calls.append(1) or real(*a, **k))
+    calls, real = [], trust.decode
+    monkeypatch.setattr(trust, "decode", lambda *a, **k: calls.append(1) or real(*a, **k))
     account, order = started(4)
     for client in (3, 1, 0, 2):
         account.received(client, answer(order, client))

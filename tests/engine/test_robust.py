@@ -329,12 +329,12 @@ def test_counting_account_agrees_with_the_encoding_one(robust: Robust, chunk: in
     vectors[3] = vectors[3] + torch.nan
     account = Counting(ClientMemory(MaskStore(LAYOUT, {})), robust=robust)
     clients = [Client(i, 5 + i) for i in range(5)]
-    seats = [Work(order.local, 1, c.n, 1, c, order, masks[c.id], masks[c.id].counts, start) for c in clients]
-    for seat in seats:
-        account.sent(seat.client, order)
+    works = [Work(order.local, 1, c.n, 1, c, order, masks[c.id], masks[c.id].counts, start) for c in clients]
+    for work in works:
+        account.sent(work.client, order)
     for at in range(0, 5, chunk):
         some = slice(at, at + chunk)
-        account.received(seats[some], torch.stack(vectors[some]), torch.ones(len(seats[some])))
+        account.received(works[some], torch.stack(vectors[some]), torch.ones(len(works[some])))
     outcome = account.close()
     assert list(outcome.failures) == [3]
     assert (outcome.sums.n, outcome.sums.counts) == (expected.n, expected.counts)

@@ -27,7 +27,6 @@ _RANGES = (
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
 # Which of the packed values a message carries; rest: all but the active weights.
 Carries = Literal["all", "weights", "statistics", "rest"]
-_PART = 1 << 20  # values that are added in double precision at a time
 Tag = tuple[int, int, int]  # (phase number, round, attempt): which round a message belongs to
 
 
@@ -231,18 +230,6 @@ class Sums:
             self.weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
             self.holders = torch.zeros(self.layout.prunable_size, dtype=torch.int64, device=device)
         return self.weights, self.holders
-
-    def add_weights(self, mask: Mask, values: Tensor, n: int) -> None:
-        """Add n times the model that `values`, packed, describe under `mask`."""
-        (weights, holders), active = self.flat(values.device), mask.active
-        if active == self.layout.prunable_size:
-            for total, more in zip(weights.split(_PART), values.split(_PART), strict=True):
-                total.add_(more, alpha=n)  # in parts, as torch copies what it adds in another precision
-            holders += n
-            return
-        weights.index_add_(0, mask.places, values[:active].double(), alpha=n)
-        holders.index_add_(0, mask.places, holders.new_tensor(n).expand(active))
-        weights[self.layout.prunable_size :].add_(values[active:], alpha=n)
 
     def statistics_of(self, mask: Mask, otherwise: Tensor) -> Tensor:
         """Mean statistics of the models with as many active weights as `mask`; `otherwise` if there are none."""

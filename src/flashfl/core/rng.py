@@ -49,8 +49,11 @@ def mix(x: Tensor) -> Tensor:
 
 def words(keys: Sequence[int], device: Device = "cpu") -> Tensor:
     """Keys as pairs of int32, [keys, 2], for draws inside captured work."""
-    pairs = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
-    return torch.tensor(pairs, dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor(_pairs(keys), dtype=torch.int32).to(device, non_blocking=True)
+
+
+def _pairs(keys: Sequence[int]) -> list[list[int]]:
+    return [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
 
 
 def hashes(key: int, start: int, stop: int, device: Device = "cpu") -> Tensor:
@@ -70,18 +73,12 @@ def hashes(key: int, start: int, stop: int, device: Device = "cpu") -> Tensor:
 
 def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu") -> Tensor:
     """One row of `hashes` for each key, all at once."""
-    if torch.device(device).type == "cpu":
-        each = [hashes(key, start, stop) for key in keys]
-        return torch.stack(each) if len(each) != 1 else each[0][None]
-    pairs = [[_signed(key & 0xFFFFFFFF), _signed(key >> 32 & 0xFFFFFFFF)] for key in keys]
-    if (fast := kernel("hash", "hash_rows")) is not None:
-        rows: Tensor = fast(pairs, start, stop, torch.device(device))
+    fast = None if torch.device(device).type == "cpu" else kernel("hash", "hash_rows")
+    if fast is not None:
+        rows: Tensor = fast(_pairs(keys), start, stop, torch.device(device))
         return rows
-    low, high = words(keys, device).T[:, :, None]
-    x = torch.arange(start, stop, dtype=torch.int32, device=device) ^ low
-    _mix(x)
-    x += high
-    return _mix(x)
+    each = [hashes(key, start, stop, device) for key in keys]
+    return torch.stack(each) if len(each) != 1 else each[0][None]
 
 
 def uniform(key: int, count: int, device: Device = "cpu") -> Tensor:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from ..core.exchange import Client, Order, Outcome, Sums, Tag, Traffic
-from ..core.mask import Mask, Weights
+from ..core.mask import Mask
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
-from ..wire import Encoded, Message, WireError, decode, encode
 from .memory import ClientMemory, Kept
 from .robust import PLAIN, Cohort, Robust
 
@@ -25,33 +22,12 @@ class Account:
     def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
         """values: how the values of orders travel."""
         self.memory, self.layout, self.values, self.robust = memory, memory.layout, values, robust
-        self.cohort = Cohort(robust, memory.store.folder) if robust.needs_cohort else None
+        # Without a cohort, updates are added as they come.
+        self.cohort = Cohort(robust, memory.store.folder) if robust != PLAIN else None
         self.traffic = Traffic()
         self.failures: dict[int, str] = {}
-        self._reminded: set[int] = set()  # clients that were sent a mask which they had lost
         self.sums = Sums(self.layout, counts=[0] * len(self.layout.prunable))
         self._accepted: dict[int, tuple[Tag, Kept, Kept | None, Kept | None]] = {}
-        self._packed: tuple[Weights, Tensor] | None = None
-
-    def message(self, client: Client, order: Order) -> Message:
-        """An order for a client as it will travel."""
-        return Message(
-            "order", self.layout, order.tag, client.id, client.n, order.key, start=self.memory.start(client.id),
-            own=self.memory.own_hash(client.id), local=order.local, mask=order.weights.mask,
-            values=self._pack(order), carries=order.local.order_carries, extra=order.extra,
-        )  # fmt: skip
-
-    def _pack(self, order: Order) -> Tensor:
-        """Packed once for all clients that get the same weights."""
-        if self._packed is None or self._packed[0] is not order.weights:
-            self._packed = (order.weights, order.weights.packed().cpu())
-        values, tail = self._packed[1], self.layout.size - self.layout.trained_size
-        return values if order.local.statistics else values[: len(values) - tail]
-
-    def encode(self, message: Message) -> Encoded:
-        """An order as bytes; its mask leans on the one that the client acknowledged last."""
-        base = self.memory.base(message.client)
-        return encode(message, () if base is None else (base,), values=self.values)
 
     def personal(self, client: Client, order: Order) -> Order:
         """The order as it is sent. A personal one has only the weights that the client's own mask covers.
@@ -70,16 +46,6 @@ class Account:
         """A client's update is good, unless it fails later. own, notes: what the client keeps, if anything."""
         kept = None if own is None else self.memory.keep(own, own=True)
         self._accepted[client] = (tag, self.memory.keep(order), kept, notes)
-
-    def reminded(self, client: int, data: bytes) -> None:
-        """A client says that it lacks a mask. Raises a WireError if it says something else, or says so twice."""
-        lack = decode(data, self.layout)
-        if lack.kind != "lack" or lack.parts is None or lack.client != client or client in self._reminded:
-            raise WireError(
-                "the client's request for a mask is not valid, or it asked again after it got the full mask"
-            )
-        self._reminded.add(client)
-        self.traffic += lack.parts.traffic("lack")
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped from this round."""

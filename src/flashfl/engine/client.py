@@ -19,11 +19,13 @@ from ..core.mask import Mask
 from ..data.sources import Source
 from ..wire import Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
-from .encoding import OWN, base_values
+from ..wire.frame import read_frame
+from .encoding import OWN
 from .memory import Rounds
 from .pipeline import Notes
 from .store import MaskStore
 from .train import ClientFailed, Trainer
+from .trust import base_values
 
 log = logging.getLogger("flashfl")
 Pack = Callable[[Update, Message, Tensor], bytes]  # an update, its order, and the packed values that were sent
@@ -103,10 +105,8 @@ class ClientSide:
 
         A mask that is lost or damaged is as good as none: it raises UnknownMask if the order needs it.
         """
-        rounds = {
-            tag: Remembered(self._find(order), self._find(own), self.store.find_notes(notes) if notes else {})
-            for tag, order, own, notes in memory
-        }
+        find, notes_of = self.store.find, self.store.find_notes
+        rounds = {tag: Remembered(find(order), find(own), notes_of(notes)) for tag, order, own, notes in memory}
         masks = [mask for one in rounds.values() for mask in one[:2] if mask is not None]
         order = decode(order_bytes, self.layout, known={mask.hash: mask for mask in masks})
         held = rounds.get(order.start, Remembered()) if order.start is not None else Remembered()
@@ -120,9 +120,6 @@ class ClientSide:
             raise UnknownMask(order.own)
         return replace(order, extra=extra), held
 
-    def _find(self, digest: str | None) -> Mask | None:
-        return None if digest is None else self.store.find(digest)
-
     def _keep(self, rounds: Mapping[Tag | None, Remembered]) -> Rounds:
         """Store what the client holds of these rounds, and name it by hash."""
         return [
@@ -135,8 +132,6 @@ class ClientSide:
         return None if mask is None else self.store.put(mask)
 
     def _lack(self, client: int, order_bytes: bytes, error: UnknownMask) -> Reply:
-        from ..wire.frame import read_frame
-
         tag = read_frame(memoryview(order_bytes), self.layout, len(order_bytes))[0].tag
         lack = encode(Message("lack", self.layout, tag, client, lacks=error.hash))
         return Reply(lack.data, [], lacks=True)

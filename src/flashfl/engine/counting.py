@@ -45,7 +45,7 @@ T = TypeVar("T")
 class _Heard:
     """The updates of some clients, still on the device."""
 
-    seats: Sequence[Work]
+    works: Sequence[Work]
     bytes: list[int | Tensor]  # of each mask
     found: Tensor  # [4, clients]: whether the update is good, whether it is finite, its loss, bytes that coding saves
 
@@ -71,54 +71,54 @@ class Counting(Account):
         """Whether a client gets as far as to train."""
         return client not in self.failures
 
-    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor, saved: Tensor | None = None) -> None:
+    def received(self, works: Sequence[Work], values: Tensor, losses: Tensor, saved: Tensor | None = None) -> None:
         """Add a stack of updates to the sums, without those that are not finite, and without waiting.
 
         With robust sums they are held until the round is closed. saved: the bytes that coding saves of each update.
         """
-        local, bits = seats[0].order.local, stacked([seat.mask.bits for seat in seats])
+        local, bits = works[0].local, stacked([work.mask.bits for work in works])
         if any(overrides(part, "tally") for part in local.parts):
-            for seat, row, mine in zip(seats, values, bits.expand(len(seats), -1), strict=True):
-                self._tallies[seat.client.id] = tallied(local.parts, self.layout, row, mine)
+            for work, row, mine in zip(works, values, bits.expand(len(works), -1), strict=True):
+                self._tallies[work.client.id] = tallied(local.parts, self.layout, row, mine)
         finite = kernel("collect", "finite") if values.is_cuda else None
         good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
         if local.report != "counts":  # else neither weights nor statistics travel
             good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
             if self.cohort is not None:
-                for seat, row in zip(seats, _copied(values), strict=True):
-                    self._held[seat.client.id] = self._update(seat, row)
+                for work, row in zip(works, _copied(values), strict=True):
+                    self._held[work.client.id] = self._update(work, row)
             else:
-                self._add(seats, values, bits, good)
+                self._add(works, values, bits, good)
         saved = torch.zeros_like(losses) if saved is None else saved
         found = torch.stack([good.double(), fine.double(), losses.double(), saved.double()])
-        known = [(seat.order.weights.mask, self.memory.own(seat.client.id)) for seat in seats]
-        masks = self._mask_bytes([seat.mask for seat in seats], known)
-        self.heard.append(_Heard(seats, masks, found))
+        known = [(work.order.weights.mask, self.memory.own(work.client.id)) for work in works]
+        masks = self._mask_bytes([work.mask for work in works], known)
+        self.heard.append(_Heard(works, masks, found))
         if "mask" not in local.keep:
-            for seat in seats:  # a large cohort's masks would fill the device, and only masked reports need them again
-                if all(extra.form != "masked" for extra in seat.extra.values()):
-                    seat.mask = seat.order.weights.mask
+            for work in works:  # a large cohort's masks would fill the device, and only masked reports need them again
+                if all(extra.form != "masked" for extra in work.extra.values()):
+                    work.mask = work.order.weights.mask
 
-    def _add(self, seats: Sequence[Work], values: Tensor, bits: Tensor, good: Tensor) -> None:
+    def _add(self, works: Sequence[Work], values: Tensor, bits: Tensor, good: Tensor) -> None:
         layout = self.layout
-        first = layout.trained_size if seats[0].order.local.report == "statistics" else 0
-        share = torch.tensor([seat.n for seat in seats]).to(values.device, non_blocking=True) * good
+        first = layout.trained_size if works[0].local.report == "statistics" else 0
+        share = torch.tensor([work.n for work in works]).to(values.device, non_blocking=True) * good
         add = kernel("collect", "add") if values.is_cuda else None
         (add or _add)(values, bits, share, *self.sums.flat(values.device), first)
-        sizes = [sum(seat.counts) for seat in seats]
+        sizes = [sum(work.counts) for work in works]
         for active in sorted(set(sizes)) if layout.size > layout.trained_size else ():
             mine = share * torch.tensor([size == active for size in sizes]).to(share.device, non_blocking=True)
             # A NaN times 0 would stay one.
             statistics = torch.where((mine > 0)[:, None], values[:, layout.trained_size :], 0.0)
             add_statistics(self.sums, active, mine.double() @ statistics.double(), mine.sum())
 
-    def _update(self, seat: Work, values: Tensor) -> Update:
+    def _update(self, work: Work, values: Tensor) -> Update:
         """An update that is held until the cohort is known."""
         sizes = {"statistics": self.layout.trained_size, "mask": self.layout.prunable_size}
-        values[: sizes.get(seat.order.local.report, 0)] = 0  # these values do not travel
-        # Not the seat's own mask, which may be replaced.
-        mask = Mask(self.layout, seat.mask.bits.clone(), seat.counts)
-        return Update.of(seat.client.id, seat.n, Weights.masked(mask, values), seat.counts)
+        values[: sizes.get(work.local.report, 0)] = 0  # these values do not travel
+        # Not the mask of `work`, which may be replaced.
+        mask = Mask(self.layout, work.mask.bits.clone(), work.counts)
+        return Update.of(work.client.id, work.n, Weights.masked(mask, values), work.counts)
 
     def _mask_bytes(self, masks: Sequence[Mask], bases: Sequence[tuple[Mask | None, ...]]) -> list[int | Tensor]:
         """What each mask takes, given masks that both sides may know. Those that recur are counted once."""
@@ -155,13 +155,13 @@ class Counting(Account):
         masks = int(sum(itertools.islice(known, len(self.orders))))
         self.traffic += Traffic(down=masks, mask=masks)
         for heard in self.heard:
-            columns = (list(itertools.islice(known, len(heard.seats))) for _ in range(5))
-            for seat, taken, good, finite, loss, saved in zip(heard.seats, *columns, strict=True):
+            columns = (list(itertools.islice(known, len(heard.works))) for _ in range(5))
+            for work, taken, good, finite, loss, saved in zip(heard.works, *columns, strict=True):
                 if good:
-                    self._settle(seat, int(taken), int(saved), loss)
+                    self._settle(work, int(taken), int(saved), loss)
                 else:
-                    self._held.pop(seat.client.id, None)
-                    self.failed(seat.client.id, "a running variance is below zero" if finite else NOT_FINITE)
+                    self._held.pop(work.client.id, None)
+                    self.failed(work.client.id, "a running variance is below zero" if finite else NOT_FINITE)
         if self.cohort is not None:
             self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
         return super().close()
@@ -185,43 +185,43 @@ class Counting(Account):
             known = self._sizes[alike] = (message.local, size_with(message, active, 0, values))
         return known[1]
 
-    def _settle(self, seat: Work, mask_bytes: int, saved: int, loss: float) -> None:
+    def _settle(self, work: Work, mask_bytes: int, saved: int, loss: float) -> None:
         """Accept the update of a client."""
-        order, local = seat.order, seat.order.local
-        mean = self._mean(seat, loss)
-        extra = {**seat.extra, **self._tallies.get(seat.client.id, {})}
-        update = Update(seat.client.id, seat.n, None, None, seat.counts, {"loss": mean}, extra)
+        order, local = work.order, work.local
+        mean = self._mean(work, loss)
+        extra = {**work.extra, **self._tallies.get(work.client.id, {})}
+        update = Update(work.client.id, work.n, None, None, work.counts, {"loss": mean}, extra)
         if self.cohort is None:
-            add(self.sums, update, seat.mask)
+            add(self.sums, update, work.mask)
         else:
-            held = self._held.get(seat.client.id, update)
-            sent = seat.sent  # unrounded, as the encoding account has it
+            held = self._held.get(work.client.id, update)
+            sent = work.sent  # unrounded, as the encoding account has it
             start = start_of(held, local, sent.mask, sent.packed())
-            self._held[seat.client.id] = held = replace(held, metrics=update.metrics, extra=extra, start=start)
+            self._held[work.client.id] = held = replace(held, metrics=update.metrics, extra=extra, start=start)
             self.cohort.see(held)
-        self.traffic += self._up(seat, mask_bytes, saved, mean)
+        self.traffic += self._up(work, mask_bytes, saved, mean)
         keeps = "mask" in local.keep and local.report == "weights"
-        notes = Kept(notes=seat.notes) if seat.notes else None
-        self.accepted(seat.client.id, order.tag, order.weights.mask, seat.mask if keeps else None, notes)
+        notes = Kept(notes=work.notes) if work.notes else None
+        self.accepted(work.client.id, order.tag, order.weights.mask, work.mask if keeps else None, notes)
 
-    def _mean(self, seat: Work, loss: float) -> float:
+    def _mean(self, work: Work, loss: float) -> float:
         """The mean loss of a client whose loss was added up over samples."""
-        seen = min(seat.batches * seat.local.batch, seat.n) * seat.local.epochs
-        return loss / (seat.n if seat.local.report == "statistics" else max(1, seen))
+        seen = min(work.batches * work.local.batch, work.n) * work.local.epochs
+        return loss / (work.n if work.local.report == "statistics" else max(1, seen))
 
-    def _up(self, seat: Work, mask_bytes: int, saved: int, loss: float) -> Traffic:
+    def _up(self, work: Work, mask_bytes: int, saved: int, loss: float) -> Traffic:
         """What an update takes."""
-        order, local, layout = seat.order, seat.order.local, self.layout
+        order, local, layout = work.order, work.local, self.layout
         message = Message(
-            "update", layout, order.tag, seat.client.id, n=seat.n, key=order.key, metrics={"loss": loss},
-            carries=local.update_carries, extra=seat.extra,
+            "update", layout, order.tag, work.client.id, n=work.n, key=order.key, metrics={"loss": loss},
+            carries=local.update_carries, extra=work.extra,
         )  # fmt: skip
         values = local.sends(self.values)
         if local.report in ("weights", "mask"):
-            plain = self._sized(message, sum(seat.counts), values)
+            plain = self._sized(message, sum(work.counts), values)
             return replace(plain, mask=mask_bytes, values=plain.values - saved).traffic("update")
         if local.report == "counts":
-            whole = replace(message, counts=seat.counts)
+            whole = replace(message, counts=work.counts)
         else:
             whole = replace(message, values=torch.zeros(layout.size - layout.trained_size))
         return encode(whole, (), values).parts.traffic("update")

@@ -83,8 +83,7 @@ class CPUEngine:
 
     def __init__(self, task: Task, config: EngineSettings, folder: Path | None = None) -> None:
         """folder: where masks are stored."""
-        self.task, self.dropout, threads = task, config.dropout, config.threads
-        self._may_be_sparse, self._threads = config.sparse_compute, threads
+        self.task, self.config, threads = task, config, config.threads
         self.memory = ClientMemory(MaskStore.in_folder(task.layout, folder))
         self.down, self.robust = config.down, Robust.of(config)
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
@@ -107,7 +106,7 @@ class CPUEngine:
         self.pool = Pool(make, count, threads) if count > 1 else InProcess(make, threads)
 
     def prepare(self, s: State) -> dict[str, JSON]:
-        return choose(self.task, s, self.memory, self._threads) if self._may_be_sparse else {}
+        return choose(self.task, s, self.memory, self.config.threads) if self.config.sparse_compute else {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
         if self.vault is not None:
@@ -146,7 +145,7 @@ class CPUEngine:
 
     def _requests(self, account: PrivateRound, s: State) -> Iterator[tuple[int, Job]]:
         for client, request in account.requests():
-            if self.dropout and drops(s, client, self.dropout) and account.step >= dropout_step(s, client):
+            if drops(s, client, self.config.dropout) and account.step >= dropout_step(s, client):
                 account.failed(client, DROPPED)
                 continue
             yield client, partial(Worker.answer, client=client, request=request, memory=self.memory.rounds(client))
@@ -154,7 +153,7 @@ class CPUEngine:
     def _jobs(self, s: State, orders: Iterable[tuple[Client, Order]], account: Encoding) -> Iterator[tuple[int, Job]]:
         for client, order in orders:
             data = account.sent(client, order)
-            if self.dropout and drops(s, client.id, self.dropout):
+            if drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
                 continue
             yield client.id, self._training(client.id, data)
@@ -179,11 +178,7 @@ class CPUEngine:
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all evaluation samples."""
         self._model.vector.copy_(weights.vector)
-        spans = [
-            (which, start, stop)
-            for which, data in enumerate(self.task.evaluation)
-            for start, stop in evaluation_batches(len(data))
-        ]
+        spans = evaluation_batches(self.task.evaluation)
         jobs: list[Job] = [
             partial(Worker.evaluate, which=which, start=start, stop=stop, statistics=statistics)
             for which, start, stop in spans
@@ -238,4 +233,4 @@ def dropout_step(s: State, client: int) -> int:
 
 def drops(s: State, client: int, share: float) -> bool:
     """Whether a client fails in this round: keyed, so that a repeated run loses the same ones."""
-    return s.key("dropout", client) % 1_000_000 < share * 1_000_000
+    return share > 0 and s.key("dropout", client) % 1_000_000 < share * 1_000_000

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..aggregate import add
-from ..core.client import active_range, fields_of, moves_mask, overrides
-from ..core.exchange import Carries, Client, Extra, Order, Outcome, Traffic, Update
-from ..core.mask import Mask, repacked
+from ..core.client import active_range, moves_mask
+from ..core.exchange import Client, Extra, Order, Outcome, Traffic
+from ..core.mask import Mask, Weights
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
-from ..wire import Encoded, Limits, Message, WireError, decode, encode, size_with
-from ..wire.errors import NonFinite, WrongContent
+from ..wire import Encoded, Message, WireError, decode, encode, size_with
 from .account import Account
 from .change import start_of
 from .held import Held
 from .memory import ClientMemory, Kept
-from .pipeline import tallied
 from .robust import PLAIN, Robust
-from .trust import check_update
+from .trust import as_update, limits_of, read_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 
@@ -37,6 +34,8 @@ class Encoding(Account):
     def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
         super().__init__(memory, values, robust)
         self._orders: dict[int, Message] = {}  # of clients that have not answered yet, in ascending id
+        self._reminded: set[int] = set()  # clients that were sent a mask which they had lost
+        self._packed: tuple[Weights, Tensor] | None = None
         self._held = Held(self.layout, memory.store.folder)
 
     def sent(self, client: Client, order: Order) -> bytes:
@@ -45,13 +44,33 @@ class Encoding(Account):
         self._orders[client.id] = message
         return self._count(self.encode(message))
 
+    def message(self, client: Client, order: Order) -> Message:
+        """An order for a client as it will travel."""
+        return Message(
+            "order", self.layout, order.tag, client.id, client.n, order.key, start=self.memory.start(client.id),
+            own=self.memory.own_hash(client.id), local=order.local, mask=order.weights.mask,
+            values=self._pack(order), carries=order.local.order_carries, extra=order.extra,
+        )  # fmt: skip
+
+    def _pack(self, order: Order) -> Tensor:
+        """Packed once for all clients that get the same weights."""
+        if self._packed is None or self._packed[0] is not order.weights:
+            self._packed = (order.weights, order.weights.packed().cpu())
+        values, tail = self._packed[1], self.layout.size - self.layout.trained_size
+        return values if order.local.statistics else values[: len(values) - tail]
+
+    def encode(self, message: Message) -> Encoded:
+        """An order as bytes; its mask leans on the one that the client acknowledged last."""
+        base = self.memory.base(message.client)
+        return encode(message, () if base is None else (base,), values=self.values)
+
     def largest_update(self, client: int) -> int:
         """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
         order = self._orders[client]
         local, k = order.work, self.layout.prunable_size
         active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
         active = max(active, active_range(local.parts, self.layout, active)[1])
-        values, limits = local.sends(self.values), _limits(order)
+        values, limits = local.sends(self.values), limits_of(order)
         plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
         return plain + (300 + 8 * limits.elements) * limits.extras
 
@@ -64,8 +83,14 @@ class Encoding(Account):
 
         Raises a WireError if this is not what the client says, or if it says so a second time.
         """
-        self.reminded(client, data)
-        order = self._orders[client]
+        lack, order = decode(data, self.layout), self._orders.get(client)
+        asks = lack.kind == "lack" and lack.client == client and client not in self._reminded
+        if not asks or order is None or lack.parts is None:  # in most steps of a private round there is no order
+            raise WireError(
+                "the client's request for a mask is not valid, or it asked again after it got the full mask"
+            )
+        self._reminded.add(client)
+        self.traffic += lack.parts.traffic("lack")
         own = self.memory.own(client)
         if own is None:
             self.memory.forget(client)
@@ -105,7 +130,7 @@ class Encoding(Account):
         kept = None if notes is None else Kept(notes)
         self.accepted(client, order.tag, order.mask, update.mask if keeps else None, kept)
         del self._orders[client]
-        found = _update(update, order)
+        found = as_update(update, order)
         if self.cohort is not None:
             found = replace(found, start=start_of(found, order.work, order.mask, order.values))
             self.cohort.see(found)
@@ -115,11 +140,7 @@ class Encoding(Account):
     def decode(self, data: bytes, order: Message) -> Message:
         """The update that answers `order`, or the WireError that says why this is none."""
         own = self.memory.own(order.client) if order.own is not None else None
-        known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
-        update = decode(data, self.layout, known=known, limits=_limits(order))
-        update = _restored(update, order)
-        check_update(update, order, self._frozen(order))
-        return update
+        return read_update(data, order, own, self._frozen(order))
 
     def _frozen(self, order: Message) -> Mask | None:
         """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
@@ -144,56 +165,3 @@ class Encoding(Account):
         if self.cohort is not None:
             self.cohort.add(self.sums, self._held)
         return super().close()
-
-
-def _limits(order: Message) -> Limits:
-    """Reject more or larger extras than the order has, and a recipe unless the order allows one."""
-    local = order.work
-    declared = fields_of(local.parts, "reports", order.layout)
-    sizes = [extra.value.numel() for extra in order.extra.values()] + [one.size for one in declared.values()]
-    most, count = max([order.layout.prunable_size, *sizes]), len(declared.keys() | order.extra.keys())
-    # The mask that a client kept may have been a recipe, and be unknown here by now.
-    kept = "mask" in local.keep and order.start is not None and order.own is None
-    return Limits(extras=count, elements=most, recipes=local.start is not None or kept)
-
-
-def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
-    """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
-    assert order.values is not None
-    assert order.mask is not None
-    layout, values = order.layout, repacked(order.values, order.mask, mask)
-    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
-    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
-
-
-def _restored(update: Message, order: Message) -> Message:
-    """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
-    asked, coding = order.work.sends(EXACT).changes, update.coding
-    if update.values is None or update.mask is None or coding is None:
-        return update
-    if coding.values.changes != asked:
-        sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
-        raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
-    if not coding.values.changes:
-        return update
-    values = update.values + base_values(order, update.mask, update.carries)
-    if not bool(values.isfinite().all()):
-        raise NonFinite(f"the changes of client {update.client} lead to weights that are not finite")
-    return replace(update, values=values)
-
-
-def _update(message: Message, order: Message) -> Update:
-    """A decoded update. What did not travel of its values counts as zero."""
-    layout, mask, values = message.layout, message.mask, message.values
-    if values is not None and message.carries != "all":
-        mask = order.mask if message.carries == "statistics" else mask
-        assert mask is not None
-        missing = values.new_zeros(mask.active + layout.size - layout.prunable_size - len(values))
-        values = torch.cat([values, missing] if message.carries == "weights" else [missing, values])
-    counts = message.counts if message.counts is not None else (0,) * len(layout.prunable)
-    update = Update(message.client, message.n, mask, values, counts, dict(message.metrics), dict(message.extra))
-    parts = order.work.parts
-    if any(overrides(part, "tally") for part in parts) and (weights := update.weights) is not None:
-        extra = {**update.extra, **tallied(parts, layout, weights.vector, weights.mask.bits)}
-        update = replace(update, extra=extra)
-    return update

@@ -9,7 +9,6 @@ import weakref
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,14 +32,6 @@ from .private import LENGTH
 from .train import ClientFailed
 
 
-class Drawer(Protocol):
-    """A client's own storage, out of the server's sight. On Flower it is a dict in the client's context."""
-
-    def get(self, name: str) -> bytes | None: ...
-
-    def __setitem__(self, name: str, data: bytes) -> None: ...
-
-
 class FolderDrawer:
     """Files in a folder. Simulated clients have one each."""
 
@@ -53,6 +44,10 @@ class FolderDrawer:
 
     def __setitem__(self, name: str, data: bytes) -> None:
         put(self.folder / name, data)
+
+
+# A client's own storage, out of the server's sight. On Flower it is a dict in the client's context.
+Drawer = FolderDrawer | dict[str, bytes]
 
 
 class PrivateSide:

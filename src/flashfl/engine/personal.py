@@ -47,7 +47,7 @@ def personal_score(
             if mask is None and local.start is not None:
                 mask = recipe_mask(weights.layout, local.start, weights.vector.device)
             model = weights if mask is None else weights.restrict(mask.to(weights.vector.device))
-            batches = [torch.arange(*span) for span in evaluation_batches(len(test))]
+            batches = [torch.arange(start, stop) for _, start, stop in evaluation_batches([test])]
             output = torch.cat([trainer.outputs(model, test, index, local.statistics).cpu() for index in batches])
             made[key] = output, model.mask.density
         loss, metric = _weighted(trainer, made[key][0], classes, (shares / shares.sum()).tolist())

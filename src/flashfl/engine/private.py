@@ -21,8 +21,7 @@ from ..privacy.plain import Gatherer
 from ..privacy.server import Collector
 from ..privacy.settings import Privacy
 from ..privacy.vector import Packing
-from ..wire import encode
-from .account import Account
+from .encoding import Encoding
 from .memory import ClientMemory
 from .vault import Vault
 
@@ -93,7 +92,7 @@ def signed(total: Words) -> Tensor:
     return torch.from_numpy(total.view(f"<i{total.itemsize}").astype(np.int64))
 
 
-class PrivateRound(Account):
+class PrivateRound(Encoding):
     """The account of a private round.
 
     Post what `requests` gives, hand answers to `received` and missing ones to `failed`; `advance` ends the step. When
@@ -145,10 +144,7 @@ class PrivateRound(Account):
         elif self.step != MASKED:
             parts = [self._round.request(client)]
         else:
-            if order is None:
-                encoded = self.encode(self.message(*self.orders[client]))
-                self.traffic += encoded.parts.traffic("order")
-                order = encoded.data
+            order = order or self.sent(*self.orders[client])
             parts = [b"" if self.privacy.secure else self.terms.to_bytes(), self._round.request(client)]
         head = b"".join(LENGTH.pack(self.step, len(part)) + part for part in parts)
         self.traffic += Traffic(down=len(head), overhead=len(head))
@@ -165,15 +161,12 @@ class PrivateRound(Account):
             self.failed(client, f"{type(error).__name__}: {error}")
             return
         if self.step == MASKED:
+            del self._orders[client]
             self.accepted(client, self.tag, self.start.mask, None)
 
     def lacking(self, client: int, data: bytes) -> bytes:
         """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
-        self.reminded(client, data)
-        self.memory.forget(client)
-        encoded = encode(self.message(*self.orders[client]), (), self.values)
-        self.traffic += encoded.parts.traffic("order")
-        return self.request(client, encoded.data)
+        return self.request(client, super().lacking(client, data))
 
     def largest_update(self, client: int) -> int:
         """Bytes of the largest answer of a client in this step."""

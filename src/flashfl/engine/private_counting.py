@@ -45,10 +45,8 @@ class PrivateCounting(Counting):
         if not order.local.statistics:
             self._sent[len(self._sent) - self.layout.size + self.layout.trained_size :] = 0
         # The step in which each client stops answering.
-        self._ends = {client.id: _NEVER for client, _ in orders}
-        for client in self._ends if dropout else ():
-            if drops(s, client, dropout):
-                self._ends[client] = dropout_step(s, client)
+        ids = [client.id for client, _ in orders]
+        self._ends = {client: dropout_step(s, client) if drops(s, client, dropout) else _NEVER for client in ids}
         self._total = torch.zeros(self.packing.length, dtype=torch.int64, device=self.start.vector.device)
         for client in set(self._ends) - set(vault.spend(s, list(self._ends), present)):
             self._ends[client] = -1
@@ -67,15 +65,15 @@ class PrivateCounting(Counting):
         super().failed(client, why)
         self._ends[client] = min(self._ends[client], MASKED)
 
-    def received(self, seats: Sequence[Work], values: Tensor, losses: Tensor, saved: Tensor | None = None) -> None:
+    def received(self, works: Sequence[Work], values: Tensor, losses: Tensor, saved: Tensor | None = None) -> None:
         """Turn each client's report into whole numbers and add them up."""
-        for seat, row, loss in zip(seats, values, losses.tolist(), strict=True):
-            client, order, local = seat.client.id, seat.order, seat.order.local
+        for work, row, loss in zip(works, values, losses.tolist(), strict=True):
+            client, order, local = work.client.id, work.order, work.local
             if not (math.isfinite(loss) and bool(row.isfinite().all())):
                 self.failed(client, NOT_FINITE)
                 continue
             weights = None if local.report == "counts" else Weights(order.weights.mask, row)
-            update = Update.of(client, seat.n, weights, seat.counts, {"loss": self._mean(seat, loss)})
+            update = Update.of(client, work.n, weights, work.counts, {"loss": self._mean(work, loss)})
             self._total += self.packing.encode(update, self._sent, order.key)
             self.accepted(client, order.tag, order.weights.mask, None)
 

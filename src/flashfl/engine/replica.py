@@ -170,7 +170,8 @@ def warn_of_metric(task: Task) -> None:
                 return  # all samples are evaluated at once
             far = 100 + 100 * (output.abs().max() + target.abs().max())
             output[:1] += far  # a sample unlike the others: a root of a mean shows at once
-            all_, first, rest = (float(task.metric(output[part], target[part])) for part in _PARTS)
+            parts = (slice(None), slice(0, 1), slice(1, None))
+            all_, first, rest = (float(task.metric(output[part], target[part])) for part in parts)
     except Exception:  # whatever the user's model or metric raises is reported where it is evaluated
         return
     mean = (first + (count - 1) * rest) / count
@@ -180,6 +181,3 @@ def warn_of_metric(task: Task) -> None:
             "samples, or for each client that holds samples back, and then averaged. That differs from its value for "
             "all samples at once. Use a mean over samples, such as the squared error instead of its root."
         )
-
-
-_PARTS = (slice(None), slice(0, 1), slice(1, None))

@@ -56,27 +56,8 @@ class Robust:
         bounded = config.robust == "on"
         return Robust(bounded, config.clip or (_CLIP if bounded and not config.trim else 0.0), config.trim)
 
-    @property
-    def needs_cohort(self) -> bool:
-        """Whether updates can be added only once the whole cohort is known."""
-        return self != PLAIN
-
 
 PLAIN = Robust()
-
-
-class _Seen(NamedTuple):
-    """What is remembered of an update until the cohort is known."""
-
-    n: int
-    norms: dict[str, float]  # of the change of the weights (""), and of extras by name
-
-
-class _Bound(NamedTuple):
-    """As how many samples a client counts, and by what its change ("") and its extras are multiplied."""
-
-    n: int
-    factors: dict[str, float]
 
 
 class Told(NamedTuple):
@@ -94,18 +75,21 @@ class Cohort:
     robust: Robust
     folder: Path | None = None  # where a temporary file would be
     notes: dict[int, str] = field(default_factory=dict)  # client -> what was bounded by much
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _counts: dict[int, int] = field(default_factory=dict)  # client -> its samples
+    # Name -> client -> a length: that of its extra of this name, or of the change of its weights if the name is empty.
+    _norms: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def see(self, update: Update) -> None:
         """An update, with its `start`."""
-        norms = {}
+        self._counts[update.client] = update.n
         if self.robust.clip:
             # Whole numbers too, as the sender chooses the type. Only bits need no bound.
             tensors = {name: e.value + 0.0 for name, e in update.extra.items() if e.value.dtype != torch.bool}
             if (change := update.change) is not None:
                 tensors[""] = change
-            norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
-        self._seen[update.client] = _Seen(update.n, norms)
+            for name, x in tensors.items():
+                norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+                self._norms.setdefault(name, {})[update.client] = norm
 
     def add(self, sums: Sums, updates: Iterable[Update]) -> None:
         """Bound and add the updates, in ascending client id. They are gone through up to three times."""
@@ -133,33 +117,28 @@ class Cohort:
 
     def _bounded(self, layout: Layout, updates: Iterable[Update]) -> Iterator[Update]:
         """The updates with bounded samples, changes and extras. Those that go against the others most are blended."""
-        bounds, others = self._bounds(), Others(layout)
-        changed = sum("" in bound.factors for bound in bounds.values())
-        blended = self.robust.bounded and changed >= _FEW
+        (shares, factors), others = self._bounds(), Others(layout)
+        changes = factors.get("", {})
+        blended = self.robust.bounded and len(changes) >= _FEW
         for look in (others.add, others.compare) if blended else ():
             for update in updates:
-                bound = bounds[update.client]
-                look(update, bound.n, bound.factors.get("", 1.0))
+                look(update, shares[update.client], changes.get(update.client, 1.0))
         for update in updates:
-            bound = bounds[update.client]
-            found = replace(update, n=bound.n)
-            for name, factor in bound.factors.items():
-                found = _scaled(found, name, factor)
-            yield others.blend(found, max(1, int(_TRIM * changed))) if blended else found
+            found = replace(update, n=shares[update.client])
+            for name, mine in factors.items():
+                found = _scaled(found, name, mine.get(update.client, 1.0))
+            yield others.blend(found, max(1, int(_TRIM * len(changes)))) if blended else found
 
-    def _bounds(self) -> dict[int, _Bound]:
-        counts = {client: seen.n for client, seen in self._seen.items()}
+    def _bounds(self) -> tuple[dict[int, int], dict[str, dict[int, float]]]:
+        """As how many samples each client counts, and by what its change ("") and its extras are multiplied."""
+        counts = self._counts
         most = most_samples(counts.values()) if self.robust.bounded else max(counts.values(), default=0)
         shares = {client: min(n, most) for client, n in counts.items()}
-        names = sorted({name for seen in self._seen.values() for name in seen.norms})
-        factors = {name: self._factors(name, shares) for name in names}
+        factors = {name: self._factors(name, shares) for name in sorted(self._norms)}
         for client, n in counts.items():
             if n > most:
                 self.notes[client] = f"registered {n} samples and counts as {most}, twice the median"
-        return {
-            client: _Bound(shares[client], {name: factors[name][client] for name in seen.norms})
-            for client, seen in self._seen.items()
-        }
+        return shares, factors
 
     def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
         """Client -> by what to multiply its change, or its extra of this name.
@@ -168,7 +147,7 @@ class Cohort:
         median. Then all are lengthened by the share of the samples that this took away: so the average does not move
         less because clients are unlike, or because one of them lies.
         """
-        norms = {client: seen.norms[name] for client, seen in self._seen.items() if name in seen.norms}
+        norms = self._norms[name]
         added = {client: shares[client] * norm for client, norm in norms.items()}
         median, clip = _median(norms.values()), self.robust.clip
         most, most_added = clip * median, clip * _median(added.values())
@@ -189,9 +168,9 @@ class Cohort:
     def _rows(self, size: int, device: torch.device) -> Tensor:
         """Room for the weights of all clients: on a CPU in a file without a name."""
         if device.type != "cpu":
-            return torch.empty((len(self._seen), size), device=device)
+            return torch.empty((len(self._counts), size), device=device)
         with tempfile.TemporaryFile(dir=self.folder) as file:
-            return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=(len(self._seen), size)))
+            return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=(len(self._counts), size)))
 
 
 def most_samples(counts: Collection[int]) -> int:

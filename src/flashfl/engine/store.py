@@ -104,10 +104,10 @@ class MaskStore(Mapping[str, Mask]):
         self._remember(digest, mask)
         return mask
 
-    def find(self, digest: str) -> Mask | None:
-        """The mask; None if it is missing or damaged."""
+    def find(self, digest: str | None) -> Mask | None:
+        """The mask; None if it is missing or damaged, or if there is no hash."""
         try:
-            return self[digest]
+            return None if digest is None else self[digest]
         except (KeyError, FlashError):
             return None
 
@@ -126,10 +126,10 @@ class MaskStore(Mapping[str, Mask]):
             raise self._damaged(digest)
         return notes_from_bytes(data)
 
-    def find_notes(self, digest: str) -> dict[str, Extra]:
-        """What `put_notes` stored; nothing if it is missing or damaged."""
+    def find_notes(self, digest: str | None) -> dict[str, Extra]:
+        """What `put_notes` stored; nothing if it is missing or damaged, or if there is no hash."""
         try:
-            return self.notes(digest)
+            return {} if digest is None else self.notes(digest)
         except (KeyError, FlashError):
             return {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -29,9 +29,13 @@ from .work import Schedule
 NOT_FINITE = "its weights or its loss are not finite after training: check its data, or lower lr"
 
 
-def evaluation_batches(n: int) -> Iterator[tuple[int, int]]:
-    """Start and end of the batches in which n samples are evaluated: the same in every engine, as sums depend on it."""
-    return ((start, min(start + EVALUATION_BATCH, n)) for start in range(0, n, EVALUATION_BATCH))
+def evaluation_batches(sources: Sequence[Source]) -> list[tuple[int, int, int]]:
+    """In which batches samples are evaluated: which source, start and end. The same in every engine, for equal sums."""
+    return [
+        (which, start, min(start + EVALUATION_BATCH, len(data)))
+        for which, data in enumerate(sources)
+        for start in range(0, len(data), EVALUATION_BATCH)
+    ]
 
 
 class ClientFailed(FlashError):
@@ -256,7 +260,7 @@ class Trainer:
     def evaluate_all(self, weights: Weights, data: Source, statistics: bool = True) -> tuple[float, float]:
         """Loss and metric of a model on all samples, times their number."""
         loss = metric = 0.0
-        for start, stop in evaluation_batches(len(data)):
+        for _, start, stop in evaluation_batches([data]):
             part = self.evaluate(weights, data, torch.arange(start, stop), statistics)
             loss, metric = loss + part[0], metric + part[1]
         return loss, metric

@@ -1,20 +1,36 @@
-"""Whether an update answers its order.
+"""Reads updates: whether one answers its order, and the weights it reports.
 
-The codec has already refused bytes that are malformed and values that are not finite. Here are the checks that need to
-know what was asked for. How far an update may move the model is another matter: see `robust`.
+The codec refuses bytes that are malformed and values that are not finite. Here are the checks that need to know what
+was asked for. How far an update may move the model is another matter: see `robust`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ..core.client import active_range, fields_of
-from ..core.mask import Mask
-from ..wire import Message
-from ..wire.errors import NegativeVariance, WrongContent, WrongDensity, WrongTag
+from ..core.client import active_range, fields_of, overrides
+from ..core.exchange import Carries, Update
+from ..core.mask import Mask, repacked
+from ..core.precision import EXACT
+from ..wire import Limits, Message, decode
+from ..wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
+from .pipeline import tallied
 
 LARGEST_METRIC = 1e30  # the largest metric or extra; sums of such numbers stay finite
+
+
+def read_update(data: bytes, order: Message, own: Mask | None, frozen: Mask | None) -> Message:
+    """The update that answers `order`, or the WireError that says why this is none.
+
+    own: the mask that the client keeps, which the update may refer to. frozen: see `check_update`.
+    """
+    known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
+    update = _restored(decode(data, order.layout, known=known, limits=limits_of(order)), order)
+    check_update(update, order, frozen)
+    return update
 
 
 def check_update(update: Message, order: Message, frozen: Mask | None = None) -> None:
@@ -86,3 +102,56 @@ def _check_variances(update: Message) -> None:
 
 def _within(values: Tensor, most: float) -> bool:
     return not values.numel() or all(abs(float(x)) <= most for x in torch.aminmax(values))
+
+
+def limits_of(order: Message) -> Limits:
+    """Reject more or larger extras than the order has, and a recipe unless the order allows one."""
+    local = order.work
+    declared = fields_of(local.parts, "reports", order.layout)
+    sizes = [extra.value.numel() for extra in order.extra.values()] + [one.size for one in declared.values()]
+    most, count = max([order.layout.prunable_size, *sizes]), len(declared.keys() | order.extra.keys())
+    # The mask that a client kept may have been a recipe, and be unknown here by now.
+    kept = "mask" in local.keep and order.start is not None and order.own is None
+    return Limits(extras=count, elements=most, recipes=local.start is not None or kept)
+
+
+def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
+    """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
+    assert order.values is not None
+    assert order.mask is not None
+    layout, values = order.layout, repacked(order.values, order.mask, mask)
+    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
+    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
+
+
+def _restored(update: Message, order: Message) -> Message:
+    """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
+    asked, coding = order.work.sends(EXACT).changes, update.coding
+    if update.values is None or update.mask is None or coding is None:
+        return update
+    if coding.values.changes != asked:
+        sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
+        raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
+    if not coding.values.changes:
+        return update
+    values = update.values + base_values(order, update.mask, update.carries)
+    if not bool(values.isfinite().all()):
+        raise NonFinite(f"the changes of client {update.client} lead to weights that are not finite")
+    return replace(update, values=values)
+
+
+def as_update(message: Message, order: Message) -> Update:
+    """A decoded update. What did not travel of its values counts as zero."""
+    layout, mask, values = message.layout, message.mask, message.values
+    if values is not None and message.carries != "all":
+        mask = order.mask if message.carries == "statistics" else mask
+        assert mask is not None
+        missing = values.new_zeros(mask.active + layout.size - layout.prunable_size - len(values))
+        values = torch.cat([values, missing] if message.carries == "weights" else [missing, values])
+    counts = message.counts if message.counts is not None else (0,) * len(layout.prunable)
+    update = Update(message.client, message.n, mask, values, counts, dict(message.metrics), dict(message.extra))
+    parts = order.work.parts
+    if any(overrides(part, "tally") for part in parts) and (weights := update.weights) is not None:
+        extra = {**update.extra, **tallied(parts, layout, weights.vector, weights.mask.bits)}
+        update = replace(update, extra=extra)
+    return update

@@ -8,6 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,27 +37,23 @@ class Vault:
 
     def __init__(self, privacy: Privacy, folder: Path | None) -> None:
         self.privacy, self.folder = privacy, folder
-        self._run = ""
-        self._ledger: Ledger | None = None
 
-    @property
+    @cached_property
     def run(self) -> str:
         """A random name that keeps the rounds of different runs apart."""
-        if not self._run:
-            path = None if self.folder is None else self.folder / "run"
-            self._run = path.read_text() if path is not None and path.exists() else secrets.token_hex(8)
-            if path is not None:
-                put(path, self._run.encode(), sync=True)
-        return self._run
+        path = None if self.folder is None else self.folder / "run"
+        name = path.read_text() if path is not None and path.exists() else secrets.token_hex(8)
+        if path is not None:
+            put(path, name.encode(), sync=True)
+        return name
 
-    @property
+    @cached_property
     def ledger(self) -> Ledger | None:
         """What was spent; None without differential privacy."""
-        noise = self.privacy.noise
-        if noise is not None and self._ledger is None:
-            path = None if self.folder is None else self.folder / "spent.json"
-            self._ledger = Ledger(noise.multiplier, self.privacy.delta, self.privacy.draw, path)
-        return self._ledger
+        if (noise := self.privacy.noise) is None:
+            return None
+        path = None if self.folder is None else self.folder / "spent.json"
+        return Ledger(noise.multiplier, self.privacy.delta, self.privacy.draw, path)
 
     def spend(self, s: State, cohort: Sequence[int], present: Sequence[int]) -> list[int]:
         """Count a round for the clients of the cohort whose budget allows it, and return them.

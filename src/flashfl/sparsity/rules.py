@@ -22,6 +22,7 @@ from .allocate import share_out
 from .pattern import check_pattern, within_groups
 from .select import lowest_by_layer, magnitude
 
+_Counts = Sequence[Sequence[int]]  # for each client, one number for each layer
 _DECAY = 0.9  # of the running mean that momentum growth ranks by
 
 
@@ -102,10 +103,10 @@ class PruneRegrow:
 
         dropped = lowest_by_layer(layout, size, drops, masks, device=device)
         if self.nm:
-            grown_counts: Sequence[Sequence[int]] = drops
+            grown_counts: _Counts = drops
             grown = self._within_groups(layout, rank(0, k), size(0, k), dropped, masks)
         else:
-            grown_counts = self._shares(layout, heads, drops, kept, counts)
+            grown_counts = self._shares(layout, heads, drops, counts)
             new, back = _new_and_back(layout, grown_counts, counts)
             grown = lowest_by_layer(layout, rank, new, ~masks, scores is None, device)
             if any(map(any, back)):
@@ -124,14 +125,7 @@ class PruneRegrow:
             grown[:, span] = within_groups(layer, self.nm, rank[:, span], dropped[:, span], pool[:, span])
         return grown
 
-    def _shares(
-        self,
-        layout: Layout,
-        heads: Tensor,
-        drops: Sequence[Sequence[int]],
-        kept: Sequence[Sequence[int]],
-        counts: Sequence[Sequence[int]],
-    ) -> list[tuple[int, ...]]:
+    def _shares(self, layout: Layout, heads: Tensor, drops: _Counts, counts: _Counts) -> list[tuple[int, ...]]:
         """How many each layer regrows: in proportion to the mean magnitude of its active weights.
 
         Magnitudes are added in float64 and rounded to float32, so that the order of addition, which differs between
@@ -142,9 +136,9 @@ class PruneRegrow:
         )
         rows = sums.float().tolist()
         shares = []
-        for total, drop, keep, count in zip(rows, drops, kept, counts, strict=True):
+        for total, drop, count in zip(rows, drops, counts, strict=True):
             importance = [s / c if c else 0.0 for s, c in zip(total, count, strict=True)]
-            room = [k - a for k, a in zip(layout.sizes, keep, strict=True)]
+            room = [k - c + d for k, c, d in zip(layout.sizes, count, drop, strict=True)]
             if not all(map(math.isfinite, importance)):
                 importance = [1.0] * len(importance)  # a diverged client; it is dropped after training
             shares.append(share_out(importance, room, sum(drop)))
@@ -161,14 +155,7 @@ class LayerRegrow(PruneRegrow):
     def moments(self, epochs: int, batches: int) -> dict[int, Fraction]:
         return {math.ceil(epochs * batches / 2): Fraction(str(self.rate))}
 
-    def _shares(
-        self,
-        layout: Layout,
-        heads: Tensor,
-        drops: Sequence[Sequence[int]],
-        kept: Sequence[Sequence[int]],
-        counts: Sequence[Sequence[int]],
-    ) -> list[tuple[int, ...]]:
+    def _shares(self, layout: Layout, heads: Tensor, drops: _Counts, counts: _Counts) -> list[tuple[int, ...]]:
         return [tuple(row) for row in drops]
 
 
@@ -195,9 +182,7 @@ def move(
     return found
 
 
-def _new_and_back(
-    layout: Layout, grown: Sequence[Sequence[int]], counts: Sequence[Sequence[int]]
-) -> tuple[list[list[int]], list[list[int]]]:
+def _new_and_back(layout: Layout, grown: _Counts, counts: _Counts) -> tuple[list[list[int]], list[list[int]]]:
     """Of what each layer grows: how much fits where it was inactive, and how much of what it dropped comes back."""
     new = [[min(g, k - c) for g, k, c in zip(*row, strict=True)] for row in zip(grown, repeat(layout.sizes), counts)]
     return new, [[g - n for g, n in zip(*row, strict=True)] for row in zip(grown, new, strict=True)]

@@ -56,7 +56,8 @@ class GPUEngine:
         self.train_data = on_device(task.train, self.device)
         self.capacity = min(max(len(d) for d in task.train), 1 << 16)
         self.memory = ClientMemory(MaskStore.in_folder(self.layout, folder), self.device)
-        self.robust, self.vault = Robust.of(config), open_vault(config, len(task.train), folder)
+        self.down, self.robust = config.down, Robust.of(config)
+        self.vault = open_vault(config, len(task.train), folder)
         self.crew: Crew | None = None
         self.stack: Stack | None = None
         self.evaluator = Evaluator(task, self.device, self.half)
@@ -90,7 +91,7 @@ class GPUEngine:
         return {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
-        account = Counting(self.memory, self.config.down, self.robust)
+        account = Counting(self.memory, self.down, self.robust)
         if self.vault is not None:
             from ..private_counting import PrivateCounting
 
@@ -115,7 +116,7 @@ class GPUEngine:
         for client, order in orders:
             order = account.sent(client, order)
             data = self.train_data[client.id]
-            if self.config.dropout and self.vault is None and drops(s, client.id, self.config.dropout):
+            if self.vault is None and drops(s, client.id, self.config.dropout):
                 account.failed(client.id, DROPPED)
             if not account.trains(client.id):
                 continue
@@ -131,7 +132,7 @@ class GPUEngine:
     def _train(self, works: list[Work], stack: Stack, account: Counting) -> None:
         """Train a few clients side by side and add up their updates."""
         rows, local = len(works), works[0].local
-        receive(works, self.config.down)
+        receive(works, self.down)
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
         opened = None
@@ -157,11 +158,11 @@ class GPUEngine:
         if opened is not None:
             opened.state = {name: stack.logical(value) for name, value in crew.state(rows).items()}
             values = self._close(works, opened, values)
-        how, saved = local.sends(self.config.down), None
+        saved = None
         if local.report == "mask":  # as the server decodes it: the values of active weights did not travel
             values[:, : self.layout.prunable_size] = 0.0
-        if not how.exact and local.report in ("weights", "mask"):
-            values, saved = decode(works, values, how)
+        if local.report in ("weights", "mask"):
+            values, saved = decode(works, values, local.sends(self.down))
         account.received(works, values, crew.losses(rows), saved)
 
     def _run_steps(self, crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
@@ -231,7 +232,7 @@ class GPUEngine:
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
         for work in works:
-            receive([work], self.config.down)
+            receive([work], self.down)
             client = work.client.id
             try:
                 update = self.trainer.train(work.order, client, self.train_data[client], work.mask)

@@ -31,11 +31,7 @@ class Evaluator:
     @torch.no_grad()
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
         """Mean loss and metric over all samples."""
-        batches = [
-            (which, start, stop - start)
-            for which, data in enumerate(self.data)
-            for start, stop in evaluation_batches(len(data))
-        ]
+        batches = [(which, start, stop - start) for which, start, stop in evaluation_batches(self.data)]
         kinds = {(which, count) for which, _, count in batches}
         self._load(weights, statistics)
         if self.graphs.active and len(kinds) <= _MOST:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.client import Clients
-from ...data.sources import Inputs, Source
+from ...data.sources import Source
 from ...data.task import Task
 from ..replica import Replica
 from ..step import MaskedStep
@@ -26,10 +26,14 @@ def _forward(module: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 class Lane:
-    """Trains the client in one row of the stack. `stage` gives it samples, `run` steps through them."""
+    """Trains the client in one row of the stack."""
 
-    def __init__(self, task: Task, stack: Stack, row: int, forward: Forward) -> None:
-        self.task, self.stack, self.device, self.forward, self.row = task, stack, stack.device, forward, row
+    def __init__(
+        self, task: Task, stack: Stack, row: int, data: Sequence[Source], capacity: int, forward: Forward
+    ) -> None:
+        """capacity: samples that are staged at a time."""
+        self.task, self.stack, self.device, self.row = task, stack, stack.device, row
+        self.data, self.capacity, self.forward = data, capacity, forward
         mine = slice(row, row + 1)
         self.replica = Replica(task, self.device, lambda layer: stack.used(layer)[row])
         self.replica.module.train()
@@ -56,8 +60,17 @@ class Lane:
         self.step.begin(work.local, opened.keys[mine] if opened else (), [work.steps], state)
         self.generator.manual_seed(work.seed)
 
-    def stage(self, inputs: Inputs, target: Tensor, capacity: int) -> None:
-        """Take samples into buffers that keep their addresses. Images are kept with their channels last."""
+    def _staged_batches(self, work: Work) -> int:
+        return max(1, self.capacity // work.local.batch)
+
+    def _stage(self, work: Work, epoch: int, first: int) -> None:
+        """Take an epoch's samples from batch `first` on, as many as fit, into buffers that keep their addresses.
+
+        Images are kept with their channels last.
+        """
+        fits = self._staged_batches(work) * work.local.batch
+        order, capacity = work.shuffled(epoch, self.device), max(self.capacity, fits)
+        inputs, target = work.fetch(self.data[work.client.id], epoch, order, first * work.local.batch, fits)
         pieces = [x.permute(0, 2, 3, 1) if self._image(x) else x for x in inputs]
         if self.target is None or len(self.target) < capacity:
             # Zeros: a step is tried out before it is captured, perhaps on more samples than the first client has.
@@ -96,16 +109,28 @@ class Lane:
             self.loss += loss.detach().float() * batch
             self.at += batch
 
-    def run(self, batch: int) -> None:
-        """Enqueue one step on this lane's stream."""
+    def run(self, work: Work, step: int) -> None:
+        """Enqueue one step of a client's work on this lane's stream."""
+        epoch, b = divmod(step, work.batches)
+        batch = work.size(b)
         with torch.cuda.stream(self.stream):
+            if b % self._staged_batches(work) == 0:
+                self._stage(work, epoch, b)
             if not self.graphs.replay((batch, self.step.key)):
                 with self._own_randomness():
                     self._step(batch)
 
-    def prepare(self, batch: int) -> None:
-        """Capture the step for this batch size. The weights are garbage afterwards."""
+    def prepare(self, work: Work, sizes: Sequence[int], opened: Clients | None) -> None:
+        """Capture the steps for these batch sizes, unless they are. The weights are garbage afterwards."""
+        settings = MaskedStep.key_of(work.local)
+        if any(self.graphs.lacks((size, settings)) for size in sizes):
+            self._stage(work, 0, 0)
+            self.begin(work, opened)
+            torch.cuda.synchronize(self.device)
+            for size in sizes:
+                self._capture(size)
 
+    def _capture(self, batch: int) -> None:
         def tries() -> None:
             self._step(batch)
             self.at.zero_()
@@ -140,25 +165,19 @@ class Lanes:
 
     def __init__(self, task: Task, stack: Stack, data: Sequence[Source], capacity: int, compiled: bool = False) -> None:
         """capacity: samples that are staged at a time."""
-        self.device, self.data, self.capacity = stack.device, data, capacity
+        self.device = stack.device
         # Compiled once: replicas of one model differ in nothing a compiled function depends on.
         forward: Forward = torch.compile(_forward, dynamic=False) if compiled else _forward
-        self.lanes = [Lane(task, stack, row, forward) for row in range(len(stack))]
+        self.lanes = [Lane(task, stack, row, data, capacity, forward) for row in range(len(stack))]
 
     def prepare(self, works: Sequence[Work], opened: Clients | None = None) -> None:
         """Capture what is needed, before any client's weights are in place."""
-        settings = MaskedStep.key_of(works[0].local)
         sizes = sorted({work.size(b) for work in works for b in range(work.batches)})
         for lane, work in zip(self.lanes, works, strict=False):
-            if any(lane.graphs.lacks((size, settings)) for size in sizes):
-                self._stage(lane, work, 0, 0)
-                lane.begin(work, opened)
-                torch.cuda.synchronize(self.device)
-                for size in sizes:
-                    lane.prepare(size)
-                if not lane.graphs.active:  # then no other lane's can be captured either
-                    for other in self.lanes:
-                        other.graphs.active = False
+            lane.prepare(work, sizes, opened)
+            if not lane.graphs.active:  # then no other lane's can be captured either
+                for other in self.lanes:
+                    other.graphs.active = False
 
     def begin(self, works: Sequence[Work], opened: Clients | None = None) -> None:
         """Take on new clients: their weights and masks are in the stack. opened: what their parts made ready."""
@@ -182,27 +201,10 @@ class Lanes:
         for step in range(max(b - a for a, b in zip(first, last, strict=True))):
             for lane, work, a, b in zip(here, works, first, last, strict=True):
                 if a + step < b:
-                    self._step(lane, work, a + step)
+                    lane.run(work, a + step)
         for lane in here:
             if lane.stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(lane.stream)
-
-    def _step(self, lane: Lane, work: Work, step: int) -> None:
-        epoch, b = divmod(step, work.batches)
-        if b % self._staged_batches(work) == 0:
-            with torch.cuda.stream(lane.stream):
-                self._stage(lane, work, epoch, b)
-        lane.run(work.size(b))
-
-    def _staged_batches(self, work: Work) -> int:
-        return max(1, self.capacity // work.local.batch)
-
-    def _stage(self, lane: Lane, work: Work, epoch: int, first: int) -> None:
-        """Give a lane an epoch's samples from batch `first` on, as many as fit."""
-        fits = self._staged_batches(work) * work.local.batch
-        order = work.shuffled(epoch, self.device)
-        samples = work.fetch(self.data[work.client.id], epoch, order, first * work.local.batch, fits)
-        lane.stage(*samples, max(self.capacity, fits))
 
     def moved(self, rows: int) -> None:
         """Follow masks and weights in the stack that have moved."""

@@ -32,8 +32,10 @@ def receive(works: Sequence[Work], how: Precision) -> None:
         work.order = replace(work.order, weights=Weights(work.sent.mask, vector))
 
 
-def decode(works: Sequence[Work], values: Tensor, how: Precision) -> tuple[Tensor, Tensor]:
+def decode(works: Sequence[Work], values: Tensor, how: Precision) -> tuple[Tensor, Tensor | None]:
     """Trained models, one in each row, as the server will decode them; and what coding saves of each in bytes."""
+    if how.exact:
+        return values, None
     keys = [value_key(work.key, "update", work.order.tag, work.client.id) for work in works]
     masks, layout = [work.mask for work in works], works[0].mask.layout
     if not how.changes:
