@@ -186,7 +186,8 @@ def numbers_of(record: Mapping[str, Any]) -> Numbers:
 
 def record_of(cell: Cell, seed: int, results: Results) -> Record:
     """A finished run as a line: its figures, its curve, and everything that says where they came from."""
-    end, rounds = results.end or {}, results.rounds
+    assert results.end is not None
+    end, rounds = results.end, results.rounds
     counted = [r for r in rounds if r.counts]
     scores = [(r, r.score) for r in rounds if r.score is not None]
     config, source = results.header["config"], digest(PACKAGE)

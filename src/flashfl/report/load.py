@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -16,8 +16,9 @@ from ..core.record import RoundRecord
 from ..data import registry
 from ..measure.mismatch import pairwise
 from ..paper.published import Published, lookup
+from ..run.config import Settings
 from ..run.observe import SNAPSHOTS, snapshots
-from ..run.results import RESULTS, Results
+from ..run.results import RESULTS, End, Header, Results
 from ..run.summary import Metric, Numbers, numbers_of
 from ..run.track import flat
 
@@ -41,13 +42,13 @@ class RunData:
     """A run, as its results file describes it."""
 
     folder: Path
-    header: Mapping[str, Any]
+    header: Header
     rounds: list[RoundRecord]
-    end: Mapping[str, Any] | None
+    end: End | None
     written: float = 0.0  # when the results file last changed, in seconds
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
         longer = {}
         if before := self.header.get("extended"):
@@ -74,7 +75,7 @@ class RunData:
         )
 
     @property
-    def info(self) -> Mapping[str, Any]:
+    def info(self) -> Settings:
         """How the task describes itself, if it was made by name."""
         return self.header["task"].get("info") or {}
 

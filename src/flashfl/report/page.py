@@ -204,7 +204,7 @@ def _about(label: str, run: RunData) -> dict[str, Any]:
         "seed": run.seed,
         "state": run.state + (", code changed" if run.mixed else ""),
         "rounds": len(run.counted),
-        "checksum": (run.end or {}).get("checksum"),
+        "checksum": run.end and run.end.get("checksum"),
         "settings": run.settings,
         "versions": dict(run.header.get("versions", {})),
     }
