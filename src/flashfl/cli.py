@@ -201,16 +201,14 @@ def _resumed_config(folder: Path, overrides: dict[str, str]) -> RunConfig | None
     from .run.config import make_config
     from .run.results import Results
 
-    try:
-        recorded = Results.read(folder).header.get("config")
-    except FlashError:
-        return None
+    held = Results.held(folder)
+    recorded = held.header.get("config") if held else None
     if recorded == {}:
         raise ConfigError(
             f"{folder} was made in Python: continue it there, with fl.simulate(method, task, rounds, "
             f"folder={str(folder)!r}, resume=True)"
         )
-    return make_config(recorded, overrides) if isinstance(recorded, dict) else None
+    return make_config(recorded, overrides) if recorded else None
 
 
 def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
@@ -247,7 +245,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .methods import METHODS
     from .paper.verdict import verdict
     from .report.command import page_for
-    from .run.compare import check_settings, compare, replace_seed, settings_for
+    from .run.compare import check_settings, compare, settings_for
     from .run.progress import amount
     from .run.summary import Metric, numbers_of, summarise
     from .run.table import TRANSFER, summary_table
@@ -261,7 +259,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     check_settings(names, overrides)
 
     def base(name: str, seed: int) -> RunConfig:
-        return replace_seed(_config(args, {**settings_for(name, overrides), "method": name}), seed)
+        return _config(args, {**settings_for(name, overrides), "method": name, "seed": str(seed)})
 
     first = [base(name, 0) for name in names]  # every name and setting is checked before anything runs
     runs = compare(base, names, range(args.seeds), args.out, args.quiet, args.overwrite)

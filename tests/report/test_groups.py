@@ -51,7 +51,7 @@ def test_python_runs_on_other_tasks_are_not_averaged(from_python: Path) -> None:
     found = load([from_python])
     seeds = {label: row[0] for label, row in rows_of(found).items()}
     assert seeds == {"pdst · alpha 0.1": "2", "pdst · alpha 100.0": "1"}
-    assert found.problems == []
+    assert not found.problems
     assert published.lookup(found.runs[0].settings).mean is None
 
 
@@ -190,7 +190,7 @@ def test_copied_run_counts_once_and_is_reported(
     assert "| nst | 2 |" in out
     for text in (out, err):
         assert f"{tmp_path / 'b'} is a copy of {tmp_path / 'a'}" in text
-    assert [p["folder"] for p in page_data(load([tmp_path]))["problems"]] == [str(tmp_path / "b")]
+    assert list(load([tmp_path]).problems) == [tmp_path / "b"]
 
 
 def test_latest_of_two_runs_with_one_seed_counts(compared: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_latest_of_two_runs_with_one_seed_counts(compared: Path, tmp_path: Path)
         found = load([tmp_path])
         assert [run.folder.name for run in found.runs] == [newest]
         why = f"{tmp_path / oldest} has the settings and the seed of {tmp_path / newest}; only the latter counts"
-        assert [p.why for p in found.problems] == [why]
+        assert list(found.problems.values()) == [why]
 
 
 def test_unfinished_run_is_not_averaged(compared: Path, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_runs_are_found_at_any_depth_but_not_inside_runs(compared: Path, tmp_pat
     (deep / "latest").symlink_to(deep / "nst-seed1")
     found = load([tmp_path, deep / "nst-seed0"])
     assert [run.folder for run in found.runs] == [deep / "nst-seed0", deep / "nst-seed1"]
-    assert [p.folder for p in found.problems] == [str(tmp_path / "recipe1" / "lost")]
+    assert list(found.problems) == [tmp_path / "recipe1" / "lost"]
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "r.md")]) == 0
     assert "| nst | 2 |" in (tmp_path / "r.md").read_text()
     pytest.importorskip("matplotlib")

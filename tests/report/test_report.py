@@ -58,10 +58,10 @@ def test_seeds_are_one_group_and_settings_separate_groups(compared: Path, tmp_pa
 def test_damaged_folders_are_reported_and_others_read(damaged: Path) -> None:
     found = load([damaged, damaged / "nowhere"])
     assert {run.folder.name for run in found.runs} == {"good", "cut"}
-    assert {Path(p.folder).name for p in found.problems} == {
+    assert {folder.name for folder in found.problems} == {
         "headless", "binary", "fields", "unbegun", "nowhere",
     }  # fmt: skip
-    assert all(p.folder in p.why for p in found.problems)
+    assert all(str(folder) in why for folder, why in found.problems.items())
     states = {run.folder.name: run.state for run in found.runs}
     assert states == {"good": "finished", "cut": "unfinished"}
 
@@ -89,7 +89,7 @@ def test_run_damaged_in_one_field_is_reported(compared: Path, tmp_path: Path, ki
     (tmp_path / "bad" / "results.jsonl").write_text(DAMAGE[kind](whole))
     assert (tmp_path / "bad" / "results.jsonl").read_text() != whole
     found = load([tmp_path])
-    assert [Path(p.folder).name for p in found.problems] == ["bad"]
+    assert [folder.name for folder in found.problems] == ["bad"]
     assert [g["label"] for g in Feed(tmp_path).data()["parts"][0]["groups"]] == ["nst"]
 
 

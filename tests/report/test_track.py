@@ -115,7 +115,7 @@ def test_mlflow_and_wandb_continue_after_a_resume(
     assert fake.calls[0] == first
     assert [c for c in fake.calls if c[0] == "log"] == [("log", 1), ("log", 2)]
     assert fake.calls[-1] == ("end", None)
-    Tracking(name, tmp_path, "x", {}, step=2).close()
+    Tracking(name, tmp_path, {}, step=2).close()
     assert again in fake.calls
 
 

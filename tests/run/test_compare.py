@@ -18,7 +18,7 @@ from flashfl.paper.verdict import verdict
 from flashfl.run import code
 from flashfl.run import compare as comparing
 from flashfl.run.code import code_of, joined
-from flashfl.run.compare import check_settings, compare, replace_seed, settings_for
+from flashfl.run.compare import check_settings, compare, settings_for
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.export import export_run
 from flashfl.run.results import RESULTS, Results
@@ -32,7 +32,7 @@ TINY = {
 
 
 def base(name: str, seed: int) -> RunConfig:
-    return replace_seed(make_config({}, {**TINY, "method": name}), seed)
+    return make_config({}, {**TINY, "method": name, "seed": str(seed)})
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_runs_with_unknown_code_need_overwrite(tmp_path: Path, begun: list[bool]
 
 def test_overwrite_replaces_only_runs_with_other_settings(tmp_path: Path, begun: list[bool]) -> None:
     def other(method: str, seed: int) -> RunConfig:
-        return replace_seed(base(method, 0), seed + 1 if method == "pdst" else seed)
+        return base(method, seed + 1 if method == "pdst" else seed)
 
     compare(base, ["dense", "pdst"], [0], tmp_path)
     with pytest.raises(ConfigError, match="other settings"):
@@ -243,8 +243,10 @@ def some(*accuracies: float) -> Summary:
 
 def test_runs_that_end_early_are_summarised(tmp_path: Path) -> None:
     def small(name: str, seed: int) -> RunConfig:
-        asked = {**TINY, "method": name, "max_bytes": "1"} | ({"warmup_clients": "1"} if name == "spdst" else {})
-        return replace_seed(make_config({}, asked), seed)
+        asked = {**TINY, "method": name, "seed": str(seed), "max_bytes": "1"} | (
+            {"warmup_clients": "1"} if name == "spdst" else {}
+        )
+        return make_config({}, asked)
 
     runs = compare(small, ["spdst", "pdst"], [0, 1], tmp_path, quiet=True)
     found = {name: summarise([numbers_of(r.header, r.rounds) for r in group]) for name, group in runs.items()}

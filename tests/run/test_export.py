@@ -16,7 +16,7 @@ from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.mask import Mask, Weights
 from flashfl.data.task import Task
 from flashfl.native import kernels, load_sparse
-from flashfl.run.export import export_weights
+from flashfl.run.export import export_model
 from tests.conftest import make_task
 
 
@@ -70,7 +70,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     task = make_task()
     weights = Weights(Mask.full(task.layout), task.draw(0))
     with pytest.raises(FlashError, match="it exists and is not a file"):
-        export_weights(weights, task.build(), path, {})
+        export_model(weights, task, path, "safetensors", {})
     assert path.is_fifo()
 
 

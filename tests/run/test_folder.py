@@ -20,7 +20,7 @@ from run_support import After, Killed, killed
 import flashfl as fl
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError
-from flashfl.run.compare import compare, replace_seed
+from flashfl.run.compare import compare
 from flashfl.run.config import RunConfig, make_config
 from flashfl.run.results import OLD, RESULTS, Results
 from tests.conftest import make_task
@@ -124,7 +124,7 @@ def test_command_line_resume_without_a_checkpoint_starts_again(tmp_path: Path) -
 
 def test_a_comparison_starts_such_a_run_anew(tmp_path: Path) -> None:
     def base(name: str, seed: int) -> RunConfig:
-        return replace_seed(make_config({}, {**TINY, "method": name}), seed)
+        return make_config({}, {**TINY, "method": name, "seed": str(seed)})
 
     with killed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("flashfl.run.progress.Display.__call__", After(2, Killed))

@@ -11,6 +11,7 @@ from torch import nn
 import flashfl as fl
 from flashfl.core.errors import ConfigError
 from flashfl.data.tasks import TaskConfig, build_task
+from flashfl.run.checks import check_sparse
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import DropoutNet, blobs
 
@@ -18,6 +19,7 @@ SPARSE = [fl.PDST(density=0.1), fl.SPDST(warmup_clients=0), fl.JMWST(), fl.NST()
 
 
 def plan(task: fl.Task, method: Any) -> Any:
+    check_sparse(method, task)
     return plan_of(TrainConfig(per_round=1), task, len(task.clients), method=method)
 
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from ..core.errors import ConfigError, unknown
 from ..methods import METHODS
-from ..run.config import RunConfig, make_config
+from ..run.config import RunConfig, Settings, Tables, make_config
+from ..run.track import flat
 
 _TABLE_1 = {"per_round": 10, "batch": 32, "epochs": 1, "lr": 0.1, "lr_end": 0.001}
-SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+SETTINGS: dict[str, Tables] = {
     "mnist": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 400}},
     "cifar10": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 600}},
     "cifar100": {"task": {"clients": 100}, "train": {**_TABLE_1, "rounds": 800}},
@@ -37,11 +37,11 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 class Cell:
     """One entry of a table."""
 
-    task: Mapping[str, Any]
-    method: Mapping[str, Any]
+    task: Settings
+    method: Settings
     column: str
     paper: Mapping[str, float] | None
-    train: Mapping[str, Any]
+    train: Settings
     tuned: str = ""  # the table whose results choose the learning rate; see `results.settled`
     up: int = 0  # read the run's results when this many bytes have been sent up; 0: at its end
 
@@ -57,19 +57,19 @@ class Cell:
     def density(self) -> float:
         return float(self.method.get("density", 1.0))
 
-    def config(self, seed: int, data_root: str = "", **more: Any) -> RunConfig:
+    def config(self, seed: int, data_root: str = "", **more: str) -> RunConfig:
         """What to run: the paper's settings for the data set, this cell's changes, a seed."""
         base = SETTINGS[self.dataset]
         has_warmup = "warmup_clients" in {f.name for f in fields(METHODS[self.method["name"]])}
         method = {**({"warmup_clients": base["train"]["per_round"]} if has_warmup else {}), **self.method}
         train = {**base["train"], "eval_every": 10, "seed": seed, **self.train, **more}
         task = {**base["task"], **self.task, **({"data_root": data_root} if data_root else {})}
-        return make_config({"task": task, "train": train, "method": method}, {})
+        return make_config({"task": task, "train": train, "method": method})
 
     def place(self, seed: int) -> str:
         """The key of the result of this cell and seed. It is the same in every table that has such a cell."""
         name = self.method["name"]
-        options = {**_flat({k: v for k, v in self.method.items() if k not in ("name", "density")}), **self.train}
+        options = {**flat({k: v for k, v in self.method.items() if k not in ("name", "density")}), **self.train}
         tail = "".join(f"-{k}={short(v)}" for k, v in sorted(options.items()))
         at = f"alpha{self.alpha:g}" if self.alpha is not None else self.task.get("partition", "natural")
         at += f"-{self.task['model']}" if "model" in self.task else ""
@@ -87,14 +87,7 @@ class PaperTable:
     mismatch: bool = False
 
 
-def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by name; those of a part have its name before their own, as on the command line."""
-    parts = {k: v for k, v in options.items() if isinstance(v, Mapping)}
-    inner = {f"{name}.{k}": v for name, part in parts.items() for k, v in part.items()}
-    return {**{k: v for k, v in options.items() if k not in parts}, **inner}
-
-
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value as part of a key or a command."""
     return ",".join(map(short, value)) if isinstance(value, list | tuple) else str(value)
 

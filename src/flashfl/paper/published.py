@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
 
 from ..data import registry
 from ..methods import METHODS
+from ..run.config import Settings
 from ..run.track import flat
 from .cells import Cell, load_table, table_names
 
@@ -36,13 +35,8 @@ class Published:
     differs: tuple[str, ...] = ()
     saving: float | None = None
 
-    @property
-    def applies(self) -> bool:
-        """Whether there is a figure for exactly these settings."""
-        return self.mean is not None and not self.differs
 
-
-def lookup(settings: Mapping[str, Any]) -> Published:
+def lookup(settings: Settings) -> Published:
     """The paper's accuracy for the same data, split, method and density, and its saving of bytes, if it has them."""
     alike = [
         (cell, cell.paper, _differences(theirs, settings))
@@ -58,14 +52,14 @@ def lookup(settings: Mapping[str, Any]) -> Published:
 
 
 @cache
-def _cells() -> tuple[tuple[Cell, dict[str, Any]], ...]:
+def _cells() -> tuple[tuple[Cell, Settings], ...]:
     """The cells of all tables with their settings. Those that state a spread come first."""
     first = ("main", "hetero", "savings")
     names = [*first, *(name for name in table_names() if name not in first)]
     return tuple((cell, _settings(cell)) for name in names for cell in load_table(name).cells)
 
 
-def _settings(cell: Cell) -> dict[str, Any]:
+def _settings(cell: Cell) -> Settings:
     """The settings behind one of the paper's figures, without those that do not matter."""
     derived = [f"method.{f.name}" for f in fields(METHODS[cell.method["name"]]) if f.metadata.get("derived")]
     model = registry.info(cell.dataset).model
@@ -74,7 +68,7 @@ def _settings(cell: Cell) -> dict[str, Any]:
     return {k: v for k, v in every.items() if k not in aside}
 
 
-def _differences(theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
+def _differences(theirs: Settings, settings: Settings) -> dict[str, str]:
     """The settings in which a run is not the paper's, in words. A setting the run did not record did not exist yet."""
     mine = {**settings, "task.model": settings.get("task.model") or registry.info(settings["task.dataset"]).model}
     if mine.get("task.clients") == 0:  # 0 asks for all writers of FEMNIST
@@ -86,11 +80,11 @@ def _differences(theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     }
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "none" if value == "" else str(value)
 
 
-def _alpha(settings: Mapping[str, Any]) -> float | None:
+def _alpha(settings: Settings) -> float | None:
     """Alpha as the paper states it: 1000 for an even split, None for writers, -1 for splits it does not have."""
     partition = settings.get("task.partition")
     if partition == "natural":
@@ -100,7 +94,7 @@ def _alpha(settings: Mapping[str, Any]) -> float | None:
     return 1000.0 if partition == "iid" else float(settings.get("task.alpha", 1.0))
 
 
-def _same_method(cell: Cell, settings: Mapping[str, Any]) -> bool:
+def _same_method(cell: Cell, settings: Settings) -> bool:
     if "task.digests.layout" in settings:
         return False  # a run started from Python has not recorded the settings of its task
     method = {k.removeprefix("method."): v for k, v in settings.items() if k.startswith("method.")}
@@ -110,7 +104,7 @@ def _same_method(cell: Cell, settings: Mapping[str, Any]) -> bool:
     return _key(cell.method) == _key(method) and cell.method.get("r_int", r_int) == r_int
 
 
-def _key(method: Mapping[str, Any]) -> tuple[object, ...]:
+def _key(method: Settings) -> tuple[object, ...]:
     densities = method.get("densities")
     density = max(densities) if densities else method.get("density", 1.0)
     return method.get("name"), density, bool(method.get("nm")), method.get("warmup_clients") == 0

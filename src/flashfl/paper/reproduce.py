@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..core.errors import ConfigError, DataError, FlashError
 from ..core.files import put
@@ -19,7 +18,7 @@ from .results import Stored, commit, recipe_of, record_of, settled
 
 
 def reproduce(
-    cells: Sequence[Cell], seeds: int, results: Path, runs: Path, budget_minutes: float, overrides: Mapping[str, Any]
+    cells: Sequence[Cell], seeds: int, results: Path, runs: Path, budget_minutes: float, overrides: Mapping[str, str]
 ) -> tuple[int, int]:
     """Run what is missing until the budget is spent. Returns how many cells finished and how many failed.
 

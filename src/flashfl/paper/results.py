@@ -10,9 +10,7 @@ import json
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -25,7 +23,7 @@ from ..core.errors import warn
 from ..core.files import put
 from ..methods import METHODS
 from ..run.code import PACKAGE, digest
-from ..run.config import RunConfig, make_config
+from ..run.config import RunConfig, Tables, make_config
 from ..run.lock import claim
 from ..run.results import Results, versions
 from ..run.summary import Numbers, plain_of
@@ -42,7 +40,7 @@ def recipe_of(method: str) -> int:
     return RECIPE + CHANGED.get(method, 0)
 
 
-def stale(record: Mapping[str, Any], cell: Cell) -> bool:
+def stale(record: Record, cell: Cell) -> bool:
     return bool(record.get("recipe") != recipe_of(cell.method["name"]))
 
 
@@ -82,7 +80,7 @@ class Stored:
     def add(self, cell: Cell, record: Record) -> Path:
         """Write a result, beside what other processes have written meanwhile."""
         path = self._path(cell)
-        with _alone(path.with_name(f".{path.name}.lock")):
+        with claim(path.with_name(f".{path.name}.lock"), wait=True):
             lines = {_parse(text)["place"]: text for text in _lines(path)} | {record["place"]: json.dumps(record)}
             put(path, "".join(f"{lines[place]}\n" for place in sorted(lines)).encode())
         return path
@@ -154,18 +152,7 @@ def _parse(text: str) -> Record:
         return {"place": text}
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Wait until this process alone holds a lock file."""
-    while True:
-        with claim(path) as ours:
-            if ours:
-                yield
-                return
-        time.sleep(0.05)
-
-
-def numbers_of(record: Mapping[str, Any]) -> Numbers:
+def numbers_of(record: Record) -> Numbers:
     """A stored result as a report's numbers."""
     orders = record["rounds"] * record["clients_per_round"]
     return Numbers(
@@ -186,7 +173,8 @@ def numbers_of(record: Mapping[str, Any]) -> Numbers:
 
 def record_of(cell: Cell, seed: int, results: Results) -> Record:
     """A finished run as a line: its figures, its curve, and everything that says where they came from."""
-    end, rounds = results.end or {}, results.rounds
+    assert results.end is not None
+    end, rounds = results.end, results.rounds
     counted = [r for r in rounds if r.counts]
     scores = [(r, r.score) for r in rounds if r.score is not None]
     config, source = results.header["config"], digest(PACKAGE)
@@ -218,11 +206,11 @@ def record_of(cell: Cell, seed: int, results: Results) -> Record:
     }  # fmt: skip
 
 
-def command_of(config: Mapping[str, Any]) -> str:
+def command_of(config: Tables) -> str:
     """The command line that gives this configuration."""
     default = RunConfig().to_json()
     words = [f"flashfl run --method {config['method']['name']}"]
-    plain = make_config({"method": {"name": config["method"]["name"]}}, {}).to_json()["method"]
+    plain = make_config({"method": {"name": config["method"]["name"]}}).to_json()["method"]
     derived = {f.name for f in fields(METHODS[config["method"]["name"]]) if f.metadata.get("derived")}
     for table, base in (("method", plain), ("task", default["task"]), ("train", default["train"])):
         for name, value in config[table].items():

@@ -9,7 +9,6 @@ from functools import cache
 from math import hypot
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
 from ..run.progress import amount
 from ..run.summary import summarise
@@ -32,6 +31,7 @@ ABOUT = (
     "took; it may have shared its GPU with other runs. The first phase is what the paper calls stage 1."
 )
 NEAR, FAR = 1.0, 2.0  # spreads up to which a difference is small, and beyond which it needs an explanation
+Panels = dict[str, dict[str, list[Sequence[Sequence[float]]]]]  # title -> method -> the curve of each seed
 _LAST = 10  # evaluations at the end of a run that say how much it swings
 
 
@@ -109,9 +109,9 @@ def _row(cell: Cell, found: Sequence[Record]) -> dict[str, Entry]:
     return row | {"seconds": Entry(f"{ours.seconds:.0f}", ours.seconds)}
 
 
-def panels(cells: Sequence[Cell], seeds: int | None, stored: Stored) -> dict[str, dict[str, list[Any]]]:
+def panels(cells: Sequence[Cell], seeds: int | None, stored: Stored) -> Panels:
     """The stored curves, by row of the table and by method. Dense FedAvg, which has no density, is in every row."""
-    out: dict[str, dict[str, list[Any]]] = {}
+    out: Panels = {}
     sparse = [cell for cell in cells if "density" in cell.method]
     rows = [(cell.dataset, cell.alpha) for cell in cells]
     for like in sorted(sparse or cells, key=lambda c: (rows.index((c.dataset, c.alpha)), -c.density)):
@@ -126,7 +126,7 @@ def panels(cells: Sequence[Cell], seeds: int | None, stored: Stored) -> dict[str
     return {title: lines for title, lines in out.items() if lines}
 
 
-def add_flashplus(panels: dict[str, dict[str, list[Any]]], path: Path) -> None:
+def add_flashplus(panels: Panels, path: Path) -> None:
     """Add flashplus to each panel in which SPDST takes the bytes that it was given, from its runs on the test set.
 
     path: the lines of `bench/plus.py`. They hold the mean bytes of a client and round; rounds have 10 clients.

@@ -103,8 +103,8 @@ def _load(paths: Sequence[Path]) -> Found:
     from .load import load
 
     found = load(paths)
-    for problem in found.problems:
-        print(f"flashfl: skipped: {problem.why}", file=sys.stderr)
+    for why in found.problems.values():
+        print(f"flashfl: skipped: {why}", file=sys.stderr)
     return found
 
 

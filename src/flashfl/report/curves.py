@@ -14,6 +14,7 @@ from .load import RunData
 
 MOST_POINTS = 240
 Series = dict[int, float]  # round (counted from 1) -> value
+Band = dict[str, list[float]]  # round, mean and std: a value for each round
 
 
 def over_rounds(run: RunData, value: Callable[[RoundRecord], float | None]) -> Series:
@@ -35,7 +36,7 @@ def total_bytes(run: RunData, direction: Literal["up", "down"]) -> Series:
     return over_rounds(run, lambda record: record.total.up if direction == "up" else record.total.down)
 
 
-def band(series: Sequence[Series]) -> dict[str, list[float]]:
+def band(series: Sequence[Series]) -> Band:
     """Mean and standard deviation over seeds, at all rounds that any seed has, thinned to what a screen can show."""
     rounds = thin(sorted({r for one in series for r in one}))
     columns = [[one[r] for one in series if r in one] for r in rounds]

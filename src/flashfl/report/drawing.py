@@ -7,12 +7,18 @@ import textwrap
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..core.errors import ConfigError
 from ..core.files import put
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.lines import Line2D
 
 
 def dot(x: Sequence[float]) -> str:
@@ -20,12 +26,13 @@ def dot(x: Sequence[float]) -> str:
     return "o" if len(x) == 1 else "-"
 
 
-def name_points(axes: Any, points: Sequence[tuple[str, str, float, float]]) -> None:
+def name_points(axes: Axes, points: Sequence[tuple[str, str, float, float]]) -> None:
     """Names beside points (name, colour, x, y), each where no other point or name stands."""
     axes.autoscale_view()  # else done when the figure is drawn, which is too late
-    at = [axes.transAxes.inverted().transform(axes.transData.transform(point[2:])) for point in points]
+    places = [(x, y) for _, _, x, y in points]
+    at = [axes.transAxes.inverted().transform(axes.transData.transform(place)) for place in places]
     taken = [_Box(x - 0.015, x + 0.015, y - 0.025, y + 0.025) for x, y in at]
-    for (label, ink, *point), (x, y) in zip(points, at, strict=True):
+    for (label, ink, *_), point, (x, y) in zip(points, places, at, strict=True):
         name = broken(label if len(label) <= 24 else label[:23] + "…", 24)
         wide = 0.02 * len(name)
         first = (1, 0) if x < 0.5 else (-1, 0)
@@ -35,8 +42,10 @@ def name_points(axes: Any, points: Sequence[tuple[str, str, float, float]]) -> N
             if box.left > 0 and box.right < 1 and not any(map(box.meets, taken)):
                 break
         taken.append(box)
-        place = {"ha": {1: "left", -1: "right", 0: "center"}[sideways], "va": "center", "fontsize": "small"}
-        axes.annotate(name, point, (6 * sideways, 11 * up), textcoords="offset points", color=ink, **place)
+        axes.annotate(
+            name, point, (6 * sideways, 11 * up), textcoords="offset points", color=ink,
+            ha={1: "left", -1: "right", 0: "center"}[sideways], va="center", fontsize="small",
+        )  # fmt: skip
 
 
 _SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
@@ -54,20 +63,22 @@ class _Box(NamedTuple):
         return self.left < other.right and other.left < self.right and self.low < other.high and other.low < self.high
 
 
-def whole(axis: Any) -> None:
+def whole(axis: Axis) -> None:
     """Ticks at whole numbers only."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True))
 
 
-def take_turns(panels: Sequence[Any]) -> None:
+def take_turns(panels: Sequence[Axes]) -> None:
     """Draw curves that lie on one another as dashes of all their colours in turns, so that none hides another."""
-    stacks: list[list[Any]] = []
+    stacks: list[list[Line2D]] = []
     for axes in panels:
         own, (low, high) = len(stacks), axes.get_ylim()
-        for line in (line for line in axes.get_lines() if line.get_linestyle() == "-" and len(line.get_xdata()) > 1):
+        for line in axes.get_lines():
             x, y = map(np.asarray, line.get_data())
+            if line.get_linestyle() != "-" or len(x) < 2:
+                continue
             for stack in stacks[own:]:
                 xs, ys = stack[0].get_data()
                 if np.array_equal(xs, x) and np.abs(y - ys).max() < 0.004 * (high - low):
@@ -80,21 +91,21 @@ def take_turns(panels: Sequence[Any]) -> None:
             line.set_linestyle((-5 * turn, (5, 5 * (len(stack) - 1))))
 
 
-def grid(count: int, **shared: bool) -> tuple[Any, list[Any], int]:
-    """A figure with so many panels in up to three columns."""
+def grid(count: int, shared: bool = False) -> tuple[Figure, list[Axes], int]:
+    """A figure with so many panels in up to three columns. shared: they have the same axes."""
     columns = min(3, count)
     rows = math.ceil(count / columns)
     made = blank((3.8 * columns + 0.6, 3.4 * rows + 0.4))
-    every = list(made.subplots(rows, columns, squeeze=False, **shared).flatten())
+    every = list(made.subplots(rows, columns, squeeze=False, sharex=shared, sharey=shared).flatten())
     for axes in every[count:]:
         axes.set_visible(False)
     return made, every[:count], columns
 
 
-def divided(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
+def divided(count: int, size: tuple[float, float]) -> tuple[Figure, list[Figure | SubFigure]]:
     """A figure of so many parts below one another, each of this size. A single part is the figure itself."""
     made = blank((size[0], size[1] * count))
-    return made, [made] if count == 1 else list(made.subfigures(count, 1))
+    return made, [made] if count == 1 else list(made.subfigures(count, 1, squeeze=False).flatten())
 
 
 def broken(label: str, letters: int) -> str:
@@ -102,7 +113,7 @@ def broken(label: str, letters: int) -> str:
     return textwrap.fill(label.replace("$", r"\$"), letters)
 
 
-def decades(axis: Any) -> None:
+def decades(axis: Axis) -> None:
     """Tick labels of a logarithmic axis that do not overlap: at decades, or at 1, 2 and 5 if there are few of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -113,7 +124,7 @@ def decades(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend(made: Any, panels: Sequence[Any]) -> None:
+def legend(made: Figure | SubFigure, panels: Sequence[Axes]) -> None:
     """A legend below the panels of a figure, or of a part as wide as it. The figure is made higher for it."""
     named = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     lines, labels = list(named.values()), list(named)
@@ -129,7 +140,7 @@ def legend(made: Any, panels: Sequence[Any]) -> None:
     made.legend(lines, texts, loc="outside lower center", ncols=columns, fontsize="small")
 
 
-def blank(size: tuple[float, float]) -> Any:
+def blank(size: tuple[float, float]) -> Figure:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -140,7 +151,7 @@ def blank(size: tuple[float, float]) -> Any:
     return made
 
 
-def save(made: Any, path: Path) -> Path:
+def save(made: Figure, path: Path) -> Path:
     """Write a figure. The file's ending decides the format (png, svg, pdf)."""
     drawn = BytesIO()
     try:

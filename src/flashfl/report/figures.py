@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ..core.errors import FlashError, unknown
+from ..paper.tables import Panels
 from ..run.summary import ACCURACY, Metric
 from . import curves
 from .drawing import broken, decades, divided, dot, grid, legend, name_points, take_turns, whole
 from .groups import Groups, groups_of, tasks_of, titled
 from .load import RunData
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
 _INK = ("#2563c9", "#d9621f", "#16915f", "#b8397f", "#7a4fd0", "#a3780a", "#0e8aa3", "#b3303b", "#5b6472", "#4f8a1c")
 
 Rows = Sequence[Sequence[float]]
+Inks = dict[str, tuple[float, float, float, float]]  # a colour for each layer
 
 
 def _ink(i: int) -> str:
     return _INK[i % len(_INK)]
 
 
-def accuracy_rounds(axes: Any, groups: Groups) -> None:
+def accuracy_rounds(axes: Axes, groups: Groups) -> None:
     """Test accuracy by round, mean and standard deviation over seeds, and the paper's figure if it has one."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
         _line(axes, shown["round"], shown, label, _ink(i), runs[0].metric)
         there = runs[0].published
-        if there.applies and shown["round"]:
+        if there.mean is not None and not there.differs and shown["round"]:
             at = shown["round"][-1]
             axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
     axes.set(xlabel="round", ylabel=_metric_label(groups))
     whole(axes.xaxis)
 
 
-def accuracy_bytes(axes: Any, groups: Groups) -> None:
+def accuracy_bytes(axes: Axes, groups: Groups) -> None:
     """Test accuracy by bytes sent up and down, on a log scale."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.accuracy(run) for run in runs])
@@ -51,16 +58,14 @@ def _metric_label(groups: Groups) -> str:
     return "accuracy (%)" if metric == ACCURACY else f"{metric.name}{better}"
 
 
-def _line(
-    axes: Any, x: Sequence[float], shown: Mapping[str, Sequence[float]], label: str, ink: str, metric: Metric = ACCURACY
-) -> None:
+def _line(axes: Axes, x: Sequence[float], shown: curves.Band, label: str, ink: str, metric: Metric = ACCURACY) -> None:
     mean, std = ([metric.scale * v for v in shown[name]] for name in ("mean", "std"))
     axes.plot(x, mean, dot(x), color=ink, label=label, linewidth=1.6)
     low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
     axes.fill_between(x, low, high, color=ink, alpha=0.15, linewidth=0)
 
 
-def mismatch_rounds(axes: Any, groups: Groups) -> None:
+def mismatch_rounds(axes: Axes, groups: Groups) -> None:
     """Mismatch between the masks of consecutive rounds."""
     for i, (label, runs) in enumerate(groups.items()):
         shown = curves.band([curves.mismatch(run) for run in runs])
@@ -70,7 +75,7 @@ def mismatch_rounds(axes: Any, groups: Groups) -> None:
     whole(axes.xaxis)
 
 
-def layer_sensitivity(axes: Any, groups: Groups) -> None:
+def layer_sensitivity(axes: Axes, groups: Groups) -> None:
     """Layer densities at the end, and as a first phase measured them (dashed)."""
     for i, (label, runs) in enumerate(groups.items()):
         final = curves.final_densities(runs)
@@ -91,39 +96,61 @@ def brief(names: Sequence[str]) -> list[str]:
     return [name.removesuffix(".weight") if shared else name for name in names]
 
 
-def flops_bytes(axes: Any, groups: Groups) -> None:
+def flops_bytes(axes: Axes, groups: Groups) -> None:
     """Training FLOPs against bytes, one point for each run."""
     axes.set(xlabel="communicated (MB, up and down)", ylabel="training FLOPs", xscale="log", yscale="log")
-    axes.margins(0.2)
-    middles: list[tuple[str, str, float, float]] = []
-    for i, (label, runs) in enumerate(groups.items()):
-        known = [((n.up + n.down) / 1e6, n.flops) for n in (run.numbers for run in runs) if n.flops]
-        if known:
-            axes.plot(*zip(*known, strict=True), "o", color=_ink(i), label=label)
-            x, y = map(statistics.geometric_mean, zip(*known, strict=True))
-            middles.append((label, _ink(i), x, y))
-    name_points(axes, middles)
-    decades(axes.xaxis)
+    _points(axes, groups, lambda run: run.numbers.flops, statistics.geometric_mean)
     decades(axes.yaxis)
 
 
-def _sm_heatmap(axes: Any, rounds: Sequence[int], rows: Rows, most: float, names: Mapping[str, Any]) -> Any:
+def accuracy_total(axes: Axes, groups: Groups) -> None:
+    """Where each run ends: test accuracy by all bytes, up and down."""
+
+    def shown(run: RunData) -> float | None:
+        return None if run.numbers.accuracy is None else run.metric.scale * run.numbers.accuracy
+
+    axes.set(xlabel="communicated in all (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
+    _points(axes, groups, shown, statistics.fmean)
+
+
+def _points(
+    axes: Axes,
+    groups: Groups,
+    value: Callable[[RunData], float | None],
+    mean: Callable[[Sequence[float]], float],
+) -> None:
+    """A value of each run by its bytes. The name of a group stands at the middle of its points."""
+    axes.margins(0.2)
+    middles: list[tuple[str, str, float, float]] = []
+    for i, (label, runs) in enumerate(groups.items()):
+        ends = [(run.numbers.up + run.numbers.down, value(run)) for run in runs]
+        known = [(sent / 1e6, found) for sent, found in ends if found is not None]
+        if known:
+            x, y = zip(*known, strict=True)
+            axes.plot(x, y, "o", color=_ink(i), label=label)
+            middles.append((label, _ink(i), statistics.geometric_mean(x), mean(y)))
+    name_points(axes, middles)
+    decades(axes.xaxis)
+
+
+def _sm_heatmap(axes: Axes, rounds: Sequence[int], rows: Rows, most: float, inks: Inks) -> AxesImage:
     image = axes.imshow(rows, origin="lower", cmap="viridis", vmin=0, vmax=most)
     ticks = curves.thin(range(len(rounds)), 6)
-    axes.set_xticks(ticks, [rounds[t] for t in ticks])
-    axes.set_yticks(ticks, [rounds[t] for t in ticks])
+    names = [str(rounds[t]) for t in ticks]
+    axes.set_xticks(ticks, names)
+    axes.set_yticks(ticks, names)
     axes.set(xlabel="round", ylabel="round")
     return image
 
 
-def _sm_layers(axes: Any, rounds: Sequence[int], rows: Rows, most: float, names: Mapping[str, Any]) -> None:
-    for (name, ink), row in zip(names.items(), rows, strict=True):
+def _sm_layers(axes: Axes, rounds: Sequence[int], rows: Rows, most: float, inks: Inks) -> None:
+    for (name, ink), row in zip(inks.items(), rows, strict=True):
         axes.plot(rounds, row, dot(row), color=ink, linewidth=1.2, label=name)
     axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * most, most))
     whole(axes.xaxis)
 
 
-def _layer_inks(groups: Groups) -> dict[str, Any]:
+def _layer_inks(groups: Groups) -> Inks:
     """A colour for each layer, from the first to the last, the same in all panels."""
     from matplotlib import colormaps
 
@@ -131,23 +158,8 @@ def _layer_inks(groups: Groups) -> dict[str, Any]:
     return {name: colormaps["turbo"](0.05 + 0.9 * i / max(1, len(names) - 1)) for i, name in enumerate(names)}
 
 
-def accuracy_total(axes: Any, groups: Groups) -> None:
-    """Where each run ends: test accuracy by all bytes, up and down."""
-    axes.set(xlabel="communicated in all (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
-    axes.margins(0.2)
-    middles: list[tuple[str, str, float, float]] = []
-    for i, (label, runs) in enumerate(groups.items()):
-        ends = [(run.numbers, run.metric.scale) for run in runs]
-        known = [((n.up + n.down) / 1e6, scale * n.accuracy) for n, scale in ends if n.accuracy is not None]
-        if known:
-            x, y = zip(*known, strict=True)
-            axes.plot(x, y, "o", color=_ink(i), label=label)
-            middles.append((label, _ink(i), statistics.geometric_mean(x), statistics.fmean(y)))
-    name_points(axes, middles)
-    decades(axes.xaxis)
-
-
-ONE: dict[str, Callable[[Any, Groups], None]] = {
+Draw = Callable[["Axes", Groups], None]
+ONE: dict[str, Draw] = {
     "accuracy-rounds": accuracy_rounds,
     "accuracy-bytes": accuracy_bytes,
     "layer-sensitivity": layer_sensitivity,
@@ -156,14 +168,14 @@ ONE: dict[str, Callable[[Any, Groups], None]] = {
     "accuracy-total": accuracy_total,
 }
 # One panel for each group: what it shows, and how.
-EACH: dict[str, tuple[Callable[[Sequence[RunData]], tuple[list[int], Rows]], Callable[..., Any]]] = {
+EACH: dict[str, tuple[Callable[[Sequence[RunData]], tuple[list[int], Rows]], Callable[..., AxesImage | None]]] = {
     "sm-heatmap": (curves.heat, _sm_heatmap),
     "sm-layers": (curves.moving_layers, _sm_layers),
 }
 NAMES = (*EACH, *ONE)
 
 
-def figure(name: str, runs: Sequence[RunData]) -> Any:
+def figure(name: str, runs: Sequence[RunData]) -> Figure:
     """The figure of that name as a matplotlib Figure."""
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
@@ -174,12 +186,12 @@ def figure(name: str, runs: Sequence[RunData]) -> Any:
     return _by_task(runs, [ONE[name]], (6.4, 4))
 
 
-def _by_task(runs: Sequence[RunData], draws: Sequence[Callable[[Any, Groups], None]], size: tuple[float, float]) -> Any:
+def _by_task(runs: Sequence[RunData], draws: Sequence[Draw], size: tuple[float, float]) -> Figure:
     """A figure with these panels. Each task has its own: different metrics or data have no axis in common."""
     tasks = tasks_of(runs)
     made, parts = divided(len(tasks), size)
     for part, (title, those) in zip(parts, tasks.items(), strict=True):
-        panels = part.subplots(-(-len(draws) // 3), min(3, len(draws)), squeeze=False).flatten()
+        panels = part.subplots(-(-len(draws) // 3), min(3, len(draws)), squeeze=False).flatten().tolist()
         for axes, draw in zip(panels, draws, strict=True):
             draw(axes, titled(groups_of(those)))
             axes.grid(alpha=0.25)
@@ -190,12 +202,12 @@ def _by_task(runs: Sequence[RunData], draws: Sequence[Callable[[Any, Groups], No
     return made
 
 
-def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]) -> Any:
-    """Accuracy by bytes from stored results: title -> label -> one curve for each seed.
+def accuracy_bytes_of_cells(panels: Panels) -> Figure:
+    """Accuracy by bytes from stored results.
 
     The points of a curve are round, accuracy, bytes up, bytes down.
     """
-    made, every, columns = grid(len(panels), sharex=True, sharey=True)
+    made, every, columns = grid(len(panels), shared=True)
     inks = {label: _ink(i) for i, label in enumerate(dict.fromkeys(x for lines in panels.values() for x in lines))}
     for axes, (title, lines) in zip(every, panels.items(), strict=True):
         for label, seeds in lines.items():
@@ -214,7 +226,7 @@ def accuracy_bytes_of_cells(panels: Mapping[str, Mapping[str, Sequence[Sequence[
     return made
 
 
-def _panels(name: str, groups: Groups) -> Any:
+def _panels(name: str, groups: Groups) -> Figure:
     """One panel for each group that has something to show, all on one scale."""
     find, draw = EACH[name]
     found = {label: find(runs) for label, runs in groups.items()}
@@ -234,6 +246,6 @@ def _panels(name: str, groups: Groups) -> Any:
     return made
 
 
-def overview(runs: Sequence[RunData]) -> Any:
+def overview(runs: Sequence[RunData]) -> Figure:
     """Everything in one image: accuracy by rounds and bytes, mismatch, layer densities, FLOPs, where each run ends."""
     return _by_task(runs, list(ONE.values()), (14, 8))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from ..core.record import RoundRecord
 from ..methods import METHODS
+from ..run.config import Settings
 from ..run.summary import WORK, Metric, Summary, summarise
 from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
 from .load import ELSEWHERE, STARTED, Found, RunData
@@ -94,13 +94,13 @@ def _unlike(taken: Sequence[str], label: str) -> str:
     return label if label not in taken else next(one for one in numbered if one not in taken)
 
 
-def _telling(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+def _telling(mine: Settings, others: Sequence[Settings]) -> tuple[list[str], list[str]]:
     """The settings that tell a run from others: up to three that all have, the method's first, and more if needed.
 
     Also the other settings that differ. A single one is named too: that takes no more room than to count it.
     """
 
-    def differs(other: Mapping[str, Any], k: str) -> bool:
+    def differs(other: Settings, k: str) -> bool:
         return other.get(k) != mine[k] and (k in other or other[STARTED] == mine[STARTED])
 
     differ = [k for k in mine if k not in ELSEWHERE and any(differs(o, k) for o in others)]
@@ -120,7 +120,7 @@ def _short(name: str) -> str:
     return name if name.startswith("flower.") else name.rpartition(".")[2]
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
@@ -147,7 +147,7 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     entries, notes = [], []
     for label, runs in groups.items():
         there = runs[0].published
-        if there.mean is not None and (marked or there.applies):
+        if there.mean is not None and (marked or not there.differs):
             text = percent(there.mean, there.std) + (" †" if there.differs else "")
             entries.append(Entry(text, there.mean))
         else:
@@ -155,7 +155,7 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
         notes += [f"† {label}: {'; '.join(there.differs)}."] if there.differs else []
         notes += [f"{label}: the paper states a saving of {there.saving:g}×."] if there.saving is not None else []
     if not marked:
-        notes = [f"not shown: {problem.why}" for problem in found.problems]
+        notes = [f"not shown: {why}" for why in found.problems.values()]
     for label, runs in groups.items():
         if rest := _differing(runs, groups.values())[1]:
             notes.append(f"{label}: {', '.join(_settings(runs, rest))}.")
@@ -174,7 +174,7 @@ def task_tables(found: Found) -> str:
     """A Markdown table for each task. Folders that cannot be shown are listed at the end."""
     tasks = tasks_of(found.runs)
     parts = {title if len(tasks) > 1 else "": Found(runs) for title, runs in tasks.items()}
-    parts[list(parts)[-1]].problems.extend(found.problems)
+    parts[list(parts)[-1]].problems.update(found.problems)
     return "\n".join(groups_table(part, title=title).markdown() for title, part in parts.items())
 
 

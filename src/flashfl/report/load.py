@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..core.errors import FlashError
 from ..core.record import RoundRecord
 from ..data import registry
 from ..measure.mismatch import pairwise
 from ..paper.published import Published, lookup
+from ..run.config import Settings
 from ..run.observe import SNAPSHOTS, snapshots
-from ..run.results import RESULTS, Results
+from ..run.results import RESULTS, End, Header, Results
 from ..run.summary import Metric, Numbers, numbers_of
 from ..run.track import flat
 
@@ -25,15 +28,8 @@ from ..run.track import flat
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
 STARTED = "run.started"  # a run started from Python records fewer settings of its task than one started by a command
 _PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
+Heat = NDArray[np.float64]  # mismatch of every pair of masks
 MOST_MASKS = 48  # a heatmap with more rows cannot be read on a screen
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A folder that cannot be shown, and why."""
-
-    folder: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -41,13 +37,13 @@ class RunData:
     """A run, as its results file describes it."""
 
     folder: Path
-    header: Mapping[str, Any]
+    header: Header
     rounds: list[RoundRecord]
-    end: Mapping[str, Any] | None
+    end: End | None
     written: float = 0.0  # when the results file last changed, in seconds
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Settings:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
         longer = {}
         if before := self.header.get("extended"):
@@ -74,7 +70,7 @@ class RunData:
         )
 
     @property
-    def info(self) -> Mapping[str, Any]:
+    def info(self) -> Settings:
         """How the task describes itself, if it was made by name."""
         return self.header["task"].get("info") or {}
 
@@ -137,7 +133,7 @@ class RunData:
         """The modules whose code changed before the run was resumed: its results mix two versions of them."""
         return [name for name, digest in (self.header.get("code") or {}).items() if "+" in digest]
 
-    def heat(self) -> tuple[list[int], Any]:
+    def heat(self) -> tuple[list[int], Heat | None]:
         """The rounds whose mask was stored, and the mismatch of every pair of them. Damaged masks are skipped."""
         stored = [(record.round + 1, record.snapshot) for record in self.counted if record.snapshot]
         layers = tuple((name, tuple(shape)) for name, shape in self.header["task"]["layers"])
@@ -147,8 +143,8 @@ class RunData:
 @lru_cache(maxsize=256)  # comparing masks is slow, and `watch` asks again after every round
 def _heat(
     folder: Path, layers: tuple[tuple[str, tuple[int, ...]], ...], stored: tuple[tuple[int, str], ...]
-) -> tuple[list[int], Any]:
-    store, masks = snapshots(folder, layers), dict[int, Any]()
+) -> tuple[list[int], Heat | None]:
+    store, masks = snapshots(folder, layers), dict[int, NDArray[np.bool_]]()
     for at, name in stored:
         with suppress(KeyError, FlashError):
             masks[at] = store[name].bits.numpy()
@@ -157,10 +153,10 @@ def _heat(
 
 @dataclass
 class Found:
-    """The runs below some paths, and the folders that cannot be shown."""
+    """The runs below some paths, and the folders that cannot be shown with the reasons."""
 
     runs: list[RunData] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: dict[Path, str] = field(default_factory=dict)
 
 
 def load(paths: Iterable[Path]) -> Found:
@@ -173,10 +169,10 @@ def load(paths: Iterable[Path]) -> Found:
         try:
             found.runs.append(_read(folder))
         except FlashError as error:
-            found.problems.append(Problem(str(folder), str(error)))
+            found.problems[folder] = str(error)
         except Exception as error:  # a damaged file must not hide the other runs
-            why = f"{folder} is damaged: its results cannot be shown ({type(error).__name__}: {error})"
-            found.problems.append(Problem(str(folder), why))
+            said = f"{type(error).__name__}: {error}"
+            found.problems[folder] = f"{folder} is damaged: its results cannot be shown ({said})"
     _once(found)
     return found
 
@@ -215,8 +211,7 @@ def _once(found: Found) -> None:
         first = kept.setdefault((run.key, run.seed, run.ended, split), run)
         if first is not run:
             how = "is a copy of" if run.rounds == first.rounds else "has the settings and the seed of"
-            why = f"{run.folder} {how} {first.folder}; only the latter counts"
-            found.problems.append(Problem(str(run.folder), why))
+            found.problems[run.folder] = f"{run.folder} {how} {first.folder}; only the latter counts"
     found.runs = [run for run in found.runs if any(run is one for one in kept.values())]
 
 
@@ -235,7 +230,7 @@ def _try(run: RunData) -> None:
     from . import groups, page
 
     alone = Found([run])
-    page.script_json(page.records_data(alone))
+    page.script_json(page.page_data(alone, heat=False))
     groups.rounds_table(alone).csv()
     # What averaging over seeds and comparing masks need.
     width = len(run.layers)

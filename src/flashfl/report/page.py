@@ -10,16 +10,18 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..run.summary import ACCURACY, WORK, Metric, work_seconds
+from ..run.config import Settings
+from ..run.summary import ACCURACY, WORK, work_seconds
 from ..run.table import Table
 from . import curves
 from .groups import groups_of, groups_table, rounds_of, state_of, tasks_of
 from .load import Found, RunData
 
+Data = dict[str, object]  # of the page, as JSON
 MOST_CLIENTS, MOST_CLASSES = 100, 64
 _ABOUT = "Means over seeds after training. Select a heading to sort."
 _NOTES = (
@@ -31,30 +33,21 @@ _NOTES = (
 _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
 
 
-def page_data(found: Found) -> dict[str, Any]:
-    """Everything the page shows about runs, as JSON data."""
-    data = records_data(found)
-    for part, runs in zip(data["parts"], tasks_of(found.runs).values(), strict=True):
-        for group, seeds in zip(part["groups"], groups_of(runs).values(), strict=True):
-            group["heat"] = dict(zip(("round", "sm"), curves.heat(seeds), strict=True))
-    return data
+def page_data(found: Found, heat: bool = True) -> Data:
+    """Everything the page shows about runs, a part for each task. heat: compare stored masks too, which is slow."""
+    parts = [_part(title, runs, heat) for title, runs in tasks_of(found.runs).items()]
+    return {"made": _now(), "problems": list(found.problems.values()), "parts": parts}
 
 
-def records_data(found: Found) -> dict[str, Any]:
-    """What the page shows of the records of runs, a part for each task: all but the comparison of stored masks."""
-    parts = [_part(title, runs) for title, runs in tasks_of(found.runs).items()]
-    return {"made": _now(), "problems": [asdict(problem) for problem in found.problems], "parts": parts}
-
-
-def _part(title: str, runs: Sequence[RunData]) -> dict[str, Any]:
-    groups, table = groups_of(runs), groups_table(Found([*runs]), marked=True)
+def _part(title: str, runs: Sequence[RunData], heat: bool) -> Data:
+    groups, table, metric = groups_of(runs), groups_table(Found([*runs]), marked=True), runs[0].metric
     return {
         "title": title,
         "about": _ABOUT,
         "table": replace(table, notes=[*_NOTES, *table.notes]).to_json(),
-        "metric": _metric(runs[0].metric),
+        "metric": {"name": metric.name, "percent": metric == ACCURACY, "direction": f" ({metric.direction})"},
         "facts": facts(runs),
-        "groups": [_group(label, seeds) for label, seeds in groups.items()],
+        "groups": [_group(label, seeds, heat) for label, seeds in groups.items()],
         "splits": _splits(groups),
         "runs": [_about(label, run) for label, seeds in groups.items() for run in seeds],
     }
@@ -62,10 +55,6 @@ def _part(title: str, runs: Sequence[RunData]) -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _metric(metric: Metric) -> dict[str, Any]:
-    return {"name": metric.name, "percent": metric == ACCURACY, "direction": f" ({metric.direction})"}
 
 
 def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
@@ -101,7 +90,7 @@ def table_page(table: Table, about: str) -> str:
     return page({"made": _now(), "problems": [], "parts": [part]})
 
 
-def page(data: Mapping[str, Any]) -> str:
+def page(data: Data) -> str:
     """The page that shows this data."""
     script = "\n".join(_piece(name) for name in _SCRIPTS)
     head, rest = _piece("page.html").split("/*STYLE*/")
@@ -115,13 +104,13 @@ def _piece(name: str) -> str:
     return files(__package__).joinpath("template", name).read_text(encoding="utf-8")
 
 
-def script_json(data: Any) -> str:
+def script_json(data: object) -> str:
     """JSON that cannot end the script element it stands in. NaN and infinities become null."""
     text = json.dumps(clean(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def clean(value: Any) -> Any:
+def clean(value: object) -> object:
     """The same data without NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -132,7 +121,7 @@ def clean(value: Any) -> Any:
     return value
 
 
-def _group(label: str, runs: Sequence[RunData]) -> dict[str, Any]:
+def _group(label: str, runs: Sequence[RunData], heat: bool) -> Data:
     shown = curves.band([curves.accuracy(run) for run in runs])
     rounds = shown["round"]
     shown |= {k: curves.mean_at([curves.total_bytes(run, k) for run in runs], rounds) for k in ("up", "down")}
@@ -151,6 +140,7 @@ def _group(label: str, runs: Sequence[RunData]) -> dict[str, Any]:
         "points": [_point(run) for run in runs if run.counted],
         "share": _share(runs),
         "work": _work(runs),
+        **({"heat": dict(zip(("round", "sm"), curves.heat(runs), strict=True))} if heat else {}),
     }
 
 
@@ -169,15 +159,15 @@ def _share(runs: Sequence[RunData]) -> dict[str, float]:
     return {name: sum(found) / clients for name, found in carried.items()} if records else {}
 
 
-def _point(run: RunData) -> dict[str, Any]:
+def _point(run: RunData) -> Data:
     """A run's end in the plane of bytes and FLOPs."""
     n = run.numbers
     return {"seed": run.seed, "bytes": n.up + n.down, "flops": n.flops, "accuracy": n.accuracy}
 
 
-def _splits(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
+def _splits(groups: Mapping[str, Sequence[RunData]]) -> list[Data]:
     """How data are split over clients: each way once, as in its first seed, cut to what can be shown."""
-    seen: dict[str, dict[str, Any]] = {}
+    seen: dict[str, Data] = {}
     for run in sorted((run for runs in groups.values() for run in runs), key=lambda run: run.seed):
         info, title = run.info, _split(run.info)
         if info.get("histogram") and title not in seen:
@@ -186,25 +176,25 @@ def _splits(groups: Mapping[str, Sequence[RunData]]) -> list[dict[str, Any]]:
     return list(seen.values())[:6]
 
 
-def _split(info: Mapping[str, Any]) -> str:
+def _split(info: Settings) -> str:
     alpha = f", α = {info['alpha']:g}" if info.get("partition") in ("lda", "dirichlet") else ""
     return f"{info.get('dataset', '')}: {info.get('partition', '')}{alpha}, {info.get('clients', '?')} clients"
 
 
-def _cut(counts: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _cut(counts: NDArray[np.int64]) -> Data:
     clients = curves.thin(range(len(counts)), MOST_CLIENTS)
     classes = curves.thin(range(counts.shape[1]), MOST_CLASSES)
     return {"columns": clients, "rows": classes, "counts": counts[np.ix_(clients, classes)].T.tolist()}
 
 
-def _about(label: str, run: RunData) -> dict[str, Any]:
+def _about(label: str, run: RunData) -> Data:
     return {
         "label": label,
         "folder": run.folder.name,
         "seed": run.seed,
         "state": run.state + (", code changed" if run.mixed else ""),
         "rounds": len(run.counted),
-        "checksum": (run.end or {}).get("checksum"),
+        "checksum": run.end and run.end.get("checksum"),
         "settings": run.settings,
         "versions": dict(run.header.get("versions", {})),
     }

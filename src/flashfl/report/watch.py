@@ -6,13 +6,12 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..core.errors import ConfigError
 from ..run.results import RESULTS
 from .load import folders, load
-from .page import clean, page, page_data
+from .page import Data, clean, page, page_data
 
 REFRESH_MS = 2000
 _HOSTS = ("127.0.0.1", "localhost")
@@ -24,9 +23,10 @@ class Feed:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._stamp, self._data = "", {}  # type: str, dict[str, Any]
+        self._stamp = ""
+        self._data: Data = {}
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> Data:
         with self._lock:
             stamp = self._now()
             if stamp != self._stamp:
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Log nothing: a line for every refresh would hide what matters."""
 
 

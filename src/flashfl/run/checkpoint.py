@@ -60,7 +60,7 @@ class Checkpoint:
 class Keeper:
     """Keeps the checkpoints of a run: at intervals, at the end, and when something ends the run early."""
 
-    def __init__(self, run: Run, engine: Engine, clients: Population, identity: Mapping[str, Any]) -> None:
+    def __init__(self, run: Run, engine: Engine, clients: Population, identity: Mapping[str, object]) -> None:
         self.run, self.engine, self.clients, self.identity = run, engine, clients, identity
         self.folder = run.folder / "checkpoints" if run.folder else None
         self._kept, self._cost = time.monotonic(), 0.0  # when the last checkpoint was written, and how long that took
@@ -136,7 +136,7 @@ class Keeper:
         self.clients.load(point.clients)
 
 
-def save(folder: Path, point: Checkpoint, identity: Mapping[str, Any], keep: int = 2) -> Path:
+def save(folder: Path, point: Checkpoint, identity: Mapping[str, object], keep: int = 2) -> Path:
     """Write a checkpoint and forget all but the last `keep`."""
     tensors, described = _describe(point.state)
     stem = folder / f"checkpoint-{point.rounds:08d}"
@@ -170,7 +170,7 @@ def _file_digest(path: Path) -> str:
 
 
 def load(
-    folder: Path, plan: Plan, identity: Mapping[str, Any], accept: Callable[[Checkpoint], None] | None = None
+    folder: Path, plan: Plan, identity: Mapping[str, object], accept: Callable[[Checkpoint], None] | None = None
 ) -> Checkpoint:
     """The newest usable checkpoint of this run. Others are named in a warning.
 
@@ -214,7 +214,7 @@ def _take_over(path: Path, point: Checkpoint, accept: Callable[[Checkpoint], Non
         raise Unusable(f"{path.name}: the state or the clients' memory in it cannot be used ({error})") from None
 
 
-def _read(path: Path, plan: Plan, identity: Mapping[str, Any]) -> Checkpoint:
+def _read(path: Path, plan: Plan, identity: Mapping[str, object]) -> Checkpoint:
     record, tensors = read_record(path), path.with_suffix(".safetensors")
     try:
         if _file_digest(tensors) != record.get("tensors"):

@@ -1,11 +1,11 @@
-"""What is checked before a run starts: that its method is complete, and that it can be private if it must be."""
+"""What is checked before a run starts: that its method is complete, fits the model, and is private if it must be."""
 
 from __future__ import annotations
 
 from dataclasses import fields
 from inspect import get_annotations
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, warn
 from ..core.method import Method
 from ..core.parts import check_fields
 from ..data.task import Task
@@ -28,6 +28,30 @@ def check_method(method: object) -> None:
         if getattr(kind, name) is getattr(Method, name):
             raise ConfigError(f"{kind.__name__} has no {name}: every method needs init(plan) and aggregate(s, sums)")
     check_fields(method)
+
+
+def check_sparse(method: Method, task: Task) -> None:
+    """Refuse a sparse method for a model without prunable weights.
+
+    Warn if the model's weights are mostly dense, unless it is meant so.
+    """
+    if not hasattr(method, "density"):
+        return
+    layout = task.layout
+    if not layout.prunable:
+        trained = ", ".join(layer.name for layer in layout.of_kind("dense"))
+        raise ConfigError(
+            f"{method.name} is a sparse method, but the model has no prunable weights. Its trained parameters are: "
+            f"{trained or 'none'}. Name some of them in the task's `prunable`, or use the method 'dense'."
+        )
+    if 2 * layout.prunable_size >= layout.size or method.density == 1 or task.own_rule:
+        return
+    largest = sorted(layout.of_kind("dense"), key=lambda layer: -layer.size)[:3]
+    warn(
+        f"only {layout.prunable_size / layout.size:.0%} of the model's values are prunable, so little is saved. The "
+        f"largest others are {', '.join(f'{x.name} ({x.size})' for x in largest)}. To prune them too, set `prunable` "
+        "of the task."
+    )
 
 
 def check_private(method: Method, task: Task, config: TrainConfig) -> None:

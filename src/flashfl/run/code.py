@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from ..core.method import Method
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -23,7 +24,7 @@ def digest(source: Path) -> str:
     return found.hexdigest()
 
 
-def code_of(method: Any) -> dict[str, str] | None:
+def code_of(method: Method) -> dict[str, str] | None:
     """Digests of the code behind a method, by module: all of this package, and every module outside it that holds the
     class of the method or of one of its parts, or a class these are derived from. Helpers that such a module imports
     are not looked at. None where a source cannot be read, as that of a class typed at a prompt."""

@@ -112,7 +112,7 @@ def compare(
     """
     wanted = {(name, seed): base(name, seed) for name in methods for seed in seeds}
     places = {(name, seed): folder / f"{name}-seed{seed}" for name, seed in wanted}
-    before = {which: _held(place) for which, place in places.items()}
+    before = {which: Results.held(place) for which, place in places.items()}
     for which, found in before.items():
         if found is not None and (what := _other(found, wanted[which])) and not overwrite:
             raise ConfigError(
@@ -135,24 +135,12 @@ def compare(
     return runs
 
 
-def _held(folder: Path) -> Results | None:
-    """The run in this folder, if there is one that can be read."""
-    try:
-        return Results.read(folder)
-    except FlashError:
-        return None
-
-
 def _other(found: Results, config: RunConfig) -> str:
     """What of a run differs from this configuration: its settings, its code, or nothing. Unknown code differs."""
     code = code_of(config.method)
     if found.header.get("config") != config.to_json():
         return "settings"
     return "code" if code is None or found.header.get("code") != code else ""
-
-
-def replace_seed(config: RunConfig, seed: int) -> RunConfig:
-    return replace(config, train=replace(config.train, seed=seed))
 
 
 def settings_for(method: str, overrides: Mapping[str, str]) -> dict[str, str]:

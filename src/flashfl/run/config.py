@@ -9,11 +9,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
-from ..core.errors import ConfigError, unknown, warn
+from ..core.errors import ConfigError, unknown
 from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
@@ -33,7 +34,18 @@ from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
 OUTSIDE = ("device", "workers", "checkpoint_every", "track", "data_root", "verify")
+_LEAST = {"rounds": 1, "per_round": 1, "eval_every": 1, "min_replies": 1, "threads": 1}
+_LEAST |= {"budget": 0, "max_bytes": 0, "workers": 0, "lanes": 0, "checkpoint_every": 0, "retries": 0}
 _MOST = 1024  # workers, threads or lanes: more than any machine can use
+_BELOW = {  # each must be below this; and what the error adds
+    "dropout": (1, ""),
+    "average": (1, " (0.95 averages about 20 rounds)"),
+    "trim": (0.5, ", or no values would be left"),
+}
+_TABLES = ("task", "train", "method")
+
+Settings = dict[str, Any]  # by name, as plain values: numbers, texts, lists, and tables of a part's settings
+Tables = dict[str, Settings]  # by table
 
 
 @dataclass(frozen=True)
@@ -92,25 +104,17 @@ class TrainConfig:
     track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "per_round", "eval_every", "min_replies", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("budget", "max_bytes", "workers", "lanes", "checkpoint_every", "retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least {least}")
         for name in ("workers", "threads", "lanes"):
             if getattr(self, name) > _MOST:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout = {self.dropout}: must be at least 0 and below 1")
-        if not 0 <= self.average < 1:
-            raise ConfigError(
-                f"average = {self.average}: must be at least 0 and below 1 (0.95 averages about 20 rounds)"
-            )
+        for name, (limit, why) in _BELOW.items():
+            if not 0 <= getattr(self, name) < limit:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0 and below {limit}{why}")
         if not (math.isfinite(self.clip) and self.clip >= 0):
             raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
-        if not 0 <= self.trim < 0.5:
-            raise ConfigError(f"trim = {self.trim}: must be at least 0 and below 0.5, or no values would be left")
         check_settings(self)
         for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim"):
             if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
@@ -156,34 +160,13 @@ class TrainConfig:
 def plan_of(
     train: TrainConfig, task: Task, clients: int, device: torch.device | str = "cpu", method: Method | None = None
 ) -> Plan:
-    """The plan these settings make for a task's model and so many clients. A sparse method must fit the model."""
-    if hasattr(method, "density"):
-        _check_sparse(method, task)
+    """The plan these settings make for a task's model and so many clients."""
     key = fold(train.seed, "run")
     return Plan(
         task.layout, task.draw, key, train.rounds, clients, train.per_round, train.local(), train.lr_end, device,
         weight_flops(task) if method is not None and method.counts_flops else (), train.server, train.average,
         train.dp_sampling == "poisson",
     )  # fmt: skip
-
-
-def _check_sparse(method: Any, task: Task) -> None:
-    """Refuse a model without prunable weights; warn of one whose weights are mostly dense, unless it is meant so."""
-    layout = task.layout
-    if not layout.prunable:
-        trained = ", ".join(layer.name for layer in layout.of_kind("dense"))
-        raise ConfigError(
-            f"{method.name} is a sparse method, but the model has no prunable weights. Its trained parameters are: "
-            f"{trained or 'none'}. Name some of them in the task's `prunable`, or use the method 'dense'."
-        )
-    if 2 * layout.prunable_size >= layout.size or method.density == 1 or task.own_rule:
-        return
-    largest = sorted(layout.of_kind("dense"), key=lambda layer: -layer.size)[:3]
-    warn(
-        f"only {layout.prunable_size / layout.size:.0%} of the model's values are prunable, so little is saved. The "
-        f"largest others are {', '.join(f'{x.name} ({x.size})' for x in largest)}. To prune them too, set `prunable` "
-        "of the task."
-    )
 
 
 @dataclass(frozen=True)
@@ -194,18 +177,14 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     method: Method = field(default_factory=lambda: METHODS["spdst"]())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Tables:
         """Every setting by table, defaults included: a record should not change when a default does."""
         method = {"name": self.method.name, **asdict(self.method)}
-        tables: dict[str, Any] = json.loads(json.dumps({**asdict(self), "method": method}))
+        tables: Tables = json.loads(json.dumps({**asdict(self), "method": method}))
         return tables
 
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> RunConfig:
-        return make_config(data, {})
 
-
-def make_train(values: Mapping[str, Any]) -> TrainConfig:
+def make_train(values: Mapping[str, object]) -> TrainConfig:
     """Training settings from their values."""
     if "optimizer" in values:
         raise _no_optimizer(values["optimizer"])
@@ -220,13 +199,7 @@ def _no_optimizer(given: object) -> ConfigError:
     )
 
 
-def make_method(values: Mapping[str, Any]) -> Method:
-    """A method from its name and fields."""
-    name = values.get("name", "spdst")
-    return build(known_method(name), {k: v for k, v in values.items() if k != "name"}, name)
-
-
-def known_method(name: Any) -> type[Method]:
+def known_method(name: object) -> type[Method]:
     """The registered method of this name."""
     if not isinstance(name, str) or name not in METHODS:
         raise ConfigError(f"{unknown('method', str(name), METHODS)} (register a custom one with --load FILE.py)")
@@ -247,37 +220,39 @@ def load_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
-def make_config(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunConfig:
-    """A configuration from a file's tables and the command line's `name -> text`, which wins."""
-    for table in data:
-        if table not in ("task", "train", "method"):
-            raise unknown("table", table, ("task", "train", "method"))
-        if not isinstance(data[table], Mapping):
-            raise ConfigError(f"{table} = {data[table]!r}: expected a table [{table}] of settings")
-    tables: dict[str, dict[str, Any]] = {k: copy.deepcopy(dict(data.get(k, {}))) for k in ("task", "train", "method")}
+def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = MappingProxyType({})) -> RunConfig:
+    """A configuration from a file's or a record's tables and the command line's `name -> text`, which wins."""
+    tables: Tables = {table: {} for table in _TABLES}
+    for table, given in data.items():
+        if table not in tables:
+            raise unknown("table", table, _TABLES)
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{table} = {given!r}: expected a table [{table}] of settings")
+        tables[table] = copy.deepcopy(dict(given))
     if "method" in overrides:
         _switch_method(tables, overrides["method"])
-    kind = known_method(tables["method"].get("name", "spdst"))
+    kind = known_method(tables["method"].pop("name", "spdst"))
     tables["train"] = {**kind.recipe, **tables["train"]}
     homes = _homes(kind)
     for option, text in overrides.items():
         if option == "method":
             continue
-        if option in ("optimizer", "train.optimizer"):
-            raise _no_optimizer(text)
         if option not in homes:
-            raise _unknown_option(option, str(tables["method"].get("name", "spdst")), homes)
+            raise _unknown_option(option, text, kind, homes)
         table, path, hint = homes[option]
         _put(tables[table], path, parse(text, hint, option))
     return RunConfig(
         build(TaskConfig, tables["task"], "task"),
         make_train(tables["train"]),
-        make_method(tables["method"]),
+        build(kind, tables["method"], kind.name),
     )
 
 
-def _unknown_option(option: str, method: str, homes: Mapping[str, Home]) -> ConfigError:
-    if option in vars(METHODS[method]).get("__annotations__", {}):
+def _unknown_option(option: str, text: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
+    method = kind.name
+    if option in ("optimizer", "train.optimizer"):
+        return _no_optimizer(text)
+    if option in vars(kind).get("__annotations__", {}):
         return ConfigError(
             f"unknown option {option!r}: `flashfl methods {method}` lists the settings of {method}. If the method is "
             "your own, put @dataclass(frozen=True) above its class: its settings are not found without it."
@@ -288,13 +263,13 @@ def _unknown_option(option: str, method: str, homes: Mapping[str, Home]) -> Conf
     return unknown("option", option, [*homes, "method"])
 
 
-def _switch_method(tables: dict[str, dict[str, Any]], name: str) -> None:
+def _switch_method(tables: Tables, name: str) -> None:
     """Another method keeps what the file said of the settings it knows too, save those it works out itself."""
     known = {f.name for f in fields(known_method(name)) if not f.metadata.get("derived")}
     tables["method"] = {"name": name} | {k: v for k, v in tables["method"].items() if k in known}
 
 
-Home = tuple[str, tuple[str, ...], Any]  # table, path inside it, type
+Home = tuple[str, tuple[str, ...], object]  # table, path inside it, type
 
 
 def _homes(method: type[Method]) -> dict[str, Home]:
@@ -306,9 +281,10 @@ def _homes(method: type[Method]) -> dict[str, Home]:
     return homes
 
 
-def _put(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+def _put(table: Settings, path: Sequence[str], value: object) -> None:
     for name in path[:-1]:
-        table = table.setdefault(name, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"{name} = {table!r}: expected a table of settings")
+        inner = table.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{name} = {inner!r}: expected a table of settings")
+        table = inner
     table[path[-1]] = value

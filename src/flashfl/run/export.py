@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import Tensor, nn
 
@@ -32,15 +31,40 @@ _ENDINGS = {"safetensors": ".safetensors", "sparse": ".sparse.safetensors", "onn
 _KNOWN = {".safetensors", ".onnx", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5"}  # endings that name a format
 
 
-def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mapping[str, str]) -> Path:
-    """Write dense tensors (zeros outside the mask) to `path` and, for prunable ones, booleans to `masks_beside(path)`.
+def export_model(weights: Weights, task: Task, path: Path, format: Format, about: Mapping[str, str]) -> Path:
+    """Write a model of the task to `path`."""
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    if (ending := path.suffix.lower()) in _KNOWN and not _ENDINGS[format].endswith(ending):
+        raise ConfigError(
+            f"{path} ends in {path.suffix}, but the format is {format!r}. Use the ending {_ENDINGS[format]}, or "
+            f"another format: {', '.join(FORMATS)}."
+        )
+    module = task.build().eval()
+    weights.layout.write(weights.vector.cpu(), module)
+    if format == "safetensors":
+        content = _dense_files(weights, module, path, about)
+    elif format == "sparse":
+        content = {path: sparse_bytes(weights, module, about)}
+    else:
+        samples = task.train[0] if task.test is None else task.test
+        content = {path: _onnx_bytes(module, samples.fetch(torch.arange(min(2, len(samples))))[0])}
+    for file, data in content.items():
+        try:
+            put(file, data)
+        except OSError as error:
+            raise FlashError(f"{file} cannot be written: {error}") from None
+    return path
 
-    module: a fresh one of the task. It takes the weights, and all its tensors are written, so that a module of its kind
-    can load the file: those that are fixed, every buffer, and each name of a tensor that has several.
+
+def _dense_files(weights: Weights, module: nn.Module, path: Path, about: Mapping[str, str]) -> dict[Path, bytes]:
+    """Dense tensors (zeros outside the mask) for `path`, and booleans of prunable ones for `masks_beside(path)`.
+
+    module: has the weights. All its tensors are written, so that a module of its kind can load the file: those that are
+    fixed, every buffer, and each name of a tensor that has several.
     """
     if path.exists() and not path.is_file():
         raise FlashError(f"{path} cannot be written: it exists and is not a file. Choose another name, or move it away")
-    weights.layout.write(weights.vector.cpu(), module)
     tensors: dict[str, Tensor] = {
         name: value.detach().clone(memory_format=torch.contiguous_format)  # safetensors takes no shared memory
         for name, value in module.state_dict().items()
@@ -52,12 +76,7 @@ def export_weights(weights: Weights, module: nn.Module, path: Path, about: Mappi
         for layer in weights.layout.prunable
     }
     note = {"flashfl": json.dumps({"density": weights.mask.density, **about})}
-    for file, content in ((masks_beside(path), masks), (path, tensors)):
-        try:
-            put(file, save(content, note))
-        except (OSError, SafetensorError) as error:
-            raise FlashError(f"{file} cannot be written: {error}") from None
-    return path
+    return {masks_beside(path): save(masks, note), path: save(tensors, note)}
 
 
 def masks_beside(path: Path) -> Path:
@@ -65,36 +84,11 @@ def masks_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}.masks{path.suffix}")
 
 
-def export_model(weights: Weights, task: Task, path: Path, format: Format, about: Mapping[str, str]) -> Path:
-    """Write a model of the task to `path`."""
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
-    if (ending := path.suffix.lower()) in _KNOWN and not _ENDINGS[format].endswith(ending):
-        raise ConfigError(
-            f"{path} ends in {path.suffix}, but the format is {format!r}. Use the ending {_ENDINGS[format]}, or "
-            f"another format: {', '.join(FORMATS)}."
-        )
-    if format == "safetensors":
-        return export_weights(weights, task.build(), path, about)
-    module = task.build().eval()
-    weights.layout.write(weights.vector.cpu(), module)
-    if format == "onnx":
-        samples = task.train[0] if task.test is None else task.test
-        content = _onnx_bytes(module, samples.fetch(torch.arange(min(2, len(samples))))[0])
-    else:
-        content = sparse_bytes(weights, module, about)
-    try:
-        put(path, content)
-    except OSError as error:
-        raise FlashError(f"{path} cannot be written: {error}") from None
-    return path
-
-
 def export_run(folder: Path, target: Path | None = None, view: str = "", format: Format = "safetensors") -> Path:
     """A model of a run's last checkpoint, as a file: the reported one unless a view is named."""
     from ..data.tasks import build_task
     from . import checkpoint
-    from .config import RunConfig, plan_of
+    from .config import make_config, plan_of
     from .results import RESULTS, Results
 
     results = Results.read(folder)
@@ -105,10 +99,9 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
         there = f"In Python, {again}. Then call run.export(path, {format!r}, {view!r})."
         where = f"Its model is in {made} already." if plain and made.exists() else there
         raise ConfigError(f"{folder} was made in Python, so only Python can build its model. {where}")
-    for name in ("config", "identity"):
-        if not isinstance(header.get(name), dict):
-            raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table {name!r}")
-    config = RunConfig.from_json(header["config"])
+    if "identity" not in header:
+        raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table 'identity'")
+    config = make_config(header["config"])
     task = build_task(config.task, fold(config.train.seed, "task"))
     point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, len(task.clients)), header["identity"])
     weights = config.method.view(checked(config.method, point.state), view)

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -16,13 +16,26 @@ from ..core.method import Method
 from ..data.sources import Arrays, below
 from ..data.task import Task
 from ..methods import METHODS
-from .config import OUTSIDE, TrainConfig
+from .config import OUTSIDE, Settings, TrainConfig
+
+
+class Identity(TypedDict, total=False):
+    """What must be equal for a checkpoint to belong to a run. Records of older versions lack some of it."""
+
+    method: Settings
+    settings: Settings
+    layout: str
+    clients: str
+    task: Settings
+    samples: str
+    loss: str
+    metric: str
 
 
 def identity_of(
-    method: Method, task: Task, config: TrainConfig, clients: Population, header: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What must be equal for a checkpoint to belong to this run."""
+    method: Method, task: Task, config: TrainConfig, clients: Population, tables: Mapping[str, Settings]
+) -> Identity:
+    """The identity of a run. `tables`: its configuration, if it has one."""
     settings = {k: v for k, v in asdict(config).items() if k not in (*OUTSIDE, "max_bytes")}
     fixed = clients.fixed  # clients that come and go are not part of what a run is
     known = json.dumps([[c.id, c.n, c.density] for c in fixed or ()])
@@ -31,14 +44,14 @@ def identity_of(
         "settings": settings,
         "layout": task.layout.hash,
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
-        "task": {k: v for k, v in header.get("task", {}).items() if k not in OUTSIDE},
+        "task": {k: v for k, v in tables.get("task", {}).items() if k not in OUTSIDE},
         "samples": samples_of(task, floats=False) if fixed is not None else "",
         "loss": name_of(task.loss),
         "metric": task.metric_name if task.metric_known else "",
     }
 
 
-def described(method: Method) -> dict[str, Any]:
+def described(method: Method) -> Settings:
     """A method's name and all its settings as JSON data. A part is described by its class and fields."""
 
     def plain(value: object) -> object:
@@ -72,7 +85,7 @@ def samples_of(task: Task, floats: bool) -> str:
     return hashlib.blake2b(b"".join(found), digest_size=8).hexdigest() if found else ""
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> Iterator[str]:
     """What of another run is not as in this one. The number of rounds may differ: a run may be extended."""
     for name in [name for name in {**found, **wanted} if name != "rounds"]:
         theirs, ours = found.get(name), wanted.get(name)

@@ -11,9 +11,10 @@ from ..core.files import make_folder
 
 
 @contextmanager
-def claim(path: Path) -> Iterator[bool]:
+def claim(path: Path, wait: bool = False) -> Iterator[bool]:
     """Whether a file is this process's alone, until the block ends or the process does, however it ends.
 
+    wait: until no other process has it.
     A claim within a claim of the same file is granted, and its end is the end of both. Where there are no locks, on
     this system or in this folder, whoever starts two processes must keep them apart.
     """
@@ -25,7 +26,9 @@ def claim(path: Path) -> Iterator[bool]:
         try:
             import fcntl
 
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of those it forks
+            fcntl.lockf(
+                file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # of this process, not of those it forks
         except (BlockingIOError, PermissionError):
             ours = False
         except (ImportError, OSError):

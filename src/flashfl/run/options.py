@@ -10,17 +10,21 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from ..core.errors import ConfigError
 
 _AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 # What an error says instead of a type's name.
-_WANTED = {bool: "true or false", tuple: "values separated by commas, without parentheses, such as 0.1,0.2"}
+_WANTED: dict[object, str] = {
+    bool: "true or false",
+    tuple: "values separated by commas, without parentheses, such as 0.1,0.2",
+}
+Setting = tuple[tuple[str, ...], object, object]  # its path, its type and its default; MISSING: it is required
 
 
-def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """The path, the type and the default of every setting; those of `made`, if it is given. MISSING: required."""
+def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterator[Setting]:
+    """Every setting of a class, with the values of `made` as defaults, if it is given."""
     hints = get_type_hints(cls)
     for f in fields(cls):
         if f.metadata.get("derived"):
@@ -35,7 +39,7 @@ def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterat
             yield path, hint, default
 
 
-def parse(text: str, hint: Any, name: str) -> Any:
+def parse(text: str, hint: object, name: str) -> object:
     """A command-line text as the type of the field it is for."""
     if name.rpartition(".")[2] in _AMOUNTS:
         return parse_bytes(text, name)
@@ -66,7 +70,7 @@ def parse_bytes(text: str, name: str) -> int:
     return int(amount)
 
 
-def options_of(cls: type) -> dict[str, tuple[str, Any, str]]:
+def options_of(cls: type) -> dict[str, tuple[str, object, str]]:
     """Option -> (type, default, explanation) of a method or a table of settings, for help texts."""
     said, hints = _explained(cls), get_type_hints(cls)
     out = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..core.errors import ConfigError
 from .config import RunConfig, make_config
@@ -14,7 +13,7 @@ _CLIENTS, _PER_ROUND, _ROUNDS, _STEPS, _BATCH = 4, 2, 2, 2, 8
 _SAMPLES = _CLIENTS * _STEPS * _BATCH
 
 
-def quick(data: Mapping[str, Any], overrides: Mapping[str, str]) -> RunConfig:
+def quick(data: Mapping[str, object], overrides: Mapping[str, str]) -> RunConfig:
     """The configuration `make_config` would give, shrunk. Settings on the command line still hold."""
     return make_config(data, {**_shrunk(make_config(data, overrides), overrides), **overrides})
 

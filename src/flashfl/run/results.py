@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from .. import __version__
 from ..core.errors import ConfigError, DataError, FlashError, warn
 from ..core.files import put
 from ..core.record import RoundRecord
+from .config import Settings, Tables
+from .identity import Identity
 
 RESULTS = "results.jsonl"
 OLD = f"{RESULTS}.old"  # the results of the run that was in the folder before
@@ -35,14 +37,53 @@ def versions() -> dict[str, str]:
     }
 
 
+class TaskFacts(TypedDict, total=False):
+    """What a run records about its task."""
+
+    name: str
+    model: str
+    metric: Mapping[str, Any]  # the fields of a Metric
+    clients: int
+    samples: int
+    layers: list[tuple[str, list[int]]]  # names and shapes of prunable layers
+    prunable: int
+    values: int
+    trained: int
+    data: str  # a digest
+    info: Settings  # how a task that was made by name describes itself
+
+
+class Header(TypedDict, total=False):
+    """The first line of a results file."""
+
+    config: Tables  # empty: the run was started from Python
+    identity: Identity
+    task: TaskFacts
+    code: dict[str, str] | None
+    extended: list[int]  # what `rounds` was before each extension
+    versions: dict[str, str]
+
+
+class End(TypedDict):
+    """The last line of a results file."""
+
+    checksum: str
+    metric: float
+    best: float
+    bytes: dict[str, int]
+    evaluation_bytes: int
+    seconds: float
+    stopped: str | None
+
+
 @dataclass
 class Results:
     """The contents of a results file, and the file itself if there is one."""
 
     path: Path | None = None
-    header: dict[str, Any] = field(default_factory=dict)
+    header: Header = field(default_factory=Header)
     rounds: list[RoundRecord] = field(default_factory=list)
-    end: dict[str, Any] | None = None
+    end: End | None = None
     _behind: bool = False  # the file lacks lines that could not be written
 
     @staticmethod
@@ -56,14 +97,22 @@ class Results:
         except OSError as error:
             raise FlashError(f"{folder} is not a run: {path.name} cannot be read ({error.strerror})") from None
 
+    @staticmethod
+    def held(folder: Path) -> Results | None:
+        """The results in a folder, if it holds a run that can be read."""
+        try:
+            return Results.read(folder)
+        except FlashError:
+            return None
+
     @property
     def folder(self) -> Path | None:
         return self.path.parent if self.path is not None else None
 
-    def begin(self, header: Mapping[str, Any]) -> None:
+    def begin(self, header: Mapping[str, object]) -> None:
         """Start a new file. The results of an earlier run in the folder are kept beside it."""
         self._set_aside()
-        self.header = {"type": "run", **header, "versions": versions(), "argv": sys.argv}
+        self.header = cast(Header, {"type": "run", **header, "versions": versions(), "argv": sys.argv})
         self.rounds, self.end = [], None
         self.rewrite()
 
@@ -115,11 +164,11 @@ class Results:
         self.rounds.append(record)
         self._write(record.to_json())
 
-    def finish(self, end: Mapping[str, Any]) -> None:
-        self.end = {"type": "end", **end}
+    def finish(self, end: End) -> None:
+        self.end = cast(End, {"type": "end", **end})
         self._write(self.end)
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: Mapping[str, object]) -> None:
         """Add a line to the file. If that fails, for instance because the disk is full, warn and retry next time."""
         if self.path is None:
             return
@@ -144,18 +193,19 @@ class Results:
         """Write the whole file again."""
         if self.path is None:
             return
-        lines = [self.header, *(record.to_json() for record in self.rounds), *([self.end] if self.end else [])]
+        lines: list[Mapping[str, object]] = [self.header]
+        lines += [*(record.to_json() for record in self.rounds), *([self.end] if self.end else [])]
         put(self.path, "".join(map(_text, lines)).encode(), sync=True)
 
 
-def _text(line: Mapping[str, Any]) -> str:
+def _text(line: Mapping[str, object]) -> str:
     return json.dumps({k: None if v != v else v for k, v in line.items()}) + "\n"  # JSON has no NaN
 
 
-def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any] | None]:
-    header: dict[str, Any] | None = None
+def _parse(path: Path) -> tuple[Header, list[RoundRecord], End | None]:
+    header: Header | None = None
     rounds: list[RoundRecord] = []
-    end = None
+    end: End | None = None
     for number, line in _lines(path):
         kind = line.get("type")
         if header is None and kind != "run":
@@ -168,7 +218,8 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
             except DataError as error:
                 raise FlashError(f"{path}, line {number}: {error}. Repair or remove the line.") from None
         elif kind == "end":
-            end = {**line, **{name: math.nan for name in ("metric", "best") if line.get(name) is None}}
+            nan = {name: math.nan for name in ("metric", "best") if line.get(name) is None}
+            end = cast(End, {**line, **nan})
         else:
             raise FlashError(
                 f"{path}, line {number}: its type is {kind!s:.20}, expected run, round or end. Repair or remove the "
@@ -179,17 +230,17 @@ def _parse(path: Path) -> tuple[dict[str, Any], list[RoundRecord], dict[str, Any
     return header, rounds, end
 
 
-def _checked_header(path: Path, line: dict[str, Any]) -> dict[str, Any]:
+def _checked_header(path: Path, line: Mapping[str, Any]) -> Header:
     """A run's settings, if what must be a table is one."""
     for name, inner in (("config", "train"), ("identity", "settings"), ("task", "info")):
         table = line.get(name, {})
         wrong = name if not isinstance(table, dict) else inner
         if wrong == name or not isinstance(table.get(inner, {}), dict):
             raise FlashError(f"{path.parent} is damaged: the first line of its {path.name} has no table {wrong!r}")
-    return line
+    return cast(Header, line)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """The numbered lines of a file. A last line cut short by a crash is skipped; damage elsewhere is an error."""
     lines = path.read_text(errors="replace").splitlines()
     for number, text in enumerate(lines, 1):

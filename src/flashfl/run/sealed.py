@@ -32,7 +32,7 @@ class Unsigned(ConfigError):
     """A key was given, and the signature does not fit it. No other checkpoint is tried."""
 
 
-def write_record(path: Path, content: Mapping[str, Any]) -> None:
+def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Write a record whole or not at all."""
     text = json.dumps({"flashfl checkpoint": FORMAT, **content})
     record = json.loads(text)
@@ -68,12 +68,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def digest(record: Mapping[str, Any]) -> str:
+def digest(record: Mapping[str, object]) -> str:
     """The digest of a record's JSON text."""
     return hashlib.blake2b(json.dumps(record).encode()).hexdigest()
 
 
-def _signature(record: Mapping[str, Any], key: bytes) -> str:
+def _signature(record: Mapping[str, object], key: bytes) -> str:
     """An HMAC over what the digest covers; through the tensors' own digest it covers them too."""
     return hmac.new(key, json.dumps(record).encode(), hashlib.sha256).hexdigest()
 

@@ -22,13 +22,14 @@ from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
 from .budget import within_budget
 from .checkpoint import Keeper
-from .checks import check_method, check_private
+from .checks import check_method, check_private, check_sparse
 from .code import code_of, joined
-from .config import TrainConfig, make_train, plan_of
+from .config import Settings, TrainConfig, make_train, plan_of
 from .identity import identity_of, samples_of
 from .lock import alone
 from .observe import Observer
 from .progress import Display, WarnOfDropped, Watch, is_live
+from .results import TaskFacts
 from .run import Run
 from .summary import Metric
 from .track import Tracking
@@ -96,7 +97,7 @@ def drive(
     folder: Path | None = None,
     resume: bool = False,
     watch: Watch | None = None,
-    header: Mapping[str, Any] | None = None,
+    header: Mapping[str, Settings] | None = None,
     tick: Tick = lambda state, orders: None,
     overwrite: bool = True,
 ) -> Run:
@@ -105,6 +106,7 @@ def drive(
     No other process may use the folder until the run is over.
     """
     check_method(method)
+    check_sparse(method, task)
     check_private(method, task, config)
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, clients.size, engine.device, method)
@@ -129,9 +131,7 @@ def drive(
         if resume:
             tick(start, 0)
         run.state = start
-        tracking = Tracking(
-            config.track, folder, folder.name if folder else "", header or identity, start.counted, task.metric_name
-        )
+        tracking = Tracking(config.track, folder, header or identity, start.counted, task.metric_name)
         with closing(tracking), keeper.on_the_way_out():
             try:
                 _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, tick)
@@ -141,7 +141,7 @@ def drive(
     return run
 
 
-def _train_config(train: TrainConfig | None, task: Task, method: Method, settings: Mapping[str, Any]) -> TrainConfig:
+def _train_config(train: TrainConfig | None, task: Task, method: Method, settings: Settings) -> TrainConfig:
     if train is not None and not settings:
         return train
     usual = {"per_round": min(TrainConfig.per_round, len(task.train)), **method.recipe}
@@ -203,7 +203,7 @@ def _rescue(run: Run) -> None:
         warn(f"the final model could not be written to {run.folder}: it is in {path} instead")
 
 
-def _about(task: Task, clients: Population) -> dict[str, Any]:
+def _about(task: Task, clients: Population) -> TaskFacts:
     layout, present = task.layout, clients.present()
     return {
         "name": task.name,
@@ -211,7 +211,7 @@ def _about(task: Task, clients: Population) -> dict[str, Any]:
         "metric": {"name": task.metric_name, "higher_is_better": task.higher_is_better},
         "clients": len(present),
         "samples": sum(c.n for c in present),
-        "layers": [[x.name, list(x.shape)] for x in layout.prunable],
+        "layers": [(x.name, list(x.shape)) for x in layout.prunable],
         "prunable": layout.prunable_size,
         "values": layout.size,
         "trained": layout.trained_size,

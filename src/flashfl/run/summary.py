@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from ..core.record import RoundRecord
 from ..data.task import Task
+from .results import Header
 
 WORK = ("train", "aggregate", "evaluate", "record")
 
@@ -22,7 +22,7 @@ class Metric:
     higher_is_better: bool = True
 
     @staticmethod
-    def of(header: Mapping[str, Any]) -> Metric:
+    def of(header: Header) -> Metric:
         """The metric of a run. A task that does not name one measures accuracy."""
         return Metric(**header["task"].get("metric") or {})
 
@@ -105,7 +105,7 @@ def summarise(runs: Sequence[Numbers], metric: Metric = ACCURACY) -> Summary:
     return Summary(**means, seeds=len(runs), std=std, metric=metric)  # type: ignore[arg-type]
 
 
-def numbers_of(header: Mapping[str, Any], rounds: Sequence[RoundRecord]) -> Numbers:
+def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
     """The numbers of a run from its records."""
     counted = [r for r in rounds if r.counts]
     scores = [r.metrics for r in counted if r.score is not None and math.isfinite(r.score.metric)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..core.errors import ConfigError, unknown, warn
@@ -20,11 +21,10 @@ from ..core.record import RoundRecord
 
 @dataclass(frozen=True)
 class About:
-    """What a tracker gets to know about a run: its folder, name and settings, and the round it starts from."""
+    """What a tracker gets to know about a run: its folder and settings, and the round it starts from."""
 
     folder: Path
-    name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     step: int = 0
 
     def noted(self, name: str) -> str | None:
@@ -41,7 +41,7 @@ Log = Callable[[int, dict[str, float]], object]  # takes numbers by name at a st
 Tracker = tuple[Log, Callable[[], object]]  # and what ends it
 
 
-def _tensorboard(about: About, package: Any) -> Tracker:
+def _tensorboard(about: About, package: ModuleType) -> Tracker:
     """Event files in RUN/tensorboard. Rounds that a resumed run repeats replace the old ones."""
     writer = package.SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
     if not about.step:
@@ -54,26 +54,26 @@ def _tensorboard(about: About, package: Any) -> Tracker:
     return log, writer.close
 
 
-def _mlflow(about: About, package: Any) -> Tracker:
+def _mlflow(about: About, package: ModuleType) -> Tracker:
     """An MLflow run, at MLFLOW_TRACKING_URI. A resumed run continues the one it began."""
     known = about.noted("mlflow-run")
-    run = package.start_run(run_id=known, run_name=None if known else about.name)
+    run = package.start_run(run_id=known, run_name=None if known else about.folder.name)
     if not known:
         about.note("mlflow-run", run.info.run_id)
         package.log_params({k: str(v)[:500] for k, v in flat(about.settings).items()})
     return lambda step, values: package.log_metrics(values, step=step), package.end_run
 
 
-def _wandb(about: About, package: Any) -> Tracker:
+def _wandb(about: About, package: ModuleType) -> Tracker:
     """A Weights & Biases run, named after the folder. It reads WANDB_PROJECT and WANDB_MODE itself."""
     about.folder.mkdir(parents=True, exist_ok=True)
     known, settings = about.noted("wandb-run"), dict(about.settings)
-    run = package.init(name=about.name, dir=str(about.folder), config=settings, id=known, resume="allow")
+    run = package.init(name=about.folder.name, dir=str(about.folder), config=settings, id=known, resume="allow")
     about.note("wandb-run", run.id)
     return lambda step, values: run.log(values, step=step), run.finish
 
 
-TRACKERS: dict[str, tuple[Callable[[About, Any], Tracker], str]] = {  # and the module each needs
+TRACKERS: dict[str, tuple[Callable[[About, ModuleType], Tracker], str]] = {  # and the module each needs
     "tensorboard": (_tensorboard, "torch.utils.tensorboard"),
     "mlflow": (_mlflow, "mlflow"),
     "wandb": (_wandb, "wandb"),
@@ -95,7 +95,7 @@ def check_installed(names: str) -> None:
         _package(name)
 
 
-def _package(name: str) -> Any:
+def _package(name: str) -> ModuleType:
     try:
         return importlib.import_module(TRACKERS[name][1])
     except ImportError:
@@ -109,8 +109,7 @@ class Tracking:
         self,
         names: str,
         folder: Path | None,
-        name: str,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         step: int,
         metric: str = "accuracy",
     ) -> None:
@@ -120,7 +119,7 @@ class Tracking:
             raise ConfigError(f"track = {names!r}: tracking needs a folder for the run. Give `folder`")
         self._trackers: dict[str, Tracker] = {}
         if folder is not None:
-            about = About(folder, name, settings, step)
+            about = About(folder, settings, step)
             self._trackers = {which: TRACKERS[which][0](about, _package(which)) for which in wanted}
 
     def log(self, step: int, record: RoundRecord) -> None:
@@ -155,7 +154,7 @@ def values_of(record: RoundRecord, metric: str = "accuracy") -> dict[str, float]
     return {k: float(v) for k, v in values.items()}
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Nested settings by their full names, such as `method.adapt.growth`."""
     out: dict[str, Any] = {}
     for name, value in settings.items():

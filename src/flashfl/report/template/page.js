@@ -64,7 +64,7 @@ const brief = (names) => names.map((name) => (names.every((n) => n.endsWith(".we
 
 function problems() {
   if (!data.problems.length) return;
-  main.append(make("section", { class: "warn", id: "problems" }, make("h2", {}, "Not shown"), make("ul", {}, ...data.problems.map((p) => make("li", {}, p.why)))));
+  main.append(make("section", { class: "warn", id: "problems" }, make("h2", {}, "Not shown"), make("ul", {}, ...data.problems.map((why) => make("li", {}, why)))));
 }
 
 // How the task's metric is shown: accuracy in percent, any other as a plain number.
