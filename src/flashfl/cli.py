@@ -101,8 +101,10 @@ def _settings_apart(words: list[str], command: argparse.ArgumentParser) -> tuple
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     parser = argparse.ArgumentParser(
         prog="flashfl",
-        description="Train sparse models with federated learning: FLASH and its rivals. Messages are sparse too, so "
-        "fewer bytes travel.",
+        description=(
+            "Train sparse models with federated learning: FLASH and related methods. Messages are sparse too, so "
+            "fewer bytes travel."
+        ),
         epilog="Give any setting as --name value, for instance --density 0.05 --rounds 100 --alpha 0.1. "
         "`flashfl methods` lists the settings of methods, `flashfl methods NAME` explains one method, `flashfl "
         "settings` lists all other settings.",
@@ -143,13 +145,19 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
     export = add(
-        "export", _export, "write a run's final model as a file; before the run ends, that of its last checkpoint"
+        "export",
+        _export,
+        "write the model of a run to a file: the final one, or that of the last checkpoint if the run has not ended",
     )
     export.add_argument("run", type=Path, help="folder of a run")
     said = "safetensors: all weights, and the masks in a second file; sparse: active weights; onnx: for other runtimes"
     export.add_argument("--format", choices=("safetensors", "sparse", "onnx"), default="safetensors", help=said)
     export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW] with the format's ending)")
-    export.add_argument("--view", default="", help="export another model than the reported one, e.g. 'density 0.1'")
+    export.add_argument(
+        "--view",
+        default="",
+        help="name of another model of the run, such as 'density 0.1' (default: the reported model)",
+    )
     add_data(add)
     add_commands(add)
     _add_shared(run, comparison, export, add_listings(add))
@@ -166,12 +174,19 @@ def _add_shared(
     for command in (run, comparison):
         said = f"TOML file with tables task, train, method (default: embedded digits at density {DIGITS_DENSITY})"
         command.add_argument("config", nargs="?", type=Path, help=said)
-        command.add_argument("--quick", action="store_true", help="shrink everything to a smoke test of about a minute")
-        command.add_argument("--central", action="store_true", help="one client holds all data; a round is an epoch")
-        said = "folder of data sets (default: FLASHFL_DATA, or ./data)"
+        command.add_argument(
+            "--quick", action="store_true", help="reduce data, rounds and clients to a test of about a minute"
+        )
+        command.add_argument(
+            "--central", action="store_true", help="train without federation: one client holds all data"
+        )
+        said = "folder of data sets (default: the environment variable FLASHFL_DATA, or ./data)"
         command.add_argument("--data-root", dest="root", help=said)
     for command in (run, comparison, export):
-        said = f"file with a secret key: sign checkpoints, and use only signed ones (default: {KEY})"
+        said = (
+            "file with a secret key: checkpoints are signed with it, and unsigned ones are rejected (default: the "
+            f"file that the environment variable {KEY} names)"
+        )
         command.add_argument("--checkpoint-key", type=Path, metavar="FILE", help=said)
     for command in (run, comparison, export, methods):
         said = (

@@ -189,7 +189,8 @@ def test_commands_in_results_give_their_configurations() -> None:
         assert made["method"] == record["config"]["method"]
         for table in ("task", "train"):  # a setting that a result does not record did not exist yet
             for name, value in record["config"][table].items():
-                assert made[table][name] == value
+                if name != "device":  # commands do not say where to run
+                    assert made[table][name] == value
 
 
 @pytest.mark.parametrize("table", table_names())

@@ -81,10 +81,10 @@ class _Reader(pickle._Unpickler):
             _, shape, _, fortran, data = state
             self.stack[-1] = np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
         elif not isinstance(made, _Uint8):
-            raise ValueError("it gives a state to something other than an array")
+            raise ValueError("it sets the state of an object that is not an array")
 
     def refuse(self) -> None:
-        raise ValueError("it has an instruction that plain data does not need")
+        raise ValueError("it uses a pickle instruction that plain data does not need")
 
 
 _Reader.dispatch = {
@@ -103,4 +103,4 @@ def loads(data: bytes, path: Path) -> dict[str | int, Any]:
         return {str(key, "latin1") if isinstance(key, bytes) else key: value for key, value in held.items()}
     except Exception as error:  # a broken pickle raises almost anything
         why = str(error) or type(error).__name__
-        raise damaged(path, f"it must be a pickle of arrays and plain containers: {why}") from None
+        raise damaged(path, f"it must be a pickle that holds only uint8 arrays, lists and dicts ({why})") from None

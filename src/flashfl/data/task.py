@@ -251,8 +251,8 @@ def _warn_about_direction(*names: str) -> None:
         words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)  # of error_rate, MSELoss
         if _LOWER & {word.lower() for word in words}:
             warn(
-                f"the metric {name!r} sounds like an error, but by default a higher metric counts as better. Pass "
-                "higher_is_better=False, or higher_is_better=True if higher is right."
+                f"the metric {name!r} sounds like an error, but higher values count as better. Pass "
+                "higher_is_better=False, or higher_is_better=True to keep this and silence the warning."
             )
             return
 

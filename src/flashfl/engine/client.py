@@ -114,7 +114,9 @@ class ClientSide:
         given = extra.pop(OWN, None)  # the server gives back the client's own mask
         if given is not None and order.start is not None and order.mask is not None:
             if given.value.numel() != self.layout.prunable_size:
-                raise WrongContent(f"a mask of {given.value.numel()} weights, expected {self.layout.prunable_size}")
+                raise WrongContent(
+                    f"the server sent a mask for {given.value.numel()} weights, expected {self.layout.prunable_size}"
+                )
             held = Remembered(order.mask, Mask(self.layout, given.value), held.notes)
         if order.own is not None and (held.own is None or held.own.hash != order.own):
             raise UnknownMask(order.own)

@@ -93,7 +93,10 @@ class PrivateSide:
         else:
             saved = self.drawer.get("party")
             if not saved:
-                raise WrongStep("this client takes no part in this attempt")
+                raise WrongStep(
+                    "this client has no state for this attempt: it missed the first step, or was restarted without "
+                    "its state"
+                )
             party = Party.load(saved, self.me, self.policy)
             if step == MASKED:
                 return self._train(data, party.terms, party, *_take(rest)[1:], memory)

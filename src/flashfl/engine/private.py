@@ -42,14 +42,14 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
         moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
         if any(part.changes or part.reports(layout) for part in local.parts):
             raise ConfigError(
-                f"client {client.id} is asked for more than its weights, which `secure` and `dp_*` cannot protect: "
-                f"{USE}"
+                f"client {client.id} must report more than its weights, which `secure` and `dp_*` cannot protect: {USE}"
             )
         if moves or local.keep or local.start is not None:
             raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")
         if not order.weights.mask.equal(first.weights.mask) or order.local != first.local or order.extra:
             raise ConfigError(
-                f"client {client.id} gets another model or other work than client {orders[0][0].id}: {USE}"
+                f"client {client.id} gets another model or other training settings than client {orders[0][0].id}, but "
+                f"private rounds need the same for all: {USE}"
             )
 
 
@@ -70,7 +70,9 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     )  # fmt: skip
     if privacy.noise is not None and not LEAST <= how.deviation <= LARGEST:
         raise ConfigError(
-            f"noise of {privacy.noise.multiplier:.3g} times dp_clip with {cohort} clients is too small or too large. "
+            f"noise of {privacy.noise.multiplier:.3g} times dp_clip with {cohort} clients: after scaling to integers, "
+            f"the noise has a standard deviation of {how.deviation}. It must be from {LEAST} to {LARGEST}. If it is "
+            "too small, raise dp_noise or lower dp_epsilon. If it is too large, do the opposite."
             f"Its standard deviation is {how.deviation}, in the whole numbers that clients send. It must be from "
             f"{LEAST} to {LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon. If it is too large, do the "
             "opposite."
@@ -200,7 +202,7 @@ class PrivateRound(Encoding):
             self._why = self.packing.problem(signed(total), len(counted))
         if self._why or (self.orders and not counted):
             self._accepted.clear()
-            why = f"the sum could not be opened ({self._why or 'nobody answered'})"
+            why = f"the secure sum could not be computed ({self._why or 'no client replied'})"
             self.failures = {client: self.failures.get(client, why) for client in self.orders}
             return replace(super().close(), privacy=self.vault.spent(0), revealed=self._revealed)
         if self._before is None:

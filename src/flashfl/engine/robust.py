@@ -159,9 +159,11 @@ class Cohort:
             if norm > _SUSPICIOUS * median:
                 what = f"its {name!r}" if name else "its change"
                 times = (
-                    f"{norm / median:.3g} times as long as the cohort's median" if median else "not 0, as the median is"
+                    f"{norm / median:.3g} times as long as the cohort's median"
+                    if median
+                    else "above 0, while the cohort's median is 0"
                 )
-                self.notes[client] = f"{what} is {times}; it is shortened"
+                self.notes[client] = f"{what} is {times}; it is scaled down"
         again = sum(shares[client] for client in short) / sum(shares[client] * share for client, share in short.items())
         return {client: share * again for client, share in short.items()}
 

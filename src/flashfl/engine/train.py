@@ -196,7 +196,9 @@ class Trainer:
         if n % local.batch == 1 and count == math.ceil(n / local.batch) and self.norms and not self._one(data):
             count -= 1
         if count == 0:
-            raise ClientFailed("it has one sample, which BatchNorm cannot train on")
+            raise ClientFailed(
+                "it has only one sample, and BatchNorm cannot train on a batch of one: give it more samples"
+            )
         return count
 
     def _one(self, data: Source) -> bool:

@@ -40,8 +40,8 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     """
     if update.kind != "update" or update.tag != order.tag or update.client != order.client:
         raise WrongTag(
-            f"got an update of client {update.client} for round {update.tag}, "
-            f"expected one of client {order.client} for round {order.tag}"
+            f"got an update of client {update.client} for (phase, round, attempt) = {update.tag}, expected client "
+            f"{order.client} and {order.tag}"
         )
     if update.n != order.n:  # averages are weighted by it, so the client must not change it
         raise WrongContent(f"client {update.client} reports {update.n} samples, expected {order.n}")
@@ -55,7 +55,10 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     fits = (update.mask is not None) == (local.report in ("weights", "mask"))
     fits = fits and (counts is not None or local.report == "statistics")
     if not fits or carries != (update.carries if update.values is not None else None):
-        raise WrongContent(f"client {update.client} was asked for {local.report} and sent something else")
+        raise WrongContent(
+            f"client {update.client} sent {update.carries if update.values is not None else 'no'} values "
+            f"{'without' if update.mask is None else 'with'} a mask, which is not a report of {local.report}"
+        )
     if counts is not None and order.mask is not None and local.report != "statistics":
         expected = sum(local.start.budgets if local.start is not None else order.mask.counts)
         least, most = active_range(local.parts, order.layout, expected)

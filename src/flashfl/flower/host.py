@@ -117,7 +117,10 @@ class Host:
         """Which of the task's clients this node plays: the only one, or the one its partition names."""
         at = 0 if len(self.task.train) == 1 else int(context.node_config.get("partition-id", _client_id(context)))
         if not 0 <= at < len(self.task.train):
-            raise ConfigError(f"partition-id = {at}: the task has {len(self.task.train)} clients, numbered from 0")
+            raise ConfigError(
+                f"partition-id = {at}: must be from 0 to {len(self.task.train) - 1}, as the task has "
+                f"{len(self.task.train)} clients"
+            )
         return at
 
     def _samples(self, context: Context) -> Source:

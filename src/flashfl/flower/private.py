@@ -75,12 +75,12 @@ def make_identity(client: int, folder: Path) -> str:
 
 def main() -> None:
     about = (
-        "Make identity keys for secure aggregation: a private key for each client, and identities.json with the public "
-        "keys. In a deployment every client makes its own key. Somebody whom all trust, and who is not the server, "
-        "collects the public keys into one identities.json."
+        "Make identity keys for secure aggregation: a private key for each client, and identities.json with the "
+        "public keys. In a deployment, every client makes its own key. A party that all clients trust, other than the "
+        "server, collects the public keys in one identities.json."
     )
     asked = argparse.ArgumentParser(prog="python -m flashfl.flower.private", description=about)
-    asked.add_argument("folder", type=Path, help="where the keys go")
+    asked.add_argument("folder", type=Path, help="folder to write the keys to")
     asked.add_argument("clients", type=int, nargs="+", help="ids of the clients")
     given = asked.parse_args()
     try:

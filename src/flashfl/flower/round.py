@@ -81,7 +81,7 @@ class Exchange:
         rest = iter(messages)
         while some := list(itertools.islice(rest, _TOGETHER)):
             if not all(self.grid.push_messages(some)):
-                log.warning("the SuperLink did not take a message: its client will be dropped")
+                log.warning("the SuperLink did not accept a message; its client will be dropped")
 
     def _wait(self, began: float) -> None:
         """Take replies until all are in or time is up, and drop the clients that did not reply.
@@ -129,13 +129,17 @@ class Exchange:
         about = reply.metadata.reply_to_message_id
         post = next((p for p in self.posts if p.metadata.message_id == about), None)
         if post is None:
-            log.warning("node %d sent a reply that nobody waits for: dropped", reply.metadata.src_node_id)
+            log.warning("node %d sent a reply to no open request; dropped", reply.metadata.src_node_id)
         elif post.done:
             log.warning("client %d replied twice: the second reply is dropped", post.client)
         elif reply.has_error():
             self._drop(post, f"Flower reports error {reply.error.code}: {reply.error.reason}")
         elif reply.metadata.src_node_id != post.metadata.dst_node_id:
-            log.warning("node %d replied in place of client %d: dropped", reply.metadata.src_node_id, post.client)
+            log.warning(
+                "node %d replied for client %d, which is another node's; dropped",
+                reply.metadata.src_node_id,
+                post.client,
+            )
         else:
             self._read(post, reply.content)
 
@@ -214,8 +218,9 @@ class ClientEvaluation(Exchange):
         possible = 0 <= metric <= n * (1 + 1e-5) if self.share else abs(metric) <= LARGEST_METRIC
         if n != held or not (abs(loss) <= LARGEST_METRIC and possible):
             raise records.BadRecord(
-                f"it reports loss {loss} and metric {metric}, summed over {n} samples. Expected: sums in the valid "
-                f"range, over the {held} held-back samples that it registered."
+                f"it reports loss {loss} and metric {metric}, summed over {n} samples. Expected {held} samples, as it "
+                f"registered, a loss of at most {LARGEST_METRIC:g}, and a metric of at most "
+                f"{n if self.share else LARGEST_METRIC:g}."
             )
         self._found[post.client] = (n, loss, metric)
         return None

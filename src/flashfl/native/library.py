@@ -105,5 +105,7 @@ def status() -> str:
     """Whether native kernels are on, in one line."""
     library = kernels()
     if library is None:
-        return "native kernels are off: none were built for this machine. Install a C++ compiler, then flashfl again"
+        return (
+            "native kernels are off: none were built for this machine. Install a C++ compiler, then reinstall flashfl"
+        )
     return f"native kernels are on ({library.path.name.split('.')[0].lstrip('_')})"

@@ -51,7 +51,9 @@ def _one_round(multiplier: float, draw: Draw) -> tuple[Any, Any]:
     try:
         import dp_accounting as dp
     except ImportError as error:
-        raise ConfigError(f"differential privacy needs `pip install flashfl[privacy]` ({error})") from None
+        raise ConfigError(
+            f"differential privacy needs the dp-accounting package ({error}): pip install 'flashfl[privacy]'"
+        ) from None
     relations, secret = dp.NeighboringRelation, draw.cohort < draw.clients
     relation, event = relations.REPLACE_ONE, dp.GaussianDpEvent(multiplier / 2)
     if draw.poisson:

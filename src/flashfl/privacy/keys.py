@@ -23,7 +23,9 @@ try:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError as error:
-    raise ConfigError(f"secure aggregation needs `pip install flashfl[privacy]` ({error})") from None
+    raise ConfigError(
+        f"secure aggregation needs the cryptography package ({error}): pip install 'flashfl[privacy]'"
+    ) from None
 
 KEY = 32  # bytes of a key or a digest
 SIGNATURE = 64

@@ -89,7 +89,7 @@ def frame(step: int, terms: Terms, *content: bytes) -> bytes:
 def unframe(data: bytes, step: int, terms: Terms) -> memoryview:
     """The content of a message of this step, or why it is none."""
     if len(data) < HEADER or data[: len(_MAGIC)] != _MAGIC:
-        raise Malformed("this is no message of a secure round")
+        raise Malformed("the bytes are not a message of a secure round")
     if data[len(_MAGIC)] != step:
         raise Malformed(f"expected a message of the step '{STEPS[step]}', got one of another step")
     if data[len(_MAGIC) + 1 : HEADER] != terms.context:

@@ -29,9 +29,9 @@ class Policy:
             )
         if not 0 <= self.corrupt < 1 / 3 or not (1 + self.corrupt) / 2 < self.survive < 1:
             raise ConfigError(
-                f"survive = {self.survive}, corrupt = {self.corrupt}: corrupt must be at least 0 and below 1/3; "
-                "survive must be above (1 + corrupt) / 2 and below 1. Otherwise a server could collect signatures for "
-                "two different cohorts."
+                f"policy.survive = {self.survive}, policy.corrupt = {self.corrupt}: corrupt must be at least 0 and "
+                "below 1/3; survive must be above (1 + corrupt) / 2 and below 1. Otherwise a server could collect "
+                "signatures for two different cohorts."
             )
 
     def threshold(self, cohort: int) -> int:

@@ -64,7 +64,7 @@ class Collector:
         """A client's answer in the current step. Raises why it cannot be used; the client then counts as dropped."""
         if client in self._heard or (self.step != ADVERTISE and client not in self.alive):
             raise WrongStep(
-                f"client {client} has already answered in the step '{STEPS[self.step]}', or was dropped before"
+                f"client {client} already answered in the step '{STEPS[self.step]}', or was dropped earlier"
             )
         content = unframe(data, self.step, self.terms)
         (self._card, self._share, self._masked, self._vote, self._revealed)[self.step](client, content)
@@ -173,5 +173,7 @@ class Collector:
         else:
             good = Exchange(secret).public == self._cards[owner][1]
         if not good:
-            raise BadShare(f"the shares of client {owner}'s secret do not fit together: one of its neighbours lied")
+            raise BadShare(
+                f"the shares of client {owner}'s secret do not match: at least one client sent a wrong share"
+            )
         return secret

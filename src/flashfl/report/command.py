@@ -33,7 +33,9 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     report = add("report", _report, "write a report about runs: one page, an image or a table")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=_RUNS)
     report.add_argument("--out", type=Path, help="file to write (default: report.html; md and csv are printed)")
-    report.add_argument("--format", choices=FORMATS, help="default: the file's ending, or html")
+    report.add_argument(
+        "--format", choices=FORMATS, help="format of the report (default: the ending of --out, or html)"
+    )
 
     figure = add("figure", _figure, "draw one of the paper's figures from your runs")
     figure.add_argument("name", help=FIGURES)
@@ -42,22 +44,32 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
 
     watch = add("watch", _watch, "show runs in a browser while they go on (served to this machine only)")
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
-    watch.add_argument("--port", type=int, default=8327, help="default: 8327; 0 takes a free one")
+    watch.add_argument("--port", type=int, default=8327, help="port to serve on (default: 8327; 0: any free port)")
 
-    again = add("reproduce", _reproduce, "show our results beside a table of the paper, and run the missing cells")
+    again = add("reproduce", _reproduce, "compare our results with a table of the paper, and run missing entries")
     again.add_argument("table", nargs="?", default="", help=_TABLES)
     again.add_argument("--all", action="store_true", help="all tables on one page, and what is missing")
     for name in _FILTERS:
         again.add_argument(
-            f"--{name}", default="", help=f"show or run only cells with this {name} (several: comma-separated)"
+            f"--{name}", default="", help=f"show or run only table entries with this {name} (several: comma-separated)"
         )
     again.add_argument("--seeds", type=int, help="number of seeds per cell (default: 1 when running, all when showing)")
-    again.add_argument("--budget-minutes", type=float, default=0.0, help="how long to run; 0 (default) only shows")
+    again.add_argument(
+        "--budget-minutes",
+        type=float,
+        default=0.0,
+        help="minutes to spend on missing results (default: 0, only show what is there)",
+    )
     said = "folder of finished results; new ones are added to it (default: results)"
     again.add_argument("--results", type=Path, default=Path("results"), help=said)
     said = "folder for the runs that this command starts (default: runs/reproduce)"
     again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help=said)
-    again.add_argument("--data-root", dest="root", default="", help="folder of data sets (default: FLASHFL_DATA)")
+    again.add_argument(
+        "--data-root",
+        dest="root",
+        default="",
+        help="folder of data sets (default: the environment variable FLASHFL_DATA, or ./data)",
+    )
     again.add_argument("--device", default="auto", help="auto, cpu or cuda")
     said = "also write the table (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf); with --all the "
     said += "page (.html, .md; default: results.html)"

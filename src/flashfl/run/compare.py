@@ -93,7 +93,7 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
             done = max(done, read_record(point)["rounds"])
     if recorded < done:
         raise CheckpointError(
-            f"its checkpoint comes after {done} rounds, its results hold {recorded}; both count rounds of a first phase"
+            f"its checkpoint is of round {done}, but its results have only {recorded} rounds (first phase included)"
         )
 
 

@@ -70,7 +70,7 @@ class TrainConfig:
     dropout: float = 0.0  # simulated failures: the share of clients that fail in each round
     min_replies: int = 1  # repeat a round that has fewer good replies than this
     retries: int = 2  # how often a round may be repeated
-    budget: int = 0  # mean bytes per client and round, each way, such as 2.3MB; sets density and bits; 0: none
+    budget: int = 0  # mean bytes per client, round and direction, such as 2.3MB; sets density and bits; 0: none
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
     average: float = 0.0  # weight of the past in a running average of the server's model, which is reported; 0: none
     values: Form = "fp32"  # how weights are encoded in messages, in both directions
@@ -80,14 +80,14 @@ class TrainConfig:
     rounding: Rounding = "unbiased"  # of encoded values: unbiased (up or down at random), or to the nearest
     feedback: bool = False  # with `rounding` nearest: clients store the rounding error and add it to their next update
     upload: Literal["weights", "changes"] = "weights"  # changes: clients send the difference from the model they got
-    robust: Literal["auto", "on", "off"] = "auto"  # bound what one client can do; auto: on Flower only
+    robust: Literal["auto", "on", "off"] = "auto"  # limit the influence of each client; auto: on Flower only
     clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 2 if `robust`, else no limit
     trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
     secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
-    dp_delta: float = 1e-5  # the delta that epsilon is counted for
+    dp_delta: float = 1e-5  # delta of (epsilon, delta) differential privacy
     dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
-    dp_sampling: Literal["fixed", "poisson"] = "fixed"  # poisson: clients join a round at random, per_round on average
+    dp_sampling: Literal["fixed", "poisson"] = "fixed"  # fixed: per_round clients; poisson: each joins at random
     dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: as much as dp_epsilon needs for `rounds`
     ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
     policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on

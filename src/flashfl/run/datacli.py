@@ -20,16 +20,21 @@ _WHAT = "a data set (see `flashfl data`), hub:NAME or folder:PATH; for partition
 def add_data(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add `data` to a command line."""
     data = add("data", _data, "list data sets and how to get them; show a split; check files", settings=True)
-    data.add_argument("action", nargs="?", default="list", choices=sorted(_ACTIONS), help="default: list")
+    data.add_argument("action", nargs="?", default="list", choices=sorted(_ACTIONS), help="what to do (default: list)")
     data.add_argument("what", nargs="?", default="", metavar="DATASET", help=_WHAT)
     data.add_argument("--data-root", dest="root", default="", help="folder of data sets (default: FLASHFL_DATA, "
                       "else ./data)")  # fmt: skip
-    data.add_argument("--save", type=Path, metavar="FILE", help="partition: save the split, for task.partition_file")
+    data.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="partition: save the split to this file; a run loads it with --partition-file",
+    )
     data.add_argument("--plot", type=Path, metavar="FILE.png", help="partition: draw it (png, svg or pdf)")
     data.add_argument("--rows", type=int, default=40, help="partition: show at most this many clients (default: 40)")
     data.epilog = (
-        "A split takes the settings of tasks and --seed: flashfl data partition mnist --clients 100 --partition lda "
-        "--alpha 0.1 --seed 0 shows the split of a run with these settings. `flashfl settings` lists them."
+        "To show the split of a run, give its task settings and --seed, for instance: flashfl data partition mnist "
+        "--clients 100 --partition lda --alpha 0.1 --seed 0. `flashfl settings` lists the settings."
     )
 
 

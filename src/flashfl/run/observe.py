@@ -122,7 +122,7 @@ class Observer:
             try:
                 self._kept = (state.mask, self._snapshots.put(Mask(self._snapshots.layout, state.mask.bits)))
             except OSError as error:
-                warn(f"no more mask snapshots: one could not be written ({error})")
+                warn(f"a mask snapshot could not be written ({error}), so this run stores no more of them")
                 self._snapshots = None
                 return ""
         return self._kept[1]

@@ -256,7 +256,7 @@ def _note_code(run: Run) -> None:
     now = joined(before, code_of(run.method))
     if changed := [name for name, digest in (now or {}).items() if digest != before.get(name)]:
         warn(
-            f"the code of {', '.join(changed)} changed since this run began, so its results mix two versions. Start "
-            "again without resume for a run of one version."
+            f"the code of {', '.join(changed)} changed since this run began, so its results mix two versions. To avoid "
+            "this, start again without resume."
         )
     run.results.header["code"] = now

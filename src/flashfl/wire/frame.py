@@ -86,7 +86,7 @@ def check_sections(kind: Kind, names: Sequence[str]) -> None:
         if name not in names:
             raise BadSection(f"the message is of kind {kind!r} and lacks its section {name!r}")
     if "mask" in names and "counts" in names:
-        raise BadSection("the message has layer counts beside a mask, which already gives them")
+        raise BadSection("the message has both a mask and layer counts: leave the counts out, as the mask gives them")
     if "own" in names and "start" not in names:
         raise BadSection(
             "the order has a section 'own', the mask that a client stored, but no section 'start', the round it was "

@@ -92,8 +92,8 @@ def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None 
             if crew is crews[-1] and not times:
                 raise
             warn(
-                f"crew = {type(crew).__name__.lower()!r} cannot train this model ({str(error).splitlines()[0]}). "
-                "Another crew trains it, which may be slower."
+                f"crew = {type(crew).__name__.lower()!r} cannot train this model ({str(error).splitlines()[0]}), so "
+                "flashfl uses another crew. Training may be slower."
             )
             continue
         times[time.perf_counter() - began] = crew
