@@ -12,7 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import __version__
 from .core.errors import ConfigError, FlashError
@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. An error that the user can fix becomes one clear line."""
     parser, commands = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, _interrupt)
-    warnings.formatwarning = _warning
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a run as Ctrl-C does
+    # On the command line a warning has no place in the user's code to point at.
+    warnings.formatwarning = lambda message, *_: f"flashfl: warning: {message}\n"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that cannot be encoded must not end a command
             stream.reconfigure(errors="replace")
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             load_file(file)
         if getattr(args, "checkpoint_key", None):
             os.environ[KEY] = str(args.checkpoint_key)
-        return int(args.go(args, overrides) or 0)
+        return int(args.go(args, overrides))
     except FlashError as error:
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
@@ -68,17 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # for example a full disk
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
-
-
-def _warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """On the command line a warning has no place in the user's code to point at."""
-    return f"flashfl: warning: {message}\n"
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _settings_apart(words: list[str], command: argparse.ArgumentParser) -> tuple[list[str], dict[str, str]]:
@@ -113,7 +103,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     made: dict[str, argparse.ArgumentParser] = {}
 
-    def add(name: str, go: Callable[..., Any], help: str, settings: bool = False) -> argparse.ArgumentParser:
+    def add(name: str, go: Callable[..., int], help: str, settings: bool = False) -> argparse.ArgumentParser:
         epilog = "Give any setting as --name value; `flashfl methods` and `flashfl settings` list them."
         if name == "compare":
             epilog += " --METHOD.name value is for one method only, for instance --spdst.density 0.1."

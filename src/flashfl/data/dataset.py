@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -42,16 +42,15 @@ class DataSet:
     test: Arrays | None
     classes: int
     shape: tuple[int, ...]
-    writers: NDArray[Any] | None = None
+    writers: NDArray[np.int64] | None = None
     vocab: int = 0
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        labels: NDArray[np.int64] = self.train.target.numpy()
-        return labels
+        return cast("NDArray[np.int64]", self.train.target.numpy())
 
 
-Pair = tuple[NDArray[Any], NDArray[Any]]  # images and labels
+Pair = tuple[NDArray[np.uint8], NDArray[np.integer]]  # images and labels
 Texts = tuple[Sequence[str], Sequence[int]]  # texts and labels
 
 
@@ -60,7 +59,7 @@ def images(
     classes: int,
     norm: Normalise,
     augment: Augment | None = None,
-    writers: NDArray[Any] | None = None,
+    writers: NDArray[np.int64] | None = None,
 ) -> DataSet:
     """A data set of uint8 images (N, C, H, W): those to train on, and perhaps those to test on, never augmented."""
     train, *test = (Arrays((torch.from_numpy(x),), torch.from_numpy(y.astype(np.int64)), norm) for x, y in pairs)
@@ -80,7 +79,7 @@ def texts(pairs: Sequence[Texts], classes: int, options: Options) -> DataSet:
     return DataSet(train, test[0] if test else None, classes, (options.length,), vocab=len(tokenizer))
 
 
-def check_labels(path: Path, labels: NDArray[Any], classes: int) -> None:
+def check_labels(path: Path, labels: NDArray[np.integer], classes: int) -> None:
     """Raise unless there are labels, and all of them are classes."""
     if len(labels) == 0:
         raise damaged(path, "it holds no samples")

@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 
 from ..core.errors import ConfigError, DataError, unknown
 
-Index = NDArray[np.int64]
-Partition = list[Index]
+Ints = NDArray[np.int64]
+Partition = list[Ints]
 _UNIFORM = 100.0  # from this alpha on, LDA counts as uniform
 _EQUAL = 1e6  # from this alpha on, all clients of a Dirichlet split get the same; one cannot draw with infinity
 
 
 def split(
     scheme: str,
-    labels: NDArray[Any],
+    labels: Ints,
     clients: int,
     key: int,
     *,
     alpha: float = 1.0,
     classes_per_client: int = 2,
-    ids: NDArray[Any] | None = None,
+    ids: Ints | None = None,
 ) -> Partition:
     """The partition that a scheme makes, by its name."""
     schemes: dict[str, Callable[[], Partition]] = {
@@ -57,7 +57,7 @@ def _check(samples: int, clients: int, alpha: float = 1.0) -> None:
         raise ConfigError(f"clients = {clients}: must lie between 1 and the number of samples, {samples}")
 
 
-def _pools(labels: NDArray[Any], rng: np.random.Generator) -> list[Index]:
+def _pools(labels: Ints, rng: np.random.Generator) -> list[Ints]:
     """The samples of each class that occurs, in random order."""
     shuffled = rng.permutation(len(labels))
     order = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -65,7 +65,7 @@ def _pools(labels: NDArray[Any], rng: np.random.Generator) -> list[Index]:
     return np.split(order, np.cumsum(counts)[:-1])
 
 
-def _sizes(total: int, parts: int) -> Index:
+def _sizes(total: int, parts: int) -> Ints:
     """`total` in `parts` whole numbers that differ by at most one."""
     return np.diff(np.arange(parts + 1, dtype=np.int64) * total // parts)
 
@@ -77,7 +77,7 @@ def iid(samples: int, clients: int, key: int) -> Partition:
     return [np.sort(part) for part in np.split(order, np.cumsum(_sizes(samples, clients))[:-1])]
 
 
-def lda(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Partition:
+def lda(labels: Ints, clients: int, key: int, alpha: float = 1.0) -> Partition:
     """Latent Dirichlet allocation with equal shares: sizes differ by at most one.
 
     Each client in turn draws class proportions from Dirichlet(alpha), then its samples without replacement. The
@@ -101,7 +101,7 @@ def lda(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Par
     return parts
 
 
-def _draw(share: NDArray[np.float64], left: NDArray[Any], count: int, rng: np.random.Generator) -> NDArray[Any]:
+def _draw(share: NDArray[np.float64], left: Ints, count: int, rng: np.random.Generator) -> Ints:
     """How many samples of each class a client takes.
 
     All draws are made at once. Those that ask for more than a class has are drawn again from the other classes: the
@@ -118,7 +118,7 @@ def _draw(share: NDArray[np.float64], left: NDArray[Any], count: int, rng: np.ra
     return taken
 
 
-def dirichlet(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) -> Partition:
+def dirichlet(labels: Ints, clients: int, key: int, alpha: float = 1.0) -> Partition:
     """The unbalanced split: each class is cut over the clients by its own draw from Dirichlet(alpha).
 
     A client that would be empty gets one sample from the client that has most.
@@ -138,12 +138,12 @@ def dirichlet(labels: NDArray[Any], clients: int, key: int, alpha: float = 1.0) 
     return _by_owner(owner, clients)
 
 
-def _by_owner(owner: NDArray[Any], clients: int) -> Partition:
+def _by_owner(owner: Ints, clients: int) -> Partition:
     order = np.argsort(owner, kind="stable").astype(np.int64)
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
-def natural(ids: NDArray[Any] | None, clients: int, key: int) -> Partition:
+def natural(ids: Ints | None, clients: int, key: int) -> Partition:
     """One client for each id (a writer, a user), in order. 0 clients: all ids; fewer: a random choice."""
     if ids is None:
         raise ConfigError(
@@ -163,7 +163,7 @@ def natural(ids: NDArray[Any] | None, clients: int, key: int) -> Partition:
     return [parts[i] for i in np.sort(_rng(key).choice(len(names), clients, replace=False))]
 
 
-def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int = 2) -> Partition:
+def shards(labels: Ints, clients: int, key: int, classes_per_client: int = 2) -> Partition:
     """The pathological split: each client holds samples of at most `classes_per_client` classes.
 
     Every class is cut into shards in proportion to its size: in all, clients times classes a client. Each client takes
@@ -186,7 +186,7 @@ def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int
     parts: Partition = []
     for _ in range(clients):
         left = np.array([len(rest) for rest in pieces])
-        mine: list[Index] = []
+        mine: list[Ints] = []
         for label in np.lexsort((rng.random(len(left)), -left))[:classes_per_client]:
             if pieces[label]:
                 mine.append(pieces[label].pop())
@@ -196,7 +196,7 @@ def shards(labels: NDArray[Any], clients: int, key: int, classes_per_client: int
     return parts
 
 
-def _cut(sizes: NDArray[Any], wanted: int) -> NDArray[Any]:
+def _cut(sizes: Ints, wanted: int) -> Ints:
     """How many shards each class is cut into: at least one, with the smallest shard as large as possible."""
     cuts = np.ones_like(sizes)
     for _ in range(wanted - len(sizes)):
@@ -204,14 +204,14 @@ def _cut(sizes: NDArray[Any], wanted: int) -> NDArray[Any]:
     return cuts
 
 
-def save(partition: Partition, path: str | Path, labels: NDArray[Any]) -> None:
+def save(partition: Partition, path: str | Path, labels: Ints) -> None:
     """Write a partition of the samples with these labels as an .npz file, under exactly the name given."""
     ends = np.cumsum([len(part) for part in partition])
     with open(path, "wb") as file:
         np.savez_compressed(file, index=np.concatenate(partition), ends=ends, **_fingerprint(labels))
 
 
-def load(path: str | Path, labels: NDArray[Any]) -> Partition:
+def load(path: str | Path, labels: Ints) -> Partition:
     """A saved partition of the samples with these labels."""
     fits = f"{path} is not a saved partition of these {len(labels)} samples"
     try:
@@ -235,12 +235,12 @@ def load(path: str | Path, labels: NDArray[Any]) -> Partition:
     return parts
 
 
-def _fingerprint(labels: NDArray[Any]) -> dict[str, Any]:
+def _fingerprint(labels: Ints) -> dict[str, Any]:
     """How a saved partition knows its data set; older files have none of this."""
     digest = hashlib.blake2b(labels.astype("<i8").tobytes(), digest_size=8).digest()
     return {"known_samples": np.array(len(labels)), "known_labels": np.frombuffer(digest, dtype=np.uint8)}
 
 
-def histogram(partition: Partition, labels: NDArray[Any], classes: int) -> NDArray[np.int64]:
+def histogram(partition: Partition, labels: Ints, classes: int) -> Ints:
     """How many samples of each class each client holds: clients by classes."""
     return np.stack([np.bincount(labels[part], minlength=classes) for part in partition]).astype(np.int64)

@@ -30,7 +30,7 @@ _PLAIN = {
 }
 
 
-class _Dict(dict[Any, Any]):
+class _Dict(dict[object, object]):
     """A dict without tuples as keys: a small file can hold a tuple that takes forever to hash."""
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -94,7 +94,7 @@ _Reader.dispatch[pickle.EMPTY_DICT[0]] = _Reader.make_dict
 _Reader.dispatch[pickle.BUILD[0]] = _Reader.fill
 
 
-def loads(data: bytes, path: Path) -> dict[str | int, Any]:
+def loads(data: bytes, path: Path) -> dict[object, object]:
     """The dict in a pickle, with texts as keys. The error for anything else names `path`."""
     try:
         held = _Reader(io.BytesIO(data), encoding="bytes").load()

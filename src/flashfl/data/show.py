@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from ..core.errors import ConfigError
 _SHADES = " ▁▂▃▄▅▆▇█"
 
 
-def render(counts: NDArray[Any], rows: int = 40, columns: int = 100) -> str:
+def render(counts: NDArray[np.int64], rows: int = 40, columns: int = 100) -> str:
     """A histogram (clients by classes) as text: one line a client, with a bar for each class.
 
     With more than `rows` clients, an even choice of them is shown. With more than `columns` classes, neighbours are
@@ -37,7 +36,7 @@ def render(counts: NDArray[Any], rows: int = 40, columns: int = 100) -> str:
     return "\n".join(lines)
 
 
-def plot(counts: NDArray[Any], path: str | Path, title: str = "") -> None:
+def plot(counts: NDArray[np.int64], path: str | Path, title: str = "") -> None:
     """Draw a histogram (clients by classes) as stacked bars, one a client. Needs matplotlib."""
     try:
         from matplotlib.figure import Figure

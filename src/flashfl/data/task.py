@@ -66,8 +66,8 @@ class Task:
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        clients: Sequence[Any],
-        test: Any = None,
+        clients: Sequence[object],
+        test: object = None,
         *,
         loss: Loss = nn.functional.cross_entropy,
         metric: Metric | None = None,
@@ -104,7 +104,7 @@ class Task:
             _warn_about_direction(metric_name, getattr(metric, "__name__", type(metric).__name__))
         self.higher_is_better = metric is not loss if higher_is_better is None else higher_is_better
         self.metric_known = True  # False: the clients of a server without test samples may have another one
-        self.info: dict[str, Any] = {}  # what reports say about the task, as plain JSON data
+        self.info: dict[str, object] = {}  # what reports say about the task, as plain JSON data
         self._model, self._prunable, self._fixed = model, prunable, fixed
         self.train, self.evaluation, self.evaluators = _hold_out(sources, holdout if test is None else 0)
         if self.test is not None:
@@ -186,7 +186,7 @@ def _check_function(role: str, given: object) -> None:
     raise ConfigError(f"{role} is {wrong}: expected a function of (output, targets), for instance {role}={write}")
 
 
-def _sources(clients: Any) -> list[Source]:
+def _sources(clients: Sequence[object]) -> list[Source]:
     """Each client's samples as a source; an error that says what `clients` is, if it is no list of them."""
     kind, wrong = type(clients).__name__, ""
     first = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,14 +133,9 @@ def _watch(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .watch import serve
 
     server, address = serve(args.folder, args.port)
-    print(f"{args.folder} at {address} (stop with Ctrl-C)")
-    sys.stdout.flush()
-    try:
+    print(f"{args.folder} at {address} (stop with Ctrl-C)", flush=True)
+    with server, suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
     return 0
 
 

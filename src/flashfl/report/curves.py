@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -29,11 +28,6 @@ def accuracy(run: RunData) -> Series:
 
 def mismatch(run: RunData) -> Series:
     return over_rounds(run, lambda record: record.mismatch)
-
-
-def total_bytes(run: RunData, direction: Literal["up", "down"]) -> Series:
-    """Bytes sent so far, those of a first stage included."""
-    return over_rounds(run, lambda record: record.total.up if direction == "up" else record.total.down)
 
 
 def band(series: Sequence[Series]) -> Band:

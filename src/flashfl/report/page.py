@@ -124,7 +124,8 @@ def clean(value: object) -> object:
 def _group(label: str, runs: Sequence[RunData], heat: bool) -> Data:
     shown = curves.band([curves.accuracy(run) for run in runs])
     rounds = shown["round"]
-    shown |= {k: curves.mean_at([curves.total_bytes(run, k) for run in runs], rounds) for k in ("up", "down")}
+    shown["up"] = curves.mean_at([curves.over_rounds(run, lambda record: record.total.up) for run in runs], rounds)
+    shown["down"] = curves.mean_at([curves.over_rounds(run, lambda record: record.total.down) for run in runs], rounds)
     last = max(runs, key=lambda run: len(run.counted))
     return {
         "label": label,

@@ -60,15 +60,13 @@ class Cost:
         share = more / (self.plan.rounds * self.plan.per_round)
         return math.ceil(sizes[0] + share * (sizes[0] + last)) + _SLACK, math.ceil(sizes[1] + share * last) + _SLACK
 
-    def fits(self, density: float, budget: int, down: Precision, up: Precision) -> bool:
-        return max(self.bytes(density, down, up)) <= budget
-
     def densest(self, budget: int, down: Precision, up: Precision) -> float:
         """The largest density, in steps of 0.01 %, that stays within the budget; 0 if none does."""
         low, high = 0, 10_000
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits(middle / 10_000, budget, down, up) else (low, middle - 1)
+            fits = max(self.bytes(middle / 10_000, down, up)) <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low / 10_000
 
 

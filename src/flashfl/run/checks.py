@@ -71,14 +71,10 @@ def check_private(method: Method, task: Task, config: TrainConfig) -> None:
             "data: give the task `test`, or switch `secure` and `dp_*` off"
         )
     if (config.dp_epsilon or config.dp_noise) and any(not phase.counts for phase in method.phases):
-        _check_first_phase(method, task, config)
-
-
-def _check_first_phase(method: Method, task: Task, config: TrainConfig) -> None:
-    """Under differential privacy a first phase that asks clients for layer counts is refused."""
-    start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
-    if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
-        raise ConfigError(
-            f"{method.name}: its first phase asks clients for layer counts, which are too coarse to hide in noise. Set "
-            "warmup_clients = 0, or use pdst with allocation = 'erk'."
-        )
+        # A first phase that asks clients for layer counts is refused.
+        start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
+        if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
+            raise ConfigError(
+                f"{method.name}: its first phase asks clients for layer counts, which are too coarse to hide in noise. "
+                "Set warmup_clients = 0, or use pdst with allocation = 'erk'."
+            )

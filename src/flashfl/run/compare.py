@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigError, FlashError
@@ -18,7 +17,6 @@ from ..core.state import State
 from ..data.tasks import build_task
 from ..methods import METHODS
 from . import checkpoint as checkpoints
-from .budget import within_budget
 from .code import code_of
 from .config import RunConfig
 from .options import options_of
@@ -46,12 +44,6 @@ def run_config(
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
     check_installed(config.train.track)
-    asked = config  # a budget's choice follows from what was asked for
-    if config.train.budget:
-        method, train, said = within_budget(config.method, task, config.train)
-        config = replace(config, method=method, train=train)
-        if not quiet:
-            print(f"{label or method.name}: {said}", file=sys.stderr)
 
     def stop(state: State, record: RoundRecord) -> None:
         if time.monotonic() > until and not config.method.done(state):
@@ -63,7 +55,7 @@ def run_config(
         warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
         run = simulate(
             config.method, task, train=config.train, folder=folder, resume=resume, overwrite=not resume,
-            progress=display, header=asked.to_json(),
+            progress=display, header=config.to_json(),
         )  # fmt: skip
     if run.stopped == "interrupted":
         raise KeyboardInterrupt  # several runs must not go on with the next one

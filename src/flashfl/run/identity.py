@@ -46,7 +46,7 @@ def identity_of(
         "clients": hashlib.blake2b(known.encode(), digest_size=8).hexdigest(),
         "task": {k: v for k, v in tables.get("task", {}).items() if k not in OUTSIDE},
         "samples": samples_of(task, floats=False) if fixed is not None else "",
-        "loss": name_of(task.loss),
+        "loss": getattr(task.loss, "__name__", type(task.loss).__name__),  # an object, as nn.MSELoss(), has no name
         "metric": task.metric_name if task.metric_known else "",
     }
 
@@ -62,11 +62,6 @@ def described(method: Method) -> Settings:
     found = json.loads(json.dumps(method, default=plain))
     kind = found.pop("is").lower()
     return {"name": method.name if METHODS.get(method.name) is type(method) else kind, **found}
-
-
-def name_of(function: object) -> str:
-    """The name of a loss: a function's own, or that of the class of an object such as nn.MSELoss()."""
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def samples_of(task: Task, floats: bool) -> str:

@@ -26,9 +26,8 @@ def claim(path: Path, wait: bool = False) -> Iterator[bool]:
         try:
             import fcntl
 
-            fcntl.lockf(
-                file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # of this process, not of those it forks
+            # Of this process, not of those it forks.
+            fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             ours = False
         except (ImportError, OSError):

@@ -65,6 +65,7 @@ def simulate(
         settings["rounds"] = rounds
     check_method(method)
     config = _train_config(train, task, method, settings)
+    chosen = ""
     if config.budget:
         method, config, chosen = within_budget(method, task, config)
     if not task.evaluation:
@@ -74,12 +75,12 @@ def simulate(
     place = Path(folder) if folder else None
     quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
     if isinstance(progress, Display):
-        display = progress
+        display, chosen = progress, f"{progress.label}: {chosen}"
     else:
-        if config.budget and not quiet:
-            print(chosen, file=sys.stderr)
         label, then = method.name or type(method).__name__, watch or WarnOfDropped()
         display = Display(label, config.rounds, quiet=quiet, then=then, shown=Metric.of_task(task))
+    if config.budget and not display.quiet:
+        print(chosen, file=sys.stderr)
     with closing(display), closing(make_engine(task, config, place / "masks" if place else None)) as engine:
         clients = FixedPopulation(task.clients)
         run = drive(method, task, config, engine, clients, place, resume, display, header, display.tick, overwrite)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +44,7 @@ def _split(folder: Path) -> Arrays:
     return cached(folder, "", files, ["images", "labels", "writers"], make)
 
 
-def _users(file: Path) -> list[tuple[str, NDArray[Any], NDArray[Any]]]:
+def _users(file: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """The users of a file: name, uint8 images, labels."""
     out = []
     try:
