@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ClassVar
@@ -16,9 +16,10 @@ from ..core.errors import ConfigError, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
+from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import State
-from ..sparsity import PruneRegrow, random_mask, share_out, top_mask
+from ..sparsity import PruneRegrow, share_out
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,6 @@ def check_density(density: float) -> None:
         )
 
 
-def check_shares(densities: Sequence[float], shares: Sequence[float]) -> None:
-    if len(densities) != len(shares) or not densities:
-        raise ConfigError(f"{len(densities)} densities and {len(shares)} shares: give one share of clients per density")
-    if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-6:
-        raise ConfigError(f"shares = {tuple(shares)}: must be numbers of at least 0 that add up to 1")
-    for density in densities:
-        check_density(density)
-
-
 def check_rule(adapt: PruneRegrow) -> None:
     if not isinstance(adapt, PruneRegrow):  # from a file that said what it "is"
         raise ConfigError(f"adapt is a {type(adapt).__name__}: expected a PruneRegrow")
@@ -78,35 +70,6 @@ def warn_of_pattern(layout: Layout, budgets: Sequence[int], density: float, nm: 
         )
 
 
-def share_densities(
-    clients: Sequence[Client], densities: Sequence[float], shares: Sequence[float], key: int
-) -> tuple[Client, ...]:
-    """Give every client that states no density one of these, in these shares. Refuse a client that states another."""
-    for c in clients:
-        if c.density is not None and c.density not in densities:
-            raise ConfigError(f"client {c.id} states density {c.density}: must be one of {tuple(densities)}")
-    order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
-    ends = [round(sum(shares[: i + 1]) / sum(shares) * len(order)) for i in range(len(shares))]
-    given = {c.id: densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
-    return tuple(replace(c, density=given.get(c.id, c.density)) for c in clients)
-
-
-def sample_each_density(s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-    """A cohort with the same share of the clients of every density, at least one of each if there is room."""
-    groups: dict[float, list[Client]] = {}
-    for c in clients:
-        groups.setdefault(c.density or 0.0, []).append(c)
-    count = min(s.plan.per_round, len(clients))
-    if count < len(groups):
-        return s.sample(clients, count)
-    sizes = [len(group) for group in groups.values()]
-    each = list(share_out(sizes, sizes, count))
-    while 0 in each:
-        each[each.index(0)], each[each.index(max(each))] = 1, max(each) - 1
-    picked = [c for (d, group), k in zip(groups.items(), each, strict=True) for c in s.sample(group, k, f"cohort {d}")]
-    return tuple(sorted(picked, key=lambda c: c.id))
-
-
 def follow(s: State, sums: Sums) -> Tensor:
     """The server's vector after a round in which clients reported changes: w + mean change. Statistics are averaged."""
     mean, trained = fedavg(sums), s.layout.trained_size
@@ -120,27 +83,85 @@ def where_held(s: State, sums: Sums, mean: Tensor) -> Tensor:
     return mean
 
 
-def inner_mask(s: State, full: Weights, budgets: tuple[int, ...], nm: int) -> Mask:
-    """A mask of these budgets inside the mask of `full`, by the ranking that made it: its key, or magnitudes."""
-    if budgets == full.mask.counts:
-        return full.mask
-    if recipe := full.mask.recipe:
-        return random_mask(s.plan, budgets, recipe.key, nm)
-    return top_mask(s.layout, full.vector, budgets, nm)
+@dataclass(frozen=True)
+class Nested(Method):
+    """The base of methods with nested parts. The density of a client names its part.
 
-
-def keep_statistics(s: State, after: State, sums: Sums, masks: Mapping[str, Mask], whole: str) -> State:
-    """`after` with separate BatchNorm statistics for each of these masks: sparser models have other activations.
-
-    A mask nobody reported on keeps its statistics. The server's own model uses those kept as `whole`, or the average
-    over all models while there are none.
+    `State.extra` holds the mask of each part and, as smaller models have other activations, its BatchNorm statistics.
     """
-    extra = dict(after.extra)
-    for name, mask in masks.items():
-        if mask.active in sums.statistics:
-            old = s.kept(Tensor, name) if name in s.extra else after.weights.statistics
-            extra[name] = sums.statistics_of(mask, old)
-    after = replace(after, extra=extra)
-    top = after.kept(Tensor, whole) if whole in extra else after.weights.statistics
-    before = after.before and after.before.with_statistics(top)
-    return replace(after, weights=after.weights.with_statistics(top), before=before)
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The densities that name the parts. The largest is the server's whole model."""
+        raise NotImplementedError
+
+    def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
+        """The same share of the clients of every density, at least one of each if there is room."""
+        groups: dict[float, list[Client]] = {}
+        for c in clients:
+            groups.setdefault(c.density or 0.0, []).append(c)
+        count = min(s.plan.per_round, len(clients))
+        if count < len(groups):
+            return s.sample(clients, count)
+        sizes = [len(group) for group in groups.values()]
+        each = list(share_out(sizes, sizes, count))
+        while 0 in each:
+            each[each.index(0)], each[each.index(max(each))] = 1, max(each) - 1
+        pairs = zip(groups.items(), each, strict=True)
+        picked = [c for (density, group), k in pairs for c in s.sample(group, k, f"cohort {density}")]
+        return tuple(sorted(picked, key=lambda c: c.id))
+
+    def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
+        made: dict[float, Weights] = {}
+        for client in clients:
+            size = client.density or max(self.sizes)
+            if size not in made:
+                made[size] = self.sub_model(s, size)
+            yield client, made[size]
+
+    def sub_model(self, s: State, size: float) -> Weights:
+        """The part of the model for clients of this density, with its own statistics."""
+        model, own = s.weights.restrict(s.kept(Mask, f"mask {size}")), s.extra.get(f"statistics {size}")
+        return model.with_statistics(own) if isinstance(own, Tensor) else model
+
+    def with_statistics(self, s: State, sums: Sums) -> State:
+        return self.keep_statistics(s, super().with_statistics(s, sums), sums)
+
+    def keep_statistics(self, s: State, after: State, sums: Sums) -> State:
+        """`after` with the statistics that clients reported on each part.
+
+        A part nobody reported on keeps its own. The server's model uses those of the largest part, or the average over
+        all models while there are none.
+        """
+        extra = dict(after.extra)
+        for size in self.sizes:
+            name, mask = f"statistics {size}", s.kept(Mask, f"mask {size}")
+            if mask.active in sums.statistics:
+                old = s.kept(Tensor, name) if name in s.extra else after.weights.statistics
+                extra[name] = sums.statistics_of(mask, old)
+        after, whole = replace(after, extra=extra), f"statistics {max(self.sizes)}"
+        top = after.kept(Tensor, whole) if whole in extra else after.weights.statistics
+        before = after.before and after.before.with_statistics(top)
+        return replace(after, weights=after.weights.with_statistics(top), before=before)
+
+
+def check_shares(densities: Sequence[float], shares: Sequence[float]) -> None:
+    if len(densities) != len(shares) or not densities:
+        raise ConfigError(f"{len(densities)} densities and {len(shares)} shares: give one share of clients per density")
+    if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-6:
+        raise ConfigError(f"shares = {tuple(shares)}: must be numbers of at least 0 that add up to 1")
+    for density in densities:
+        check_density(density)
+
+
+def share_densities(
+    clients: Sequence[Client], densities: Sequence[float], shares: Sequence[float], key: int
+) -> tuple[Client, ...]:
+    """Give every client that states no density one of these, in these shares. Refuse a client that states another."""
+    for c in clients:
+        if c.density is not None and c.density not in densities:
+            raise ConfigError(f"client {c.id} states density {c.density}: must be one of {tuple(densities)}")
+    order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
+    ends = [round(sum(shares[: i + 1]) / sum(shares) * len(order)) for i in range(len(shares))]
+    given = {c.id: densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
+    return tuple(replace(c, density=given.get(c.id, c.density)) for c in clients)

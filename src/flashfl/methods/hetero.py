@@ -6,21 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from torch import Tensor
-
 from ..aggregate import Aggregator
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Sums
 from ..core.mask import Mask, Weights
 from ..core.state import State
-from ..sparsity import nested, pattern_budgets, top_mask
-from .common import check_shares, inner_mask, keep_statistics, sample_each_density, share_densities, warn_of_pattern
+from ..sparsity import nested, pattern_budgets, random_mask, top_mask
+from .common import Nested, check_shares, share_densities, warn_of_pattern
 from .jmwst import JMWST
 from .spdst import SENSITIVITY, SPDST
 
 
 @dataclass(frozen=True)
-class HeteroSPDST(SPDST):
+class HeteroSPDST(Nested, SPDST):
     """SPDST for clients with different budgets: nested frozen masks, one per density.
 
     The first phase runs on clients of the highest density. Then one ranking of the weights gives each density a mask;
@@ -53,29 +51,20 @@ class HeteroSPDST(SPDST):
     def common(self) -> bool:
         return False
 
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        return self.densities
+
     def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
         return share_densities(clients, self.densities, self.shares, key)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         if s.phase == SENSITIVITY:
             return s.sample([c for c in clients if c.density == self.density] or clients, self.warmup_clients)
-        return sample_each_density(s, clients)
+        return super().cohort(s, clients)
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
-        if s.phase == SENSITIVITY:
-            yield from super().models(s, clients)
-            return
-        parts: dict[float, Weights] = {}
-        for client in clients:
-            density = client.density or self.density
-            if density not in parts:
-                parts[density] = self.sub_model(s, density)
-            yield client, parts[density]
-
-    def sub_model(self, s: State, density: float) -> Weights:
-        """The part of the model for clients of this density, with its own statistics."""
-        model, own = s.weights.restrict(s.kept(Mask, f"mask {density}")), s.extra.get(f"statistics {density}")
-        return model.with_statistics(own) if isinstance(own, Tensor) and density != self.density else model
+        return SPDST.models(self, s, clients) if s.phase == SENSITIVITY else super().models(s, clients)
 
     def begin(self, s: State, densities: Sequence[float]) -> State:
         start = super().begin(s, densities)
@@ -86,14 +75,7 @@ class HeteroSPDST(SPDST):
 
     def aggregate(self, s: State, sums: Sums) -> State:
         after = super().aggregate(s, sums)
-        return after if s.phase == SENSITIVITY or not s.plan.local.statistics else self._stated(s, after, sums)
-
-    def with_statistics(self, s: State, sums: Sums) -> State:
-        return self._stated(s, super().with_statistics(s, sums), sums)
-
-    def _stated(self, s: State, after: State, sums: Sums) -> State:
-        masks = {f"statistics {d}": s.kept(Mask, f"mask {d}") for d in self.densities}
-        return keep_statistics(s, after, sums, masks, f"statistics {self.density}")
+        return after if s.phase == SENSITIVITY or not s.plan.local.statistics else self.keep_statistics(s, after, sums)
 
     def budgets(self, s: State, densities: Sequence[float]) -> dict[float, tuple[int, ...]]:
         """Layer budgets of each density. Under a pattern they stay what they were, as its rounding would add up."""
@@ -103,8 +85,16 @@ class HeteroSPDST(SPDST):
         return {d: pattern_budgets(s.layout, budgets, self.nm) for d, budgets in found.items()}
 
     def masks(self, s: State, budgets: Mapping[float, tuple[int, ...]], full: Weights) -> dict[str, Mask]:
-        """One mask per density, each inside the next."""
-        return {f"mask {d}": inner_mask(s, full, b, self.nm) for d, b in budgets.items()}
+        """One mask per density, each inside the next, by the ranking that made the mask of `full`."""
+
+        def inner(counts: tuple[int, ...]) -> Mask:
+            if counts == full.mask.counts:
+                return full.mask
+            if recipe := full.mask.recipe:
+                return random_mask(s.plan, counts, recipe.key, self.nm)
+            return top_mask(s.layout, full.vector, counts, self.nm)
+
+        return {f"mask {d}": inner(counts) for d, counts in budgets.items()}
 
     def views(self, s: State) -> Mapping[str, Weights]:
         parts = [] if s.phase == SENSITIVITY else sorted(self.densities)[:-1]

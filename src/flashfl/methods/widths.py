@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,11 @@ from ..aggregate import wfa
 from ..core.client import Part
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
-from ..core.mask import Mask, Weights
-from ..core.method import Method
+from ..core.mask import Weights
 from ..core.parts import part
 from ..core.state import Plan, State
 from ..sparsity.width import levels, width_mask
-from .common import check_shares, keep_statistics, sample_each_density, share_densities
+from .common import Nested, check_shares, share_densities
 
 
 @part
@@ -34,7 +33,7 @@ class Width(Part):
 
 
 @dataclass(frozen=True)
-class Widths(Method):
+class Widths(Nested):
     """A model of which each client holds the first channels; widths are the clients' densities."""
 
     widths: tuple[float, ...] = (0.25, 0.5, 1.0)  # the widths of the clients' models
@@ -49,21 +48,15 @@ class Widths(Method):
         top = masks[f"mask {self.widths[-1]}"]
         return State(plan, self._cut(plan.layout, Weights.masked(top, plan.initial()), self.widths[-1]), extra=masks)
 
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        return self.widths
+
     def admit(self, clients: Sequence[Client], key: int) -> tuple[Client, ...]:
         return share_densities(clients, self.widths, self.shares, key)
 
-    def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        return sample_each_density(s, clients)
-
-    def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
-        made = {width: self.sub_model(s, width) for width in {c.density or self.widths[-1] for c in clients}}
-        return ((client, made[client.density or self.widths[-1]]) for client in clients)
-
-    def sub_model(self, s: State, width: float) -> Weights:
-        """The part of the model that clients of this width train, with its own statistics."""
-        model = self._cut(s.layout, s.weights.restrict(s.kept(Mask, f"mask {width}")), width)
-        own = s.extra.get(f"statistics {width}")
-        return model.with_statistics(own) if isinstance(own, Tensor) else model
+    def sub_model(self, s: State, size: float) -> Weights:
+        return self._cut(s.layout, super().sub_model(s, size), size)
 
     def _cut(self, layout: Layout, model: Weights, width: float) -> Weights:
         """The model with zeros in the biases and BatchNorm parameters of dropped channels."""
@@ -76,14 +69,7 @@ class Widths(Method):
         found = (sums.weights[:trained] / kept.clamp(min=1)).float()
         mean[:trained] = torch.where(kept > 0, found, s.weights.vector[:trained])
         after = s.next(Weights(s.mask, mean))
-        return self._stated(s, after, sums) if s.plan.local.statistics else after
-
-    def with_statistics(self, s: State, sums: Sums) -> State:
-        return self._stated(s, super().with_statistics(s, sums), sums)
-
-    def _stated(self, s: State, after: State, sums: Sums) -> State:
-        masks = {f"statistics {width}": s.kept(Mask, f"mask {width}") for width in self.widths}
-        return keep_statistics(s, after, sums, masks, f"statistics {self.widths[-1]}")
+        return self.keep_statistics(s, after, sums) if s.plan.local.statistics else after
 
     def views(self, s: State) -> Mapping[str, Weights]:
         narrow = {f"width {width}": self.sub_model(s, width) for width in self.widths[:-1]}
