@@ -13,6 +13,8 @@ from ..core import files
 from ..core.errors import ConfigError, warn
 
 if TYPE_CHECKING:
+    from ..paper.cells import Cell
+    from ..paper.results import Stored
     from .load import Found
 
 FORMATS = ("html", "png", "csv", "md")
@@ -144,7 +146,6 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from ..paper.overview import every_cell
     from ..paper.reproduce import reproduce
     from ..paper.results import Stored, settled
-    from ..paper.tables import ABOUT, add_flashplus, panels, table_of
 
     _check_reproduce(args)
     filters = {name: getattr(args, name) for name in _FILTERS}
@@ -169,7 +170,14 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         files.put(out, (found.markdown() if out.suffix == ".md" else page(found)).encode())
         print(out)
         return 1 if failed else 0
-    cells = tables[args.table]
+    _show_table(args, tables[args.table], stored)
+    return 1 if failed else 0
+
+
+def _show_table(args: argparse.Namespace, cells: Sequence[Cell], stored: Stored) -> None:
+    """Print one table. Write it, or a plot of its cells, to --out."""
+    from ..paper.tables import ABOUT, add_flashplus, panels, table_of
+
     table = table_of(args.table, cells, args.seeds, stored)
     print(table.markdown())
     if args.out and args.out.suffix in _PLOTS:
@@ -185,7 +193,6 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         from .page import table_page
 
         files.put(args.out, (table_page(table, ABOUT) if args.out.suffix == ".html" else table.markdown()).encode())
-    return 1 if failed else 0
 
 
 def _check_reproduce(args: argparse.Namespace) -> None:
