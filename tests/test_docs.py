@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import flashfl as fl
 from flashfl import accuracy
 from flashfl.cli import _parser, _settings_apart
 from tests.conftest import blobs, make_task
@@ -102,3 +103,10 @@ def test_commands_of_flashfl_parse(page: Path) -> None:
 def test_api_reference_is_up_to_date() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "api"), "--check"], check=False)
     assert done.returncode == 0, "run .venv/bin/python scripts/api"
+
+
+def test_api_reference_has_every_public_name_with_its_signature() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in (name for name in fl.__all__ if callable(getattr(fl, name))):
+        signature = "\n" if name.endswith("Error") else "("  # exceptions have none
+        assert f"### `{name}`\n\n```python\n{name}{signature}" in text, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import subprocess
 import sys
@@ -129,6 +130,10 @@ def test_metric_that_is_not_accuracy_keeps_its_name_and_direction(
     shown = capsys.readouterr().err
     assert "rmse" in shown
     assert "accuracy" not in shown
+    header, *_, end = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert header["task"]["metric"] == {"name": "rmse", "higher_is_better": False}
+    assert (end["metric"], end["best"]) == (run.metric, run.best)
+    assert "accuracy" not in end
 
 
 @pytest.mark.parametrize("held_back", [False, True], ids=["test samples", "held back"])

@@ -59,8 +59,8 @@ def test_core_needs_no_scikit_learn_or_rich() -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "self.local", "s.order", "sums.holders", "plan.layout", "random_mask", "@part", "s.extra", "s.key",
-    "super()", "SENSITIVITY", "begin(s, densities)",
+    "self.local", "s.order", "sums.holders", "layout.trained_size", "random_mask(plan, budgets, key)", "@part",
+    "s.extra", "s.key", "super()", "SENSITIVITY", "begin(s, densities)",
 ])  # fmt: skip
 def test_guide_to_methods_explains(name: str) -> None:
     assert name in (ROOT / "docs" / "adding-a-method.md").read_text()

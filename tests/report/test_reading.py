@@ -66,6 +66,23 @@ def test_header_of_a_python_run_names_task_class_and_metric(regression: Path, op
     assert "accuracy" not in browser.execute_script("return document.body.innerText").lower()
 
 
+def test_curves_of_a_metric_above_one_stay_inside_their_chart(tmp_path: Path, open_page: Open) -> None:
+    draw, mse = torch.Generator().manual_seed(0), nn.functional.mse_loss
+    made = [(torch.rand(12, 6, generator=draw), 4 * torch.rand(12, 1, generator=draw)) for _ in range(5)]
+    task = fl.Task(Net, made[:4], made[4], loss=mse, metric=mse, metric_name="mse", higher_is_better=False)
+    fl.simulate(fl.PDST(0.3), task, 4, folder=tmp_path / "run", eval_every=1, lr=0.1, per_round=2, workers=1)
+    browser = open_page(write(load([tmp_path]), tmp_path / "page.html").as_uri())
+    outside = """
+        const inside = (a, b) => a.top >= b.top && a.bottom <= b.bottom && a.left >= b.left && a.right <= b.right;
+        const curves = [...document.querySelectorAll("svg .line")];
+        const box = (n) => n.getBoundingClientRect();
+        return [curves.length, curves.filter((n) => !inside(box(n), box(n.closest("svg")))).length];
+    """
+    curves, out = browser.execute_script(outside)
+    assert curves
+    assert not out
+
+
 def test_runs_that_differ_list_their_values_in_the_header(compared: Path, tmp_path: Path) -> None:
     from flashfl.report.page import facts
 

@@ -103,4 +103,4 @@ def loads(data: bytes, path: Path) -> dict[object, object]:
         return {str(key, "latin1") if isinstance(key, bytes) else key: value for key, value in held.items()}
     except Exception as error:  # a broken pickle raises almost anything
         why = str(error) or type(error).__name__
-        raise damaged(path, f"it must be a pickle that holds only uint8 arrays, lists and dicts ({why})") from None
+        raise damaged(path, f"it must be a pickled dict of uint8 arrays, lists, numbers and texts ({why})") from None

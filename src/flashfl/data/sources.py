@@ -16,8 +16,8 @@ from .columns import parts_of, value_of
 _CHUNK = 1000  # samples of a custom data set that are fetched at a time, to read their targets
 _NONE = torch.zeros(0, dtype=torch.int64)
 _WRAP = (
-    "each a tensor or an array. If the model takes a dict or a list, write a module that takes its inputs as separate "
-    "arguments"
+    "each a tensor or an array. If the model takes a dict or a list, wrap it in a module that takes the inputs as "
+    "separate arguments"
 )
 
 Inputs = tuple[Tensor, ...]
@@ -91,7 +91,7 @@ class Lazy:
         batch = default_collate([_sample(self.dataset[i]) for i in index.tolist()])
         if not isinstance(batch, Sequence) or len(batch) < 2 or not all(isinstance(x, Tensor) for x in batch):
             raise DataError(
-                f"a batch of samples is a {type(batch).__name__}: a sample must be (input, ..., target), {_WRAP}"
+                f"cannot read a sample of {type(self.dataset).__name__}: it must be (input, ..., target), {_WRAP}"
             )
         *inputs, target = (_single(x).to(self.device) for x in batch)
         return tuple(inputs), target

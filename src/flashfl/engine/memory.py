@@ -267,7 +267,7 @@ def _read(saved: Mapping[str, Any]) -> _Table:
     """What `save` gave as a table. Raises errors of many kinds if it is damaged."""
     masks, known = saved["masks"], saved["known"]
     if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
-        raise ValueError(f"`known` is {known!s:.20}, expected a number from 0 to {len(masks)}")
+        raise ValueError(f"`masks` must be texts, and `known` = {known!s:.20} a number from 0 to {len(masks)}")
     kept = [Kept(digest) for digest in masks]
     clients, history = dict[int, _Round](), dict.fromkeys(kept[:known], 0)
     for client, ((phase, round, attempt), *places) in saved["clients"].items():

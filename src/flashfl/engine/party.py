@@ -94,8 +94,8 @@ class PrivateSide:
             saved = self.drawer.get("party")
             if not saved:
                 raise WrongStep(
-                    "this client has no state for this attempt: it missed the first step, or was restarted without "
-                    "its state"
+                    "this client has no state for this attempt: it missed the first step, refused an earlier step, or "
+                    "was restarted without its state"
                 )
             party = Party.load(saved, self.me, self.policy)
             if step == MASKED:

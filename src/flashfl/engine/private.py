@@ -42,14 +42,15 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
         moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
         if any(part.changes or part.reports(layout) for part in local.parts):
             raise ConfigError(
-                f"client {client.id} must report more than its weights, which `secure` and `dp_*` cannot protect: {USE}"
+                f"client {client.id} must report other values than its weights, and `secure` and `dp_*` protect weights "
+                f"only: {USE}"
             )
         if moves or local.keep or local.start is not None:
             raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")
         if not order.weights.mask.equal(first.weights.mask) or order.local != first.local or order.extra:
             raise ConfigError(
-                f"client {client.id} gets another model or other training settings than client {orders[0][0].id}, but "
-                f"private rounds need the same for all: {USE}"
+                f"client {client.id} gets extra values, or another mask or other training settings than client "
+                f"{orders[0][0].id}, but private rounds need the same for all: {USE}"
             )
 
 
@@ -73,9 +74,6 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
             f"noise of {privacy.noise.multiplier:.3g} times dp_clip with {cohort} clients: after scaling to integers, "
             f"the noise has a standard deviation of {how.deviation}. It must be from {LEAST} to {LARGEST}. If it is "
             "too small, raise dp_noise or lower dp_epsilon. If it is too large, do the opposite."
-            f"Its standard deviation is {how.deviation}, in the whole numbers that clients send. It must be from "
-            f"{LEAST} to {LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon. If it is too large, do the "
-            "opposite."
         )
     return how
 
@@ -202,7 +200,7 @@ class PrivateRound(Encoding):
             self._why = self.packing.problem(signed(total), len(counted))
         if self._why or (self.orders and not counted):
             self._accepted.clear()
-            why = f"the secure sum could not be computed ({self._why or 'no client replied'})"
+            why = f"the private round has no usable sum ({self._why or 'no client replied'})"
             self.failures = {client: self.failures.get(client, why) for client in self.orders}
             return replace(super().close(), privacy=self.vault.spent(0), revealed=self._revealed)
         if self._before is None:

@@ -85,7 +85,7 @@ class PrivateCounting(Counting):
         counted = after[MASKED]
         if why or (self._ends and not counted):
             self._accepted.clear()
-            reason = f"the secure sum could not be computed ({why or 'no client replied'})"
+            reason = f"the private round has no usable sum ({why or 'no client replied'})"
             self.failures = {client: self.failures.get(client, reason) for client in self._ends}
             revealed = self.privacy.secure and last >= MASKED
             return replace(super().close(), privacy=self.vault.spent(0), revealed=revealed)

@@ -161,7 +161,7 @@ class Cohort:
                 times = (
                     f"{norm / median:.3g} times as long as the cohort's median"
                     if median
-                    else "above 0, while the cohort's median is 0"
+                    else "not 0, while the cohort's median is 0"
                 )
                 self.notes[client] = f"{what} is {times}; it is scaled down"
         again = sum(shares[client] for client in short) / sum(shares[client] * share for client, share in short.items())

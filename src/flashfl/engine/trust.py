@@ -40,8 +40,8 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     """
     if update.kind != "update" or update.tag != order.tag or update.client != order.client:
         raise WrongTag(
-            f"got an update of client {update.client} for (phase, round, attempt) = {update.tag}, expected client "
-            f"{order.client} and {order.tag}"
+            f"got {update.kind!r} of client {update.client} for (phase, round, attempt) = {update.tag}, expected "
+            f"'update' of client {order.client} for {order.tag}"
         )
     if update.n != order.n:  # averages are weighted by it, so the client must not change it
         raise WrongContent(f"client {update.client} reports {update.n} samples, expected {order.n}")
@@ -56,8 +56,9 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     fits = fits and (counts is not None or local.report == "statistics")
     if not fits or carries != (update.carries if update.values is not None else None):
         raise WrongContent(
-            f"client {update.client} sent {update.carries if update.values is not None else 'no'} values "
-            f"{'without' if update.mask is None else 'with'} a mask, which is not a report of {local.report}"
+            f"client {update.client} sent a report with values: {'none' if update.values is None else update.carries}, "
+            f"mask: {'no' if update.mask is None else 'yes'}, counts: {'no' if counts is None else 'yes'}. Expected a "
+            f"report of {local.report!r} with values: {carries or 'none'}."
         )
     if counts is not None and order.mask is not None and local.report != "statistics":
         expected = sum(local.start.budgets if local.start is not None else order.mask.counts)

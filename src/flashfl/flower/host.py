@@ -118,7 +118,7 @@ class Host:
         at = 0 if len(self.task.train) == 1 else int(context.node_config.get("partition-id", _client_id(context)))
         if not 0 <= at < len(self.task.train):
             raise ConfigError(
-                f"partition-id = {at}: must be from 0 to {len(self.task.train) - 1}, as the task has "
+                f"partition-id (else client-id) = {at}: must be from 0 to {len(self.task.train) - 1}, as the task has "
                 f"{len(self.task.train)} clients"
             )
         return at

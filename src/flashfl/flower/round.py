@@ -129,14 +129,14 @@ class Exchange:
         about = reply.metadata.reply_to_message_id
         post = next((p for p in self.posts if p.metadata.message_id == about), None)
         if post is None:
-            log.warning("node %d sent a reply to no open request; dropped", reply.metadata.src_node_id)
+            log.warning("node %d sent a reply, but no request to it is open; dropped", reply.metadata.src_node_id)
         elif post.done:
             log.warning("client %d replied twice: the second reply is dropped", post.client)
         elif reply.has_error():
             self._drop(post, f"Flower reports error {reply.error.code}: {reply.error.reason}")
         elif reply.metadata.src_node_id != post.metadata.dst_node_id:
             log.warning(
-                "node %d replied for client %d, which is another node's; dropped",
+                "node %d replied for client %d, which belongs to another node; dropped",
                 reply.metadata.src_node_id,
                 post.client,
             )
@@ -219,8 +219,8 @@ class ClientEvaluation(Exchange):
         if n != held or not (abs(loss) <= LARGEST_METRIC and possible):
             raise records.BadRecord(
                 f"it reports loss {loss} and metric {metric}, summed over {n} samples. Expected {held} samples, as it "
-                f"registered, a loss of at most {LARGEST_METRIC:g}, and a metric of at most "
-                f"{n if self.share else LARGEST_METRIC:g}."
+                f"registered, a loss of at most {LARGEST_METRIC:g}, and a metric from "
+                f"{0 if self.share else -LARGEST_METRIC:g} to {held if self.share else LARGEST_METRIC:g}."
             )
         self._found[post.client] = (n, loss, metric)
         return None

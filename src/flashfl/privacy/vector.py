@@ -216,9 +216,8 @@ class Packing:
                 most += clients * root + spread * (root + _ROOM)
             if found > most or low:
                 return (
-                    f"the sum of '{s.name}' is {found / s.scale:.4g}, impossible for {clients} clients within the "
-                    "declared ranges: at least one client exceeds its range or reports no samples"
-                    "declared ranges cannot have: at least one of them does not"
+                    f"the sum of '{s.name}' has size {found / s.scale:.4g}, impossible for {clients} clients within "
+                    "the declared ranges: at least one client exceeds its range or reports no samples"
                 )
         return ""
 

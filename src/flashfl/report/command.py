@@ -49,7 +49,11 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     watch.add_argument("--port", type=int, default=8327, help="port to serve on (default: 8327; 0: any free port)")
 
-    again = add("reproduce", _reproduce, "compare our results with a table of the paper, and run missing entries")
+    again = add(
+        "reproduce",
+        _reproduce,
+        "compare our results with a table of the paper; with --budget-minutes, run missing ones",
+    )
     again.add_argument("table", nargs="?", default="", help=_TABLES)
     again.add_argument("--all", action="store_true", help="all tables on one page, and what is missing")
     for name in _FILTERS:

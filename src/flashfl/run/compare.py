@@ -85,7 +85,7 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
             done = max(done, read_record(point)["rounds"])
     if recorded < done:
         raise CheckpointError(
-            f"its checkpoint is of round {done}, but its results have only {recorded} rounds (first phase included)"
+            f"its checkpoint has {done} rounds, but its results only {recorded}, counting the first phase"
         )
 
 

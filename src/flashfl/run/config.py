@@ -87,7 +87,7 @@ class TrainConfig:
     dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
     dp_delta: float = 1e-5  # delta of (epsilon, delta) differential privacy
     dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
-    dp_sampling: Literal["fixed", "poisson"] = "fixed"  # fixed: per_round clients; poisson: each joins at random
+    dp_sampling: Literal["fixed", "poisson"] = "fixed"  # fixed: per_round clients; poisson: per_round on average
     dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: as much as dp_epsilon needs for `rounds`
     ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
     policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
