@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         again = {
-            "run": "; continue with --resume if a round has finished",
+            "run": "; if a round has finished, add --resume to continue",
             "compare": "; run the same command again to continue",
             "reproduce": "; run the same command again to continue",
         }
@@ -130,7 +130,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     comparison.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
     comparison.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: runs/compare)")
-    said = "start again where the folder holds a run of other settings or other code"
+    said = "replace runs in the folder that were made with other settings or other code"
     comparison.add_argument("--overwrite", action="store_true", help=said)
     comparison.add_argument("--quiet", action="store_true", help="show only the table")
 
@@ -242,7 +242,10 @@ def _run(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     print(f"results in {folder}")
     if (folder / "model.safetensors").exists():
         load = "".join(f"--load {file} " for file in args.load)
-        print(f"model.safetensors there was exported earlier: write it anew with `flashfl export {load}{folder}`")
+        print(
+            "model.safetensors in this folder comes from an earlier export. To update it, run `flashfl export "
+            f"{load}{folder}`"
+        )
     return 0 if run.kept else 1  # not if the final model had to go elsewhere
 
 

@@ -95,9 +95,9 @@ def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
     engine.memory.rollback()
     if s.attempt >= retries:
         raise RunStopped(
-            f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients replied "
-            f"({_reasons(outcome)}). A run with a folder keeps the state before this round: remove the "
-            "cause and resume it."
+            f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients sent a usable reply "
+            f"({_reasons(outcome)}). Fix the cause, then resume the run: its folder, if it has one, holds the state "
+            "before this round."
         )
     return s.skip() if outcome.revealed else s.again()
 
@@ -115,9 +115,9 @@ def _gather_statistics(
             break
         if asked.attempt >= retries:
             raise RunStopped(
-                f"static_bn = true: BatchNorm statistics are gathered at the end, and no client could report any "
-                f"({_reasons(outcome)}). A run with a folder keeps the state before this: remove the cause "
-                "and resume it."
+                "static_bn = true: no client could report BatchNorm statistics at the end of the run "
+                f"({_reasons(outcome)}). Fix the cause, then resume the run: its folder, if it has one, holds the "
+                "state before this step."
             )
         asked = asked.again()
     # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
@@ -139,16 +139,21 @@ def checked(method: Method, state: State, before: State | None = None) -> State:
     """The state a method made, or an error that says what is wrong with it."""
     name = f"{_name(method)}.{'aggregate' if before else 'init'}"
     if not isinstance(state, State):
-        raise FlashError(f"{name} gives {type(state).__name__}: expected a State")
+        raise FlashError(f"{name} returned {type(state).__name__}: expected a State")
     if state.phase not in method.phases:
-        raise FlashError(f"{name} gives a state of phase {state.phase.name!r}, which is not in {_name(method)}.phases")
+        raise FlashError(
+            f"{name} returned a state of phase {state.phase.name!r}: expected one of {_name(method)}.phases, "
+            f"{[phase.name for phase in method.phases]}"
+        )
     if before is not None and (state.phase, state.round) == (before.phase, before.round):
-        raise FlashError(f"{name} gives a state of the same round: make it with s.next(...) or s.enter(...)")
+        raise FlashError(f"{name} returned a state of the same round: return s.next(...) or s.enter(...)")
     vector, size = state.weights.vector, state.layout.size
     if vector.dtype != torch.float32 or vector.shape != (size,):
         raise FlashError(f"{name}: weights are {vector.dtype} {tuple(vector.shape)}, expected float32 ({size},)")
     if not bool(vector.isfinite().all()):
-        raise FlashError(f"{name} gives weights that are not finite")
+        raise FlashError(
+            f"{name} returned weights that are NaN or infinite: check its arithmetic, such as a division by 0"
+        )
     return state
 
 
@@ -166,8 +171,8 @@ def _evaluate(
         if not weights.is_masked():
             which = " (s.weights)" if weights is s.weights else ""
             raise FlashError(
-                f"{_name(method)}.views[{name!r}]{which} has weights outside its mask. They never travel, so the score "
-                "would be wrong. Make the model with Weights.masked(mask, vector)."
+                f"{_name(method)}.views[{name!r}]{which} has weights outside its mask. These are never sent, so the "
+                "score would be wrong. Build the model with Weights.masked(mask, vector)."
             )
         found = engine.evaluate(weights, use_running)
         scores[name] = Score(found.loss, found.metric, weights.mask.density)

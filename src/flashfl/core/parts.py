@@ -24,7 +24,7 @@ def part(cls: type[T]) -> type[T]:
     """Register a dataclass so that it can stand inside a message. Its name must be its own."""
     known = _PARTS.get(cls.__name__, cls)
     if known.__module__.rpartition(".")[2] != cls.__module__.rpartition(".")[2]:  # a file may be imported twice
-        raise ConfigError(f"{known.__module__} has a part called {cls.__name__} too: choose another name")
+        raise ConfigError(f"two parts are called {cls.__name__}, one of them in {known.__module__}: rename one")
     _PARTS[cls.__name__] = cls
     return cls
 

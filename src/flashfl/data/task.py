@@ -81,7 +81,8 @@ class Task:
     ) -> None:
         if not callable(model):  # modules are callable too
             raise ConfigError(
-                f"the model is a {type(model).__name__}: write Task(model, clients, test), the model first"
+                f"the model is a {type(model).__name__}: expected a torch module, or a function that makes one. Write "
+                "Task(model, clients, test)."
             )
         if prunable is None:
             raise ConfigError("prunable = None: leave it out, or write prunable='none' to keep all weights dense")
@@ -261,7 +262,7 @@ def _warn_about_nan(test: Source) -> None:
     data, index = below(test, torch.arange(len(test)))
     for x in map(torch.as_tensor, (*data.inputs, data.target) if isinstance(data, Arrays) else ()):
         if x.is_floating_point() and x[index].isnan().any():
-            warn("the test set has NaN: the loss will be NaN unless the model removes them")
+            warn("the test set has NaN, so the loss will be NaN unless the model handles them: check the data")
 
 
 def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[Source], list[int]]:

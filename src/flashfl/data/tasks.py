@@ -84,8 +84,8 @@ def load_data(config: TaskConfig) -> DataSet:
         return info.load(data_root(config.data_root), options)
     if not info.shape:
         raise ConfigError(
-            f"synthetic = true: the shapes of {config.dataset!r} are not known, so it cannot be imitated. Choose a "
-            "data set that `flashfl data list` names, such as mnist"
+            f"synthetic = true: flashfl does not know the shapes of {config.dataset!r}. Choose a data set that "
+            "`flashfl data list` names, such as mnist"
         )
     samples = config.limit or max(16 * config.clients, 256)
     return make(info, max(samples, config.clients), config.clients, options)

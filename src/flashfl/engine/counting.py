@@ -240,8 +240,8 @@ def _copied(values: Tensor) -> Tensor:
         return values.clone()
     except torch.OutOfMemoryError:
         raise ConfigError(
-            "clip and trim hold all updates of a round, and these do not fit into the memory of the GPU: choose fewer "
-            "clients with per_round, or device = 'cpu', which holds them in files"
+            "out of GPU memory: `clip` and `trim` hold all updates of a round at once. Lower per_round, or set device "
+            "= 'cpu', which holds them in files."
         ) from None
 
 

@@ -233,10 +233,9 @@ class ClientMemory:
                 self.store.notes(notes.digest)
         except (KeyError, FlashError) as error:
             if self.simulated:
-                raise CheckpointError(f"a mask that clients keep cannot be restored ({error})") from None
+                raise CheckpointError(f"the stored mask of a client cannot be read ({error})") from None
             warn(
-                f"the list of masks that clients hold is lost ({error}). The run goes on: clients are sent full masks "
-                "again."
+                f"the server's list of clients' masks is lost ({error}). The run continues and sends full masks again."
             )
             clients, history = {}, {}
         self._saved = (clients, history)

@@ -101,7 +101,7 @@ class PrivateSide:
             if step == MASKED:
                 return self._train(data, party.terms, party, *_take(rest)[1:], memory)
             if step not in (SHARES, CONFIRM, UNMASK):
-                raise Malformed(f"there is no step {step}")
+                raise Malformed(f"step {step} does not exist in this protocol")
             answer = {SHARES: party.share, CONFIRM: party.confirm, UNMASK: party.unmask}[step](first)
         self.drawer["party"] = party.save()
         return Reply(answer, memory)
@@ -144,9 +144,9 @@ class PrivateSide:
             deviation = terms.noise.deviation(scale, how.length, members)
             if not LEAST <= deviation <= LARGEST:
                 raise TooLittleNoise(
-                    f"the noise has a standard deviation of {deviation}, in the whole numbers that clients send. It "
-                    f"must be from {LEAST} to {LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon on the "
-                    "server. If it is too large, do the opposite."
+                    f"the noise has a standard deviation of {deviation} after scaling to integers. It must be from "
+                    f"{LEAST} to {LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon on the server. If "
+                    "it is too large, do the opposite."
                 )
             numbers += discrete_gaussian(deviation, how.length)
         return numbers.astype(f"<u{terms.bits // 8}")

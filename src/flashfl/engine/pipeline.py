@@ -87,15 +87,15 @@ def close_clients(local: Local, c: Clients) -> Finished:
     for what, names, found in (("reports", reported, c.report), ("remembers", remembered, c.memory)):
         if names.keys() != found.keys():
             raise FlashError(
-                f"the parts declare {sorted(names)} in `{what}`, but they set {sorted(found)}: declare what is set, "
-                "and set what is declared"
+                f"the parts declare {sorted(names)} in `{what}`, but they set {sorted(found)}: every name that a part "
+                "sets must be declared, and every declared name set"
             )
         for name, declared in names.items():
             wanted = (len(c.keys), *declared.shape(layout))
             if found[name].shape != wanted or (found[name].dtype == torch.bool) != (declared.form in _BOOLEAN):
                 raise FlashError(
-                    f"`{what}` of the parts declares {name!r} as {declared.form}, {wanted} for {len(c.keys)} clients, "
-                    f"but it is {found[name].dtype} of shape {tuple(found[name].shape)}"
+                    f"the parts' `{what}` declares {name!r} as {declared.form} of shape {wanted}, but it is "
+                    f"{found[name].dtype} of shape {tuple(found[name].shape)}"
                 )
     extras: list[dict[str, Extra]] = []
     for row in range(len(c.keys)):

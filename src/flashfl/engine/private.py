@@ -42,8 +42,8 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
         moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
         if any(part.changes or part.reports(layout) for part in local.parts):
             raise ConfigError(
-                f"client {client.id} must report other values than its weights, and `secure` and `dp_*` protect weights "
-                f"only: {USE}"
+                f"client {client.id} must report other values than its weights, but `secure` and `dp_*` protect only "
+                f"weights: {USE}"
             )
         if moves or local.keep or local.start is not None:
             raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")

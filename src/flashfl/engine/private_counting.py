@@ -102,7 +102,7 @@ class PrivateCounting(Counting):
         for step, left in after.items():
             if len(left) < least:
                 found = f"{len(left)} of {cohort} clients are left after the step '{STEPS[step]}'"
-                return f"TooFew: {found}: at least {least} are needed, so nothing is opened", step
+                return f"TooFew: {found}: at least {least} are needed, so the sum stays hidden", step
         return "", UNMASK
 
     def _noise(self, cohort: int, counted: int) -> Tensor | int:

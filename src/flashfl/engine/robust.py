@@ -137,7 +137,7 @@ class Cohort:
         factors = {name: self._factors(name, shares) for name in sorted(self._norms)}
         for client, n in counts.items():
             if n > most:
-                self.notes[client] = f"registered {n} samples and counts as {most}, twice the median"
+                self.notes[client] = f"registered {n} samples, but counts as {most} (twice the median)"
         return shares, factors
 
     def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:

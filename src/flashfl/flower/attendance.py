@@ -112,6 +112,6 @@ class Attendance:
         for client in silent:
             count = self._missed[client] = self._missed.get(client, 0) + 1
             rounds = self.passed_over[client] = min(2 ** (count - 1), _LONGEST)
-            times = "" if count == 1 else f" {count} times in a row"
+            times = "" if count == 1 else f" ({count} times in a row)"
             span = "round" if rounds == 1 else f"{rounds} rounds"
-            log.warning("client %d did not reply%s: it is not asked in the next %s", client, times, span)
+            log.warning("client %d did not reply%s; skipping it in the next %s", client, times, span)

@@ -81,7 +81,7 @@ def main() -> None:
     )
     asked = argparse.ArgumentParser(prog="python -m flashfl.flower.private", description=about)
     asked.add_argument("folder", type=Path, help="folder to write the keys to")
-    asked.add_argument("clients", type=int, nargs="+", help="ids of the clients")
+    asked.add_argument("clients", type=int, nargs="+", help="client ids, such as 0 1 2")
     given = asked.parse_args()
     try:
         path = given.folder / "identities.json"

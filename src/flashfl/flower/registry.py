@@ -100,7 +100,7 @@ class Registry:
             self._until(lambda: not self._asked, min(self.options.grace, self.options.wait))
         if self._asked:
             nodes = ", ".join(str(node.id) for node in self._asked.values())
-            log.warning("going on without nodes that have not said which client they are: %s", nodes)
+            log.warning("continuing without nodes that have not registered: %s", nodes)
         self.size = self.size or len(self._known)
 
     def present(self) -> tuple[Client, ...]:
@@ -119,7 +119,7 @@ class Registry:
         if len(self._known) < self.need:
             why = "; ".join(f"node {n} was refused: {w}" for n, w in list(self.refused.items())[:3])
             raise RunStopped(
-                f"{len(self._known)} clients are present after {self.options.wait:g} s and at least {self.need} are "
+                f"{len(self._known)} clients registered within {self.options.wait:g} s, at least {self.need} are "
                 f"needed{why and f' ({why})'}. Start more SuperNodes and resume the run."
             )
 
@@ -157,7 +157,7 @@ class Registry:
             node.errors += 1
             # A registered node is not refused for this: it is asked again whenever it fails a round.
             if node.entry is None and node.errors >= _ERRORS:
-                self._refuse(node, f"it cannot say who it is ({reply.error.reason})")
+                self._refuse(node, f"it could not register ({reply.error.reason})")
             elif node.entry is None:
                 node.ask = True
             return

@@ -125,7 +125,7 @@ def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:
             # Dense cells have no density and fit every one.
             found = [c for c in found if not (facts := _facts(c)[name]) or wanted & set(map(_plain, facts))]
     if not found or (filters.get("density") and not any("density" in c.method for c in found)):
-        raise ConfigError("no cell of the table matches all of these filters: remove one")
+        raise ConfigError("no entry of the table matches all of these filters: remove one")
     return found
 
 

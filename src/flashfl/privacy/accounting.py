@@ -154,7 +154,7 @@ class Ledger:
             spent = float(found["multiplier"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{path} cannot be read ({error!r}), so nobody knows how much privacy is spent: start a new run"
+                f"{path} cannot be read ({error!r}), so the privacy spent so far is unknown: start a new run"
             ) from None
         # Rounds that were run with less noise count with that noise.
         self.multiplier = min(self.multiplier, spent)

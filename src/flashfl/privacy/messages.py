@@ -67,7 +67,10 @@ class Terms:
                 None if noise is None else Noise(*map(float, noise)),
             )  # fmt: skip
         except (ValueError, TypeError, ConfigError):
-            raise Malformed("the first message of the round cannot be read") from None
+            raise Malformed(
+                "the server's terms for this round cannot be read: check that both sides run the same version of "
+                "flashfl"
+            ) from None
         if terms.bits not in (32, 64) or not 1 <= terms.length < 1 << 31 or not 1 <= terms.cohort < 1 << 31:
             raise Malformed(
                 f"{terms.length} numbers of {terms.bits} bits from {terms.cohort} clients: expected 32 or 64 bits, at "

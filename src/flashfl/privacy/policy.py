@@ -17,15 +17,15 @@ class Policy:
     """The same for all parties of a run; clients hold it themselves and refuse a server that has another."""
 
     least: int = 3  # secure: the smallest cohort a client takes part in
-    survive: float = 2 / 3  # secure: more than this share of the cohort must stay to the end, else nothing is opened
+    survive: float = 2 / 3  # secure: more than this share of the cohort must finish, or the attempt fails
     corrupt: float = 0.1  # secure: the share of clients that may work together with the server
-    noise: float = 0.0  # clients insist on at least this dp_noise
+    noise: float = 0.0  # clients refuse rounds with less dp_noise than this
 
     def __post_init__(self) -> None:
         if self.least < 3:
             raise ConfigError(
-                f"least = {self.least}: must be at least 3, as each of two clients could subtract its own part from "
-                "the sum and see the other's"
+                f"policy.least = {self.least}: must be at least 3. In a sum of 2 updates, each client could subtract "
+                "its own and see the other's."
             )
         if not 0 <= self.corrupt < 1 / 3 or not (1 + self.corrupt) / 2 < self.survive < 1:
             raise ConfigError(

@@ -60,7 +60,9 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
         again.add_argument(
             f"--{name}", default="", help=f"show or run only table entries with this {name} (several: comma-separated)"
         )
-    again.add_argument("--seeds", type=int, help="number of seeds per cell (default: 1 when running, all when showing)")
+    again.add_argument(
+        "--seeds", type=int, help="number of seeds per table entry (default: 1 with --budget-minutes, else all)"
+    )
     again.add_argument(
         "--budget-minutes",
         type=float,

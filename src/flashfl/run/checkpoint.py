@@ -122,8 +122,8 @@ class Keeper:
         point = load(self.folder, plan, self.identity, self._accept)
         if point.state.counted > plan.rounds:  # before anything in the folder changes
             raise ConfigError(
-                f"rounds = {plan.rounds}: the run in {self.run.folder} has {point.state.counted} rounds already, so "
-                "give at least as many"
+                f"rounds = {plan.rounds}: the run in {self.run.folder} already has {point.state.counted} rounds. Set "
+                f"rounds to at least {point.state.counted}."
             )
         self.engine.memory.keep_only(referenced(self.folder))  # from now on too, masks in checkpoints are kept
         self.run.rounds, self.run.traffic = point.rounds, point.traffic

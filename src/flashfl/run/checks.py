@@ -67,8 +67,8 @@ def check_private(method: Method, task: Task, config: TrainConfig) -> None:
         )
     if task.test is None:
         raise ConfigError(
-            "private runs need test samples on the server, as clients' own scores would say something about their "
-            "data: give the task `test`, or switch `secure` and `dp_*` off"
+            "private runs need test samples on the server, as the scores of clients would reveal something about "
+            "their data. Give the task `test`, or set secure = false, dp_epsilon = 0 and dp_noise = 0."
         )
     if (config.dp_epsilon or config.dp_noise) and any(not phase.counts for phase in method.phases):
         # A first phase that asks clients for layer counts is refused.

@@ -13,7 +13,7 @@ def load_file(path: Path) -> None:
     """Import a file that registers custom methods and rules. Worker processes import it again by its name."""
     file = path.resolve()
     if file.suffix != ".py" or not file.is_file():
-        raise ConfigError(f"--load {path}: there is no such file, or its name does not end in .py")
+        raise ConfigError(f"--load {path}: expected an existing file whose name ends in .py")
     if str(file.parent) not in sys.path:
         _add(file.parent, path)
     try:

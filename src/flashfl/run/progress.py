@@ -80,7 +80,7 @@ class Display:
             return f"going on after round {state.counted} of {self.rounds}"
         if state.round:
             return f"going on in the phase {state.phase.name!r}, after its round {state.round}"
-        return "no checkpoint to go on from, so starting at round 1"
+        return "no checkpoint found, starting at round 1"
 
     def __call__(self, state: State, record: RoundRecord) -> None:
         if not self.quiet:

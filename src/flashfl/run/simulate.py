@@ -241,7 +241,7 @@ def _note_extension(run: Run, state: State) -> None:
     before, now = run.results.header.get("identity", {}).get("settings", {}).get("rounds"), run.train.rounds
     if isinstance(before, int) and before != now:
         warn(
-            f"rounds was {before} and is {now} now: from round {state.counted + 1} on, the learning rate follows the "
+            f"rounds changed from {before} to {now}: from round {state.counted + 1} on, the learning rate follows the "
             f"schedule of {now} rounds and continues at {state.plan.lr(state.counted):.4g}"
         )
         run.results.header["identity"]["settings"]["rounds"] = now

@@ -101,7 +101,7 @@ def read_frame(data: memoryview, layout: Layout, most: int) -> tuple[Message, di
     if len(data) > most:
         raise TooLarge(f"the message has {len(data)} bytes, at most {most} are accepted here")
     if bytes(data[:4]) != MAGIC[: len(data)] or not data:
-        raise BadMagic(f"a message begins with {MAGIC!r}, this begins with {bytes(data[:4])!r}: not a message")
+        raise BadMagic(f"the bytes are not a message: they begin with {bytes(data[:4])!r}, expected {MAGIC!r}")
     if len(data) < HEADER.size:
         raise BadLength(f"the message has {len(data)} bytes, its header alone has {HEADER.size}: it was cut off")
     _, version, kind, theirs, check, total, phase, round, attempt, client, n, key = HEADER.unpack(data[: HEADER.size])

@@ -175,7 +175,7 @@ def read_mask(
         mask = base if form == "known" else _read_difference(reader, base, geo)
     elif form == "recipe":
         if not recipes:
-            raise BadField("the mask is a recipe where none was asked for; send it in another form")
+            raise BadField("the mask is a recipe, but the order did not allow one: send it in another form")
         mask = _read_recipe(reader, layout, geo)
     elif form == "rice":
         mask = _read_rice(reader, layout, geo)
@@ -209,7 +209,9 @@ def _read_rice(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
 def _read_difference(reader: Reader, base: Mask, geo: Geometry) -> Mask:
     drops, adds, universe = geo.read_counts(reader), geo.read_counts(reader), _universe(base)
     if any(count > most for count, most in zip(drops + adds, universe, strict=True)):
-        raise BadCount("mask: more weights dropped than the base has active, or more grown than it has inactive")
+        raise BadCount(
+            "mask: the difference drops more weights than the base mask has active, or grows more than it has inactive"
+        )
     places = [np.zeros(0, np.int64)]  # the base's active weights first, then its inactive ones
     lists = zip(rice.read(reader, drops + adds, universe), drops + adds, universe, accumulate(universe), strict=True)
     for ranks, count, size, stop in lists:

@@ -57,7 +57,9 @@ def _users(file: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]
             check_labels(file, y, _CLASSES)
             out.append((str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8), y))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise damaged(file, f"not LEAF's JSON of users and user_data ({type(error).__name__}: {error})") from None
+        raise damaged(
+            file, f"expected JSON from LEAF with `users` and `user_data` ({type(error).__name__}: {error})"
+        ) from None
     return out
 
 

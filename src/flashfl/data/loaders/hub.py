@@ -18,7 +18,7 @@ _TEXTS = ("text", "sentence", "content", "review", "document", "comment", "tweet
 _SECOND = ("question", "query", "premise", "hypothesis")  # half of a pair, even beside one of those
 _NO_LABEL = (None, -1)
 _CLASSES = 1 << 16  # that whole numbers may name: a model has an output for each
-_YOURSELF = "To use it, select rows and columns with the datasets package and give them to fl.Task"
+_YOURSELF = "To use this data set, select rows and columns with the datasets package and pass them to fl.Task"
 
 
 class Rows(Protocol):
@@ -39,7 +39,7 @@ def load(name: str, options: Options) -> DataSet:
     splits = _fetch(name)
     if "train" not in splits or len(splits["train"]) == 0:
         raise DataError(
-            f"hub:{name} has no samples in a split 'train', which is needed: its splits are {', '.join(splits)}. "
+            f"hub:{name} has no training samples: it needs a split 'train', and its splits are {', '.join(splits)}. "
             f"{_YOURSELF}"
         )
     train = splits["train"]
@@ -74,7 +74,9 @@ def _fetch(name: str) -> Mapping[str, Rows]:
     try:
         splits: Mapping[str, Rows] = datasets.load_dataset(repository, config or None)
     except Exception as error:  # the package raises many kinds: no such name, no network, no such config
-        raise DataError(f"hub:{name} could not be fetched: {type(error).__name__}: {error}") from None
+        raise DataError(
+            f"hub:{name} could not be fetched ({type(error).__name__}: {error}). Check the name and the network."
+        ) from None
     return splits
 
 
@@ -115,7 +117,10 @@ def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) 
     lost = [i for i, value in enumerate(given) if value not in classes]
     if lost:
         example = f"row {lost[0]} has {given[lost[0]]!r}"
-        raise DataError(f"{where} has {len(lost)} of {len(given)} rows without a known {label}: {example}. {_YOURSELF}")
+        raise DataError(
+            f"{where}: {len(lost)} of {len(given)} rows have a missing or unknown {label!r}, such as {example}. "
+            f"{_YOURSELF}"
+        )
     return [classes[value] for value in given]
 
 

@@ -73,7 +73,7 @@ def choose_crew(
 def why_one_by_one(work: Work) -> str:
     """Why clients with this work cannot be batched, whatever the model is; empty if they can."""
     whole = [type(part).__name__ for part in work.local.parts if overrides(part, "inputs")]
-    return f"the part {whole[0]} ranks the inputs of a whole batch" if whole else ""
+    return f"the part {whole[0]} needs the inputs of a whole batch of one client" if whole else ""
 
 
 def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None = None) -> Crew:
@@ -119,7 +119,7 @@ def _why_not_batched(task: Task, module: nn.Module, data: Sequence[Source], capa
     try:
         return _why_samples_mix(task, module, data[:: -(-len(data) // _CLIENTS)], device)
     except (AttributeError, TypeError, LookupError, RuntimeError, ValueError) as error:
-        return f"the model or its loss cannot be tried on some samples ({str(error).splitlines()[0]})"
+        return f"the model or its loss failed on a few test inputs ({str(error).splitlines()[0]})"
 
 
 @torch.no_grad()
