@@ -300,7 +300,7 @@ def test_interrupted_run_resumes_to_the_same_result(tmp_path: Path, capsys: pyte
         patch.setattr("flashfl.run.progress.Display.__call__", interrupt)
         assert cli.main([*words, "--out", "cut"]) == 130
     said = capsys.readouterr()
-    assert said.err.strip() == "flashfl: interrupted; continue with --resume if a round has finished"
+    assert said.err.strip() == "flashfl: interrupted; if a round has finished, add --resume to continue"
     assert len(Results.read(tmp_path / "cut").rounds) == 3
     assert cli.main([*words, "--out", "cut", "--resume"]) == 0
     ends = [end_of(tmp_path / name) for name in ("whole", "cut")]
@@ -504,7 +504,7 @@ def test_custom_method_is_loaded_from_its_file(own: str, tmp_path: Path, capsys:
     assert cli.main(["export", "a", "--load", own]) == 0
     capsys.readouterr()
     assert cli.main(["run", "--out", "a", "--resume", "--load", own, "--quiet"]) == 0
-    assert f"write it anew with `flashfl export --load {own} a`" in capsys.readouterr().out
+    assert f"To update it, run `flashfl export --load {own} a`" in capsys.readouterr().out
     assert cli.main(["compare", "--methods", "own,pdst", "--seeds", "1", "--out", "c", *words]) == 0
     capsys.readouterr()
     assert cli.main(["methods", "--load", own]) == 0
@@ -526,8 +526,8 @@ def test_worker_processes_know_custom_rules(own: str, tmp_path: Path, threads: s
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("nowhere.py", None, "there is no such file, or its name does not end in .py"),
-        ("mine.txt", "", "there is no such file, or its name does not end in .py"),
+        ("nowhere.py", None, "expected an existing file whose name ends in .py"),
+        ("mine.txt", "", "expected an existing file whose name ends in .py"),
         ("json.py", "", "another module is also called json; rename the file"),
         ("broken_one.py", "x = (", "importing it failed (SyntaxError: "),
         ("broken_two.py", "import no_such_thing", "importing it failed (ModuleNotFoundError: No module named"),

@@ -27,9 +27,9 @@ def test_resume_needs_no_settings_and_extends(tmp_path: Path, capsys: pytest.Cap
     assert main(["run", "--out", out, "--resume", "--quiet"]) == 0
     assert capsys.readouterr().out.split("checksum")[1] == first.split("checksum")[1]
     assert main(["export", out]) == 0
-    with pytest.warns(RuntimeWarning, match="rounds was 3 and is 5 now"):
+    with pytest.warns(RuntimeWarning, match="rounds changed from 3 to 5"):
         assert main(["run", "--out", out, "--resume", "--rounds", "5", "--quiet"]) == 0
-    assert "model.safetensors there was exported earlier" in capsys.readouterr().out
+    assert "model.safetensors in this folder comes from an earlier export" in capsys.readouterr().out
     found = Results.read(Path(out))
     assert len(found.rounds) == 5
     assert found.header["config"]["train"]["rounds"] == 5
@@ -48,7 +48,7 @@ def test_refused_resume_leaves_a_finished_run_as_it_is(tmp_path: Path, capsys: p
 def test_report_keeps_an_extended_run_apart_from_one_that_had_all_rounds(tmp_path: Path) -> None:
     for name, rounds in (("whole", "3"), ("longer", "2")):
         assert main(["run", "--method", "pdst", "--rounds", rounds, *TINY, "--out", str(tmp_path / name)]) == 0
-    with pytest.warns(RuntimeWarning, match="rounds was 2 and is 3 now"):
+    with pytest.warns(RuntimeWarning, match="rounds changed from 2 to 3"):
         assert main(["run", "--out", str(tmp_path / "longer"), "--resume", "--rounds", "3", "--quiet"]) == 0
     whole, longer = load([tmp_path / "whole", tmp_path / "longer"]).runs
     assert whole.key != longer.key
@@ -130,7 +130,7 @@ def test_run_killed_between_checkpoints_is_extended(tmp_path: Path) -> None:
     before = (out / "results.jsonl").read_text().splitlines()[1]
     done = len(Results.read(out).rounds)
     assert 1 <= done < 1000
-    with pytest.warns(RuntimeWarning, match=f"rounds was 1000 and is {done + 3} now"):
+    with pytest.warns(RuntimeWarning, match=f"rounds changed from 1000 to {done + 3}"):
         assert main(["run", "--out", str(out), "--resume", "--rounds", str(done + 3), "--quiet"]) == 0
     assert len(Results.read(out).rounds) == done + 3
     assert (out / "results.jsonl").read_text().splitlines()[1] == before
@@ -143,7 +143,7 @@ def test_warnings_on_the_command_line_are_one_plain_line(tmp_path: Path) -> None
     assert main(words) == 0
     words = [sys.executable, "-m", "flashfl.cli", "run", "--out", str(tmp_path / "run"), "--resume", "--rounds", "3"]
     done = subprocess.run([*words, "--quiet"], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stderr.startswith("flashfl: warning: rounds was 2 and is 3 now")
+    assert done.stderr.startswith("flashfl: warning: rounds changed from 2 to 3")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -111,7 +111,7 @@ def test_resume_works_in_a_folder_without_a_finished_round(left: str, tmp_path: 
 def test_extending_says_at_which_learning_rate_the_run_continues(tmp_path: Path) -> None:
     task, settings = make_task("norm"), {**QUICK, "lr": 0.1, "lr_end": 0.001}
     fl.simulate(fl.PDST(density=0.3), task, 2, folder=tmp_path, **settings)
-    with pytest.warns(RuntimeWarning, match=r"rounds was 2 and is 4 now: from round 3 on, the learning rate") as said:
+    with pytest.warns(RuntimeWarning, match=r"rounds changed from 2 to 4: from round 3 on, the learning rate") as said:
         run = fl.simulate(fl.PDST(density=0.3), task, 4, folder=tmp_path, resume=True, **settings)
     assert len(run.history) == 4
     rate = float(str(said[0].message).rpartition(" ")[2])

@@ -146,13 +146,13 @@ class Mistaken(Forgetful):
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("no first state", "mistaken.init gives Weights: expected a State"),
-        ("no state", "mistaken.aggregate gives Weights: expected a State"),
-        ("other phase", "phase 'rest', which is not in mistaken.phases"),
-        ("same round", "of the same round: make it with s.next"),
+        ("no first state", "mistaken.init returned Weights: expected a State"),
+        ("no state", "mistaken.aggregate returned Weights: expected a State"),
+        ("other phase", "phase 'rest': expected one of mistaken.phases"),
+        ("same round", "of the same round: return s.next"),
         ("float64", "weights are torch.float64"),
         ("short", "weights are torch.float32"),
-        ("not finite", "mistaken.aggregate gives weights that are not finite"),
+        ("not finite", "mistaken.aggregate returned weights that are NaN or infinite"),
     ],
 )
 def test_results_of_a_method_are_checked(what: str, said: str, small_task: Task) -> None:

@@ -319,10 +319,10 @@ def test_damaged_tiny_imagenet(tmp_path: Path, file: str, text: str | bytes, wha
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ('{"users": ["a"], "user_data": {"a"', "not LEAF's JSON .*JSONDecodeError"),
-        ('{"users": ["a"], "user_data": {}}', "not LEAF's JSON"),
-        ("[1]", "not LEAF's JSON"),
-        ("[" * 100_000, "not LEAF's JSON"),
+        ('{"users": ["a"], "user_data": {"a"', "expected JSON from LEAF .*JSONDecodeError"),
+        ('{"users": ["a"], "user_data": {}}', "expected JSON from LEAF"),
+        ("[1]", "expected JSON from LEAF"),
+        ("[" * 100_000, "expected JSON from LEAF"),
         ('{"users": ["a"], "user_data": {"a": {"x": [[1, 2]], "y": [1]}}}', r"images of shape \(1, 2\)"),
     ],
 )

@@ -138,7 +138,9 @@ def test_clients_may_come_from_a_generator_or_the_values_of_a_dict() -> None:
 
 @pytest.mark.parametrize("data", [[(X, Y)], TensorDataset(X, Y), HubRows(), (X, Y)])
 def test_swapped_arguments_are_an_error(data: Any) -> None:
-    with pytest.raises(ConfigError, match=r"the model is a \w+: write Task\(model, clients, test\), the model first"):
+    with pytest.raises(
+        ConfigError, match=r"the model is a \w+: expected a torch module.* Write Task\(model, clients, test\)"
+    ):
         Task(data, net())  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_femnist_is_read_again_when_files_change(tmp_path: Path) -> None:
     file.write_text(json.dumps(held))  # of the same size
     assert load("femnist", tmp_path).labels[-4:].tolist() == y
     file.write_bytes(b"x" * file.stat().st_size)
-    with pytest.raises(DataError, match="not LEAF's JSON"):
+    with pytest.raises(DataError, match="expected JSON from LEAF"):
         load("femnist", tmp_path)
 
 

@@ -173,7 +173,7 @@ def test_model_factory_can_be_pickled() -> None:
         *(({"length": n}, f"length = {n}: must be at least 3") for n in (2, 1, 0, -3)),
         ({"vocab_size": 2}, "vocab_size = 2: must be at least 5"),
         ({"tokens": "letters"}, "expected auto, wordpiece or words"),
-        ({"dataset": "hub:x", "synthetic": True}, "shapes of 'hub:x' are not known"),
+        ({"dataset": "hub:x", "synthetic": True}, "does not know the shapes of 'hub:x'"),
         ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
         ({"model": "tiny-transformer"}, "does not take 'channels'"),
         ({"clients": 2000}, "must lie between 1 and the number of samples, 1437"),
@@ -261,7 +261,7 @@ def test_hub_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.test is not None
     assert data.test.target.min() == 0
     fake_hub(monkeypatch, {"other": held})
-    with pytest.raises(DataError, match="no samples in a split 'train', which is needed: its splits are other"):
+    with pytest.raises(DataError, match="needs a split 'train', and its splits are other"):
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
@@ -304,16 +304,20 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
         ({"question": THREE, "sentence": THREE}, {}, "several columns of texts, .*: question, sentence\\."),
         ({"id": THREE}, {}, "neither images nor texts"),
         ({"text": [None, "a", "b"]}, {}, "split 'train' has no text in row 0"),
-        ({"text": THREE, "label": [-1, 0, 1]}, {}, "split 'train' has 1 of 3 rows without a known label: row 0 has -1"),
+        (
+            {"text": THREE, "label": [-1, 0, 1]},
+            {},
+            "split 'train' has 1 of 3 rows whose 'label' is missing or unknown: row 0 has -1",
+        ),
         ({"text": THREE, "label": [0, None, 1]}, {}, "split 'train' has 1 of 3 .*: row 1 has None"),
         ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
         ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
         ({"text": THREE, "label": [0, 1, 10**12]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
         ({"text": THREE, "label": ["a", "b", "a"]}, {"label": ["a", "c", "a"]}, "split 'test' .* row 1 has 'c'"),
-        ({"text": THREE}, {"label": [0, None, 1]}, "split 'test' has 1 of 3 rows without a known label"),
+        ({"text": THREE}, {"label": [0, None, 1]}, "split 'test' has 1 of 3 rows whose 'label' is missing or unknown"),
         ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),
-        ({"text": [], "label": []}, {}, "no samples in a split 'train'"),
-        ({"text": THREE, "label": [None] * 3}, {}, "split 'train' has 3 of 3 rows without a known label"),
+        ({"text": [], "label": []}, {}, "no training samples"),
+        ({"text": THREE, "label": [None] * 3}, {}, "split 'train' has 3 of 3 rows whose 'label' is missing or unknown"),
     ],
 )
 def test_hub_data_that_cannot_be_read_is_an_error(

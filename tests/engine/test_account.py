@@ -466,6 +466,6 @@ def test_forgotten_own_mask_may_return_as_a_recipe() -> None:
     known = server.message(Client(1, 10), order)
     assert known.own == MADE.hash
     data = encode(RECIPE, form="recipe").data
-    with pytest.raises(WireError, match="a recipe where none was asked for"):
+    with pytest.raises(WireError, match="a recipe, but the order did not allow one"):
         server.decode(data, known)
     assert server.decode(data, replace(known, own=None)).mask is not None

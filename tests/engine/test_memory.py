@@ -248,10 +248,10 @@ def test_lost_masks_of_real_clients_are_a_warning(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.mask"):
         path.unlink()
     other = memory(MaskStore.in_folder(LAYOUT, tmp_path), simulated=False)
-    with pytest.warns(RuntimeWarning, match="clients are sent full masks again"):
+    with pytest.warns(RuntimeWarning, match="continues and sends full masks again"):
         other.load(saved)
     assert other.start(0) is None
-    with pytest.raises(CheckpointError, match="a mask that clients keep cannot be restored"):
+    with pytest.raises(CheckpointError, match="the stored mask of a client cannot be read"):
         memory(MaskStore.in_folder(LAYOUT, tmp_path)).load(saved)
 
 

@@ -229,5 +229,5 @@ def test_statistics_that_nobody_can_report_end_the_run_and_single_failures_are_r
             engine.close()
 
     assert run({2}).history[-1].failures == {2: "gone"}
-    with pytest.raises(RunStopped, match="no client could report any"):
+    with pytest.raises(RunStopped, match="no client could report BatchNorm statistics"):
         run({0, 1, 2, 3})

@@ -405,8 +405,8 @@ class OddField(Part):
     ("wrong", "said"),
     [
         (BadState(), "put 'a' of shape .* into `c.state`: it must be"),
-        (BadReport(), "declares 'a' as dense, .* but it is torch.float32 of shape"),
-        (BadMemory(), "declares 'a' as bits, .* but it is torch.float32"),
+        (BadReport(), "declares 'a' as dense of shape .* but it is torch.float32 of shape"),
+        (BadMemory(), "declares 'a' as bits of shape .* but it is torch.float32"),
         (BadMask(), "but its `active` declares"),
         (BadForm(), "the form must be one of masked, dense, bits, scalar, indices"),
         (Unregistered(), "Unregistered is not registered, so clients would not know it: put @part"),
@@ -446,7 +446,7 @@ def test_batched_clients_never_ignore_a_part_that_needs_lanes() -> None:
     """The crew is chosen in the first round; a part that comes later is obeyed, or refused if batched was asked for."""
     task = fl.Task(Plain, [blobs(11 + i, (1, 5, 5), 100 + i) for i in range(8)], blobs(30, (1, 5, 5), 7))
     config = TrainConfig(device="cpu", rounds=2, per_round=4, batch=4, workers=1)
-    with pytest.raises(ConfigError, match="the part HalfInputs ranks the inputs of a whole batch"):
+    with pytest.raises(ConfigError, match="the part HalfInputs needs the inputs of a whole batch"):
         run_lanes(LaterInputs(0.3), task, "cpu", config, crew="batched")
     settings = replace(config, precision="fp32", lanes=4)
     engine = GPUEngine(task, settings, "cpu")

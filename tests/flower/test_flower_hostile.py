@@ -180,7 +180,9 @@ def nodes(*models: Any) -> InProcessGrid:
 def test_nodes_with_other_fixed_weights_are_refused() -> None:
     server = server_task(drawn(0), blobs(30, (6,), 9))
     assert train(small("pdst"), server, nodes(*[drawn(0)] * 3), per_round=3).accuracy >= 0
-    with pytest.raises(RunStopped, match=r"1 clients are present.*client 1 has other fixed weights: 'back.bias'.*file"):
+    with pytest.raises(
+        RunStopped, match=r"1 clients registered within.*client 1 has other fixed weights: 'back.bias'.*file"
+    ):
         train(small("pdst"), server, nodes(*map(drawn, range(3))), options=QUICK, min_replies=2, per_round=3)
 
 

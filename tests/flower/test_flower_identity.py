@@ -99,7 +99,7 @@ def test_rebind_accepts_other_data_and_new_nodes() -> None:
     assert registry.entries[1].node == 7
 
 
-@pytest.mark.filterwarnings("ignore:rounds was")
+@pytest.mark.filterwarnings("ignore:rounds changed")
 def test_bindings_are_kept_when_the_server_is_restarted(tmp_path: Path) -> None:
     """A resumed run refuses nodes that registered as somebody else, or with other data, before."""
     task = make_task("norm")
@@ -124,7 +124,7 @@ def _record(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:rounds was")
+@pytest.mark.filterwarnings("ignore:rounds changed")
 def test_new_nodes_without_authentication_are_told_what_to_set(tmp_path: Path) -> None:
     task = make_task("norm", clients=2)
     train(small("pdst"), SERVER, federation(task), tmp_path, rounds=1, per_round=2)

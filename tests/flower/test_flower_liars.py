@@ -225,7 +225,7 @@ def test_liar_that_registers_2_to_the_32_samples_costs_at_most_three_points(
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
         found = accuracy("dense", "norm", with_liars(task_of("norm"), lie, boast=True))
     assert found >= honest("dense", "norm") - 3
-    assert f"client {LIAR}: registered {HUGE} samples and counts as 50" in caplog.text
+    assert f"client {LIAR}: registered {HUGE} samples, but counts as 50" in caplog.text
 
 
 def test_two_liars_of_ten_that_agree_leave_a_working_model() -> None:

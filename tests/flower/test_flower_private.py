@@ -219,7 +219,7 @@ def test_strategy_takes_secure_as_an_argument(task: fl.Task) -> None:
         train(fl.NST(), task, federation(task), secure=True, **SETTINGS)
 
 
-@pytest.mark.filterwarnings("ignore:rounds was")
+@pytest.mark.filterwarnings("ignore:rounds changed")
 def test_resume_on_flower_keeps_epsilon(task: fl.Task, nodes: dict[int, dict[str, str]], tmp_path: Path) -> None:
     grid = federation(task, nodes=nodes)
     settings = {**SETTINGS, "secure": True, "dp_noise": 4.0}

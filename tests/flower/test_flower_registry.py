@@ -138,7 +138,7 @@ def test_too_few_clients_stop_the_run_with_the_reason() -> None:
     grid = federation(task)
     for c in range(1, 8):
         grid.join(node_of(c), client_app(make_task("dropout")), {"partition-id": c})
-    with pytest.raises(RunStopped, match=r"1 clients are present.*another model"):
+    with pytest.raises(RunStopped, match=r"1 clients registered within.*another model"):
         train(small("dense"), task, grid, min_replies=2, per_round=4, options=QUICK)
 
 

@@ -87,7 +87,7 @@ def test_ledger_survives_an_interruption(tmp_path: Path) -> None:
     assert again.epsilon() == first.epsilon()
     assert Ledger(8.0, 1e-5, Draw(100, 10), path).epsilon() == first.epsilon()  # earlier rounds had less noise
     path.write_text("{")
-    with pytest.raises(CheckpointError, match="nobody knows how much privacy is spent"):
+    with pytest.raises(CheckpointError, match="the privacy spent so far is unknown"):
         Ledger(4.0, 1e-5, Draw(100, 10), path)
 
 

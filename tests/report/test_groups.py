@@ -201,7 +201,8 @@ def test_latest_of_two_runs_with_one_seed_counts(compared: Path, tmp_path: Path)
         os.utime(tmp_path / newest / "results.jsonl", (2, 2))
         found = load([tmp_path])
         assert [run.folder.name for run in found.runs] == [newest]
-        why = f"{tmp_path / oldest} has the settings and the seed of {tmp_path / newest}; only the latter counts"
+        first = tmp_path / newest
+        why = f"{tmp_path / oldest} has the settings and the seed of {first}, so only {first} is shown"
         assert list(found.problems.values()) == [why]
 
 

@@ -138,7 +138,8 @@ def test_if_the_masks_of_all_are_lost_that_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "masks").iterdir():
         path.unlink()
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .* can be used: checkpoint-00000003.json: .*a mask that clients keep"
+        CheckpointError,
+        match=r"no checkpoint in .* can be used: checkpoint-00000003.json: .*the stored mask of a client",
     ):
         go(tmp_path, method=NST, resume=True)
 
@@ -242,11 +243,11 @@ def test_resume_in_an_empty_folder_starts_from_the_beginning(tmp_path: Path) -> 
 
 def test_resume_with_more_rounds_extends_a_finished_run(tmp_path: Path) -> None:
     short = go(tmp_path, rounds=3)
-    with pytest.warns(RuntimeWarning, match=r"rounds was 3 and is 5 now: from round 4 on, .* continues at 0\.0063"):
+    with pytest.warns(RuntimeWarning, match=r"rounds changed from 3 to 5: from round 4 on, .* continues at 0\.0063"):
         longer = go(tmp_path, rounds=5, resume=True)
     assert [r.round for r in longer.history if r.counts] == [0, 1, 2, 3, 4]
     assert [r.loss for r in longer.history][: len(short.history)] == [r.loss for r in short.history]
-    with pytest.raises(ConfigError, match=r"rounds = 4: the run in .* has 5 rounds already"):
+    with pytest.raises(ConfigError, match=r"rounds = 4: the run in .* already has 5 rounds"):
         go(tmp_path, rounds=4, resume=True)
 
 
@@ -454,7 +455,7 @@ def test_a_run_stopped_by_its_clients_keeps_its_last_good_state(tmp_path: Path) 
                 source.inputs[0].fill_(float("nan"))  # type: ignore[attr-defined]
 
     with pytest.raises(
-        RunStopped, match=r"round 3 \(training\) failed 3 times.*not finite.*keeps the state before this round"
+        RunStopped, match=r"round 3 \(training\) failed 3 times.*not finite.*holds the state before this round"
     ):
         go(tmp_path, task=task, watch=explode, checkpoint_every=0)
     config = TrainConfig(rounds=4, **SETTINGS)

@@ -92,7 +92,7 @@ def test_resumed_run_says_from_which_round_it_goes_on(tmp_path: Path, capsys: py
     assert said(2) == []
     assert said(4, resume=True) == ["spdst: going on after round 2 of 4"]
     assert said(4, resume=True) == ["spdst: nothing left to train, as all 4 rounds are done"]
-    assert said(2, tmp_path / "new", resume=True) == ["spdst: no checkpoint to go on from, so starting at round 1"]
+    assert said(2, tmp_path / "new", resume=True) == ["spdst: no checkpoint found, starting at round 1"]
 
 
 def test_a_run_without_a_finished_round_simply_starts(tmp_path: Path, lost: Path) -> None:

@@ -93,7 +93,7 @@ def test_filters() -> None:
         chosen(cells, density="0.05,0.07")
     with pytest.raises(ConfigError, match="unknown method 'SPDTS'"):
         chosen(cells, method="SPDTS")
-    with pytest.raises(ConfigError, match="no cell of the table matches all of these filters"):
+    with pytest.raises(ConfigError, match="no entry of the table matches all of these filters"):
         chosen(cells, dataset="femnist", alpha="1")
     with pytest.raises(ConfigError, match="have no density"):
         chosen(load_table("hetero").cells, density="0.1")

@@ -160,7 +160,9 @@ def test_a_run_judged_by_nan_goes_on_and_is_told_of(tmp_path: Path) -> None:
 
 
 def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:
-    with pytest.raises(RunStopped, match=r"round 1 \(training\) failed 2 times: too few clients replied .client 0"):
+    with pytest.raises(
+        RunStopped, match=r"round 1 \(training\) failed 2 times: too few clients sent a usable reply .client 0"
+    ):
         go(fl.Dense(), with_nans(set(range(6))), folder=tmp_path, retries=1)
     assert list((tmp_path / "checkpoints").glob("*.json"))
 

@@ -238,4 +238,4 @@ def test_sections_and_fields_out_of_place_are_refused() -> None:
     counted = encode(Message("update", LAYOUT, (2, 1, 0), 5, n=3, counts=BASE.counts)).data
     refused(errors.BadSection, remove(counted, "counts"), "no mask, values or counts")
     made = encode(order(recipe_mask(LAYOUT, Recipe(5, BASE.counts))), form="recipe").data
-    refused(errors.BadField, made, "a recipe where none was asked for", limits=Limits(recipes=False))
+    refused(errors.BadField, made, "a recipe, but the order did not allow one", limits=Limits(recipes=False))

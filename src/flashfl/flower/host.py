@@ -115,11 +115,11 @@ class Host:
 
     def _at(self, context: Context) -> int:
         """Which of the task's clients this node plays: the only one, or the one its partition names."""
-        at = 0 if len(self.task.train) == 1 else int(context.node_config.get("partition-id", _client_id(context)))
-        if not 0 <= at < len(self.task.train):
+        clients = len(self.task.train)
+        at = 0 if clients == 1 else int(context.node_config.get("partition-id", _client_id(context)))
+        if not 0 <= at < clients:
             raise ConfigError(
-                f"partition-id (else client-id) = {at}: must be from 0 to {len(self.task.train) - 1}, as the task has "
-                f"{len(self.task.train)} clients"
+                f"partition-id = {at}: must be from 0 to {clients - 1}, as the task has {clients} clients"
             )
         return at
 

@@ -118,7 +118,7 @@ def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) 
     if lost:
         example = f"row {lost[0]} has {given[lost[0]]!r}"
         raise DataError(
-            f"{where}: {len(lost)} of {len(given)} rows have a missing or unknown {label!r}, such as {example}. "
+            f"{where} has {len(lost)} of {len(given)} rows whose {label!r} is missing or unknown: {example}. "
             f"{_YOURSELF}"
         )
     return [classes[value] for value in given]
