@@ -11,7 +11,7 @@ from ..data import registry
 from ..run.table import Entry, Table
 from .cells import Cell, chosen, load_table
 from .results import Record, Stored
-from .tables import ABOUT, FAR, NEAR, miss_of, table_of
+from .tables import FAR, MEANINGS, NEAR, miss_of, table_of
 
 Place = tuple[str, float | None]  # a data set, and an alpha where a section has only one
 
@@ -22,28 +22,25 @@ TABLES = (
 )  # fmt: skip
 # What the experiments in LOG.md found: a table, a data set, an alpha (None: any), a note.
 _NOTES: Sequence[tuple[str, str, float | None, str]] = (
-    ("main", "cifar10", 0.1, "At alpha 0.1 clients differ so much that accuracy goes up and down by several points in "
-     "the last rounds. On average, the best evaluations of our runs agree with the paper's means. So the paper "
-     "probably reports the best evaluation of each run."),
+    ("main", "cifar10", 0.1, "At alpha 0.1 accuracy goes up and down by several points in the last rounds. On "
+     "average, the best evaluations of our runs agree with the paper's means. So the paper probably reports these."),
     ("main", "cifar10", 1000.0, "Most cells lie a little below the paper, by 0.4 points on average. We do not know "
      "why."),
     ("main", "mnist", None, "All cells lie above the paper. The paper's published code applies softmax twice and "
      "decays its learning rate over 1,000 rounds. This explains why its figures are lower."),
     ("hetero", "cifar10", None, "hetero-SPDST at alpha 1: in the paper's published code every client holds and "
-     "computes the densest model, and trains only its own part of it. If we do the same, we reach 85.7 to 86.9, but "
-     "then clients exceed their budgets."),
+     "computes the densest model. If ours do so too, we reach 85.7 to 86.9, but then clients exceed their budgets."),
     ("hetero", "mnist", None, "All cells lie above the paper, like those of the main table."),
-    ("feddst", "mnist", None, "FedDST's paper limits uploads, so these are the GiB meant here; its figures are best "
-     "ones. Settings are those of its public code: 400 clients with 20 images of each of two classes, a readjustment "
-     "ratio of 0.05. That code applies softmax twice, and ours does not. One run gives both rows of a method."),
+    ("feddst", "mnist", None, "The GiB are those of uploads, as in FedDST's paper, which reports best evaluations. "
+     "Settings are those of FedDST's public code, except that ours applies softmax once, not twice. One run "
+     "gives both rows of a method."),
     ("rivals", "cifar10", None, "SPDST and JMWST use the paper's learning rate. Each other system uses the best of "
-     "three learning rates. These were compared over 100 rounds, on 5,000 training images that no client has "
-     "(`flashfl reproduce rivals_lr`)."),
-    ("wfa", "cifar10", None, "FedAvg counts a missing weight as 0 and so keeps rarely chosen weights small. "
-     "Averaging over the clients that hold a weight does not."),
+     "three, chosen on training images that no client has (`flashfl reproduce rivals_lr`)."),
+    ("wfa", "cifar10", None, "FedAvg counts a missing weight as 0, so weights that few clients have stay small. "
+     "Averaging over the clients that hold a weight avoids this."),
 )  # fmt: skip
 _NEEDS = {"sst2": "needs the weights of BERT-base"}
-_WHERE = "Data sets lie in the folder that FLASHFL_DATA names. `flashfl data` lists the missing ones."
+_WHERE = "Data sets belong in the folder FLASHFL_DATA. `flashfl data` lists the missing ones."
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,9 @@ class Overview:
 
     def markdown(self) -> str:
         """The page as Markdown."""
-        said = ["Made by `flashfl reproduce --all`. Do not edit by hand.", *self.said]
-        lines = ["# Results beside the paper's", "", *(f"{textwrap.fill(text, 120)}\n" for text in said)]
+        first, *counts = (f"{textwrap.fill(text, 120)}\n" for text in self.said)
+        made = "Made by `flashfl reproduce --all`. Do not edit by hand.\n"
+        lines = ["# Results beside the paper's", "", made, first, MEANINGS.markdown(), *counts]
         for section in self.sections:
             lines += [f"## {section.title}", "", f"`{section.command}`", "", section.table.markdown()]
         return "\n".join([*lines, "## What is missing", "", self.missing.markdown()])
@@ -94,7 +92,7 @@ def overview(cells: Mapping[str, Sequence[Cell]], seeds: int | None, stored: Sto
             apart.setdefault(cell.place(0), miss.spreads)
     missing = Counter((name, dataset) for name, (dataset, _), some in groups for cell in some if not found[_key(cell)])
     known = {cell.dataset for _, _, some in groups for cell in some if found[_key(cell)]}
-    return Overview([ABOUT, *_counted(found, apart)], sections, _missing(missing, known))
+    return Overview(_counted(found, apart), sections, _missing(missing, known))
 
 
 def _key(cell: Cell) -> tuple[str, int]:
@@ -127,15 +125,18 @@ def _section(name: str, place: Place, table: Table) -> Section:
 def _counted(found: Mapping[tuple[str, int], Sequence[Record]], apart: Mapping[str, float]) -> list[str]:
     """How many cells have results, and for each data set how far they lie from the paper."""
     done = sum(map(bool, found.values()))
-    said = [f"{done} of {len(found)} cells have results. The notes below tables say what is known about differences."]
+    said = [
+        f"The tables compare our results with the paper's. {done} of {len(found)} cells have results. Notes below the "
+        "tables explain differences."
+    ]
     by: dict[str, list[float]] = {}
     for place, spreads in apart.items():
         by.setdefault(place.partition("/")[0], []).append(spreads)
     for dataset, some in by.items():
         near, far = (sum(spreads <= limit for spreads in some) for limit in (NEAR, FAR))
         said.append(
-            f"{dataset}: of {len(some)} cells for which the paper states a spread, {near} lie within {NEAR:g} combined "
-            f"spread of its figure, {far - near} more within {FAR:g}, and {len(some) - far} further away."
+            f"{dataset}: of {len(some)} cells with a number in the column spreads, {near} have at most {NEAR:g}, "
+            f"{far - near} have {NEAR:g} to {FAR:g}, and {len(some) - far} have more."
         )
     return said
 

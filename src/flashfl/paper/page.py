@@ -8,7 +8,7 @@ from importlib.resources import files
 
 from ..run.table import Entry, Table
 from .overview import Overview, Section
-from .tables import FAR, NEAR
+from .tables import FAR, MEANINGS, NEAR
 
 # Columns that narrow screens leave out, unless the paper has figures for them.
 _MORE = ("best %", "before %", "seeds", "up / client", "down / client", "seconds")
@@ -16,7 +16,7 @@ _MORE = ("best %", "before %", "seeds", "up / client", "down / client", "seconds
 
 def page(found: Overview) -> str:
     """The page. It needs no network and no JavaScript."""
-    sections = [*found.sections, Section("What is missing", "", found.missing)]
+    sections = [Section("Columns", "", MEANINGS), *found.sections, Section("What is missing", "", found.missing)]
     links = "".join(f'<li><a href="#s{i}">{_text(section.title)}</a></li>' for i, section in enumerate(sections))
     body = "".join(_section(i, section) for i, section in enumerate(sections))
     said = "".join(f"<p>{_text(text)}</p>" for text in found.said)

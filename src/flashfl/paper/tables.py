@@ -20,16 +20,20 @@ _COLUMNS = (
     "method", "ours %", "best %", "before %", "paper %", "difference", "spreads", "seeds", "mismatch",
     "up / client", "down / client", TRANSFER, "seconds",
 )  # fmt: skip
-ABOUT = (
-    "Tables compare our accuracy after the last round with the paper's: mean ± standard deviation over seeds. Best: "
-    "the best evaluation of a run. Before: accuracy of the model before the server cuts it to its density. A spread "
-    "is a standard deviation. Ours is that over seeds, or that of a run's last ten evaluations if it is larger. The "
-    "combined spread is the root of the sum of squares of the paper's and ours. The column spreads shows the "
-    "difference divided by the combined spread; it is empty where the paper states no spread. Bytes are those of one "
-    "client and round, with the bytes of the first phase spread over all rounds; (19.2x) means 19.2 times fewer than "
-    "the dense model. Mismatch: between the masks of consecutive rounds, late in a run. Seconds: how long one run "
-    "took; it may have shared its GPU with other runs. The first phase is what the paper calls stage 1."
-)
+_MEANINGS = (
+    ("ours %, paper %", "accuracy after the last round: mean ± standard deviation over seeds"),
+    ("best %", "the best evaluation of a run"),
+    ("before %", "accuracy before the server cuts the model to its density"),
+    ("spreads", "the difference divided by sqrt(a^2 + b^2). a is the paper's standard deviation. b is ours over "
+     "seeds, or over a run's last ten evaluations if that is larger"),
+    ("mismatch", "how different the masks of consecutive rounds are, late in a run"),
+    ("up / client, down / client", "bytes of a client in a round, averaged over all rounds and the first phase (the "
+     "paper's stage 1). (19.2x): 19.2 times fewer than the dense model"),
+    (TRANSFER, "transfer time of both at these speeds"),
+    ("seconds", "how long a run took. It may have shared its GPU with other runs"),
+)  # fmt: skip
+MEANINGS = Table(("column", "meaning"), [[Entry(text, text) for text in row] for row in _MEANINGS])
+ABOUT = " ".join(f"{name}: {meaning}." for name, meaning in _MEANINGS)  # the same for a page with one table
 NEAR, FAR = 1.0, 2.0  # spreads up to which a difference is small, and beyond which it needs an explanation
 Panels = dict[str, dict[str, list[Sequence[Sequence[float]]]]]  # title -> method -> the curve of each seed
 _LAST = 10  # evaluations at the end of a run that say how much it swings
