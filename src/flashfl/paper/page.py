@@ -16,7 +16,8 @@ _MORE = ("best %", "before %", "seeds", "up / client", "down / client", "seconds
 
 def page(found: Overview) -> str:
     """The page. It needs no network and no JavaScript."""
-    sections = [Section("Columns", "", MEANINGS), *found.sections, Section("What is missing", "", found.missing)]
+    more = [Section("What is missing", "", found.missing), Section("What the columns mean", "", MEANINGS)]
+    sections = [*found.sections, *more]
     links = "".join(f'<li><a href="#s{i}">{_text(section.title)}</a></li>' for i, section in enumerate(sections))
     body = "".join(_section(i, section) for i, section in enumerate(sections))
     said = "".join(f"<p>{_text(text)}</p>" for text in found.said)
