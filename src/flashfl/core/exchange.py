@@ -115,7 +115,7 @@ class Local:
             )
 
     def sends(self, order: Precision) -> Precision:
-        """The precision of the update's values: `upload` if it is set, else `order`, the precision of the order.
+        """The precision of the update's values: `upload`, or that of the order if `upload` is None.
 
         Only weights can travel as changes, and not if parts of the work report changes already.
         """
@@ -125,12 +125,12 @@ class Local:
 
     @property
     def order_carries(self) -> Carries:
-        """Which values an order of this work carries."""
+        """The values that an order contains."""
         return "all" if self.statistics else "weights"
 
     @property
     def update_carries(self) -> Carries:
-        """Which values its update carries, if it carries any."""
+        """The values that an update contains."""
         return "rest" if self.report == "mask" else "statistics" if self.report == "statistics" else self.order_carries
 
     def batches(self, n: int) -> int:
@@ -141,7 +141,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Client:
-    """What the server knows about a client: id, number of samples and density (None: the method decides)."""
+    """What the server knows about a client. n: number of samples. density: None if the method decides."""
 
     id: int
     n: int
@@ -171,8 +171,8 @@ class Order:
 class Update:
     """A message from one client to the server: its mask, and its values as `Weights.packed` returns them.
 
-    `mask` and `values` are None if the order asked for layer counts only. The server fills in `start` if it compares
-    the changes of clients.
+    `mask` and `values` are None if the client sends layer counts only. `start` is the model that the client got; the
+    server adds it when it compares clients.
     """
 
     client: int
@@ -193,14 +193,14 @@ class Update:
         counts: tuple[int, ...],
         metrics: Mapping[str, float] | None = None,
     ) -> Update:
-        """The update that reports these weights. A dense model's values share its memory."""
+        """The update with these weights. If they are dense, no memory is copied."""
         if weights is None:
             return Update(client, n, None, None, counts, metrics or {})
         return Update(client, n, weights.mask, weights.packed(), counts, metrics or {})
 
     @property
     def weights(self) -> Weights | None:
-        """The model reported. Builds the dense vector."""
+        """The client's model, as a dense vector."""
         return None if self.mask is None or self.values is None else Weights.unpack(self.mask, self.values)
 
     @property
@@ -225,20 +225,20 @@ class Sums:
     holders: Tensor | None = None  # sum of n * m over the prunable weights
 
     def flat(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """`weights` and `holders`, to be added to in place; zeros on `device` if nothing was added yet."""
+        """The tensors `weights` and `holders`, to add updates to in place."""
         if self.weights is None or self.holders is None:
             self.weights = torch.zeros(self.layout.size, dtype=torch.float64, device=device)
             self.holders = torch.zeros(self.layout.prunable_size, dtype=torch.int64, device=device)
         return self.weights, self.holders
 
     def statistics_of(self, mask: Mask, otherwise: Tensor) -> Tensor:
-        """Mean statistics of the models with as many active weights as `mask`; `otherwise` if there are none."""
+        """Mean BatchNorm statistics of models with as many active weights as `mask`; `otherwise` if there are none."""
         found = self.statistics.get(mask.active)
         return otherwise if found is None else torch.where(found[-1] > 0, found[:-1] / found[-1], otherwise).float()
 
     @property
     def layer_densities(self) -> list[float]:
-        """Mean density of each layer over the clients, each client counted once."""
+        """Mean density of each layer over the clients. All clients count alike."""
         return [c / (self.clients * k) for c, k in zip(self.counts, self.layout.sizes, strict=True)]
 
     @property

@@ -27,7 +27,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Which prunable weights are active. An active weight may be zero, so the weights do not show the mask."""
+    """Which prunable weights are active. An active weight may happen to be zero."""
 
     layout: Layout
     bits: Tensor
@@ -42,7 +42,7 @@ class Mask:
     def unpack(
         layout: Layout, packed: np.ndarray[Any, Any], device: torch.device | str = "cpu", recipe: Recipe | None = None
     ) -> Mask:
-        """The mask that `packed` described."""
+        """The mask whose `packed` is this array."""
         if packed.dtype != np.uint8 or packed.shape != ((layout.prunable_size + 7) // 8,):
             raise ValueError(
                 f"a packed mask is {packed.dtype} {packed.shape}: expected uint8 ({(layout.prunable_size + 7) // 8},), "
@@ -77,18 +77,18 @@ class Mask:
 
     @cached_property
     def places(self) -> Tensor:
-        """Where the active weights lie. On a CPU, numpy finds them faster than torch."""
+        """The positions of the active weights."""
         if self.bits.is_cuda:
             return self.bits.nonzero().squeeze(1)
         return torch.from_numpy(np.flatnonzero(self.bits.numpy()))
 
     @cached_property
     def hash(self) -> str:
-        """16 hex digits over the layout and the bits."""
+        """A hash of the layout and the bits, as 16 hex digits."""
         return hashlib.blake2b(self.packed.tobytes(), digest_size=8, key=self.layout.hash.encode()).hexdigest()
 
     def equal(self, other: Mask) -> bool:
-        """Whether both masks mark the same weights."""
+        """Whether both masks have the same active weights."""
         if self is other or self.bits is other.bits:
             return True
         if None not in (self.known_counts, other.known_counts) and self.known_counts != other.known_counts:
@@ -168,7 +168,7 @@ class Weights:
 
     @staticmethod
     def unpack(mask: Mask, values: Tensor) -> Weights:
-        """The model whose `packed()` is `values`. A dense model shares their memory."""
+        """The model whose `packed()` is `values`. If it is dense, no memory is copied."""
         if mask.active == mask.layout.prunable_size:
             return Weights(mask, values)
         vector = torch.zeros(mask.layout.size, dtype=values.dtype, device=values.device)

@@ -30,7 +30,7 @@ class Method:
 
     @property
     def common(self) -> bool:
-        """Whether in every round all clients get one model and return its mask unchanged, so that sums can be secret.
+        """Whether in every round all clients get one model and keep its mask. Secure aggregation needs this.
 
         A method with its own `work` or `models` must say so itself.
         """
@@ -58,7 +58,7 @@ class Method:
         return ((client, s.weights) for client in clients)
 
     def orders(self, s: State, cohort: Sequence[Client]) -> Iterator[tuple[Client, Order]]:
-        """The orders of a round, made as they are needed."""
+        """The orders of a round, one by one."""
         extra = self.download(s)
         for client, weights in self.models(s, cohort):
             yield client, s.order(client, self.work(s, client), weights, extra)
@@ -76,14 +76,14 @@ class Method:
         return s.counted >= s.plan.rounds
 
     def views(self, s: State) -> Mapping[str, Weights]:
-        """The models to evaluate, by name; the first is reported. By default "after": s.weights; "before": s.before.
+        """The models to evaluate, by name. The first is reported. By default {"after": s.weights}.
 
         "before" is left out if s.before is None. It is the average before the server cut it to its mask.
         """
         return {"after": s.weights} if s.before is None else {"after": s.weights, "before": s.before}
 
     def reported(self, s: State) -> Mapping[str, Weights]:
-        """All views. The first is the running average of the server's model, if the run keeps one."""
+        """All views. If the run has a running average of the server's model, it comes first."""
         return self.views(s) if s.average is None else {"average": s.average, **self.views(s)}
 
     def view(self, s: State, name: str = "") -> Weights:
@@ -100,7 +100,7 @@ class Method:
         return replace(s, weights=s.weights.with_statistics(sums.weights[s.layout.trained_size :] / sums.n))
 
     def local(self, s: State, **changes: Any) -> Local:
-        """The run's training settings with this round's learning rate. Arguments replace single settings.
+        """The run's training settings, with this round's learning rate and with `changes`.
 
         The run's own parts come after the given ones.
         """

@@ -31,7 +31,7 @@ class PaperBytes:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One finished round. The loop fills the fields up to `privacy`; the run's observer adds those from `total` on."""
+    """One finished round: who took part, losses and scores, bytes and times."""
 
     phase: str
     counts: bool  # whether the round counts towards `rounds`
@@ -63,13 +63,13 @@ class RoundRecord:
         return next(iter(self.metrics.values()), None)
 
     def to_json(self) -> dict[str, object]:
-        """As a line of the results file. Fields that are empty are left out; NaN and infinities become null."""
+        """A line of the results file. Empty fields are left out. NaN and infinities become null."""
         filled = {name: _finite(value) for name, value in asdict(self).items() if value not in (None, (), "", {})}
         return {"type": "round", **filled}
 
     @staticmethod
     def from_json(line: Mapping[str, object]) -> RoundRecord:
-        """The record that `to_json` described, or a DataError that names what is wrong with it."""
+        """The record of a line that `to_json` made. Raises a DataError if the line is damaged."""
         given = {name: _or_nan(value) for name, value in line.items() if name != "type"}
         try:
             return build(RoundRecord, {"failures": {}, **given}, "round")

@@ -48,9 +48,9 @@ class ServerStep:
     leaves it loses its momentum. Momentum starts anew with each phase. Nothing more travels.
     """
 
-    lr: float = 1.0  # the server's learning rate: its step is multiplied by this
+    lr: float = 1.0  # the server's learning rate: the change of its model is multiplied by this
     momentum: float = 0.0  # the server's momentum
-    adam: float = 0.0  # FedAdam: decay of the squared changes; 0: FedAvgM instead of FedAdam
+    adam: float = 0.0  # FedAdam: decay of the squared changes, such as 0.99; 0: no FedAdam
     tau: float = 1e-3  # FedAdam: added to the divisor
 
     def __post_init__(self) -> None:
@@ -116,11 +116,11 @@ class Plan:
             )
 
     def initial(self, draw: int = 1) -> Tensor:
-        """The model's initial weights, the same for every method with the same seed. Each `draw` gives others."""
+        """The initial weights. All methods with the same seed get the same. Another `draw` gives others."""
         return self.draw(fold(self.key, "weights", draw)).to(self.device)
 
     def lr(self, round: int) -> float:
-        """The learning rate: exponential from lr at round 0 towards lr_end at the last; constant if either is 0."""
+        """The learning rate of a round. It falls exponentially from lr to lr_end; constant if one of them is 0."""
         if self.local.lr <= 0 or self.lr_end <= 0:
             return self.local.lr
         return self.local.lr * math.exp(round / self.rounds * math.log(self.lr_end / self.local.lr))
@@ -128,7 +128,7 @@ class Plan:
 
 @dataclass(frozen=True, repr=False)
 class State:
-    """Everything the server knows between two rounds. `round` counts from 0 inside the phase."""
+    """Everything the server knows between two rounds. `round` counts from 0 in each phase."""
 
     plan: Plan
     weights: Weights
@@ -171,12 +171,12 @@ class State:
         return fold(self.plan.key, *parts, *self.tag)
 
     def sample(self, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
-        """`count` of the clients, each equally likely, ascending by id; all of them if there are fewer."""
+        """`count` random clients, sorted by id; all of them if there are fewer."""
         chosen = set(choose(self.key(purpose), [c.id for c in clients], count))
         return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
 
     def drawn(self, ids: Sequence[int]) -> list[int]:
-        """The usual cohort among these clients, ascending: `per_round` of them, or as each one's coin falls."""
+        """The ids of a random cohort, sorted: `per_round` of them, or so many on average (dp_sampling poisson)."""
         plan, key = self.plan, self.key("cohort")
         return flip(key, ids, plan.per_round / plan.clients) if plan.poisson else choose(key, ids, plan.per_round)
 
@@ -191,7 +191,7 @@ class State:
         return found
 
     def next(self, weights: Weights, before: Weights | None = None, **extra: Mask | Tensor) -> State:
-        """The state one round later. `before` is evaluated as a second view; `extra` is stored."""
+        """The state one round later. `before`: a second model to evaluate. `extra`: masks and tensors to store."""
         return replace(
             self, weights=weights, round=self.round + 1, attempt=0, before=before, extra={**self.extra, **extra},
             counted=self.counted + self.phase.counts,
@@ -206,10 +206,9 @@ class State:
         )  # fmt: skip
 
     def settled(self, last: State) -> State:
-        """The state a method made, after the server's own part in it; `last` is the state before the round.
+        """The state after the server's step and the running average. `last`: the state before the round.
 
-        That is the server's step and the running average. With static BatchNorm nobody reports statistics, so the model
-        keeps its own.
+        With static BatchNorm nobody reports statistics, so the model keeps its own.
         """
         after = self.plan.server.apply(last, self)
         if not self.plan.local.statistics and after.phase == last.phase:
@@ -219,7 +218,7 @@ class State:
         return after.averaged(last)
 
     def averaged(self, last: State) -> State:
-        """The state with the running average after one more round; `last` is the state before that round.
+        """The state with the running average after one more round. `last`: the state before the round.
 
         ema = b * ema + (1 - b) * w, where b is `plan.average`, but at most (t - 1) / (t + 9) in round t of a phase: a
         short run would still hold its first models otherwise. Statistics are averaged like weights. A weight that
@@ -238,11 +237,11 @@ class State:
         return replace(self, average=Weights(new.mask, vector))
 
     def again(self) -> State:
-        """The same round again with new random keys, and so with another cohort."""
+        """The same round again, with new random keys and another cohort."""
         return replace(self, attempt=self.attempt + 1)
 
     def skip(self) -> State:
-        """The next round with the same model, as clients take no further part in this one."""
+        """The next round, with the same model. A failed secure round is repeated under a new number."""
         return replace(self, round=self.round + 1, attempt=self.attempt + 1)
 
     def order(

@@ -31,9 +31,8 @@ _CLIENTS = (
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """The share of samples whose class is predicted correctly.
 
-    The prediction is the class with the largest output. Targets are classes, or probabilities of classes; then the most
-    probable class is the true one. Classes are on dimension 1, as in cross_entropy. If the targets' shape does not fit
-    that, classes are on the last dimension.
+    Classes are on dimension 1 of the output, as in cross_entropy, or on the last one if that does not fit the targets.
+    If targets are probabilities of classes, the most probable class is the true one.
     """
     several = output.dim() > 1 and output.shape[1] > 1
     if several and target.is_floating_point() and target.shape == output.shape:
@@ -43,24 +42,22 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Task:
-    """What is learned, from whom, and how it is evaluated.
+    """A model, the samples of each client, and how the model is evaluated.
 
-    model: a module: training starts from its weights. Or a function or class without arguments that makes a module:
-        each seed draws new weights. Weights are kept in float32, whatever precision they come in.
-    clients: a list with each client's samples: a tuple (inputs, targets) of tensors, a torch Dataset, or a source.
-    test: the server's test samples. Without them, each client holds back the share `holdout` of its samples, and the
-        model is evaluated on those. Use holdout=0 on Flower clients if the server has test samples.
-    loss, metric: functions of (output, targets) that give the mean over a batch. Batches are averaged, weighted by
-        their samples: give the mean squared error, not its root. Without a metric, it is accuracy; or the loss, if you
-        give a loss and the targets are floats.
-    prunable, fixed: which parameters may be sparse, and which are never trained. docs/data.md lists the rules.
-    densities: each client's density budget, for heterogeneous methods.
-    metric_name: what reports call the metric; without it, the name of the function ("metric" for a lambda).
-    higher_is_better: whether a higher metric is a better one. Write False for an error or a perplexity. Without it, the
-        answer is no if the metric is the loss, else yes.
+    model: a module, whose weights training starts from. Or a class or function that makes a module: then each seed
+        starts from other random weights.
+    clients: a list with each client's samples: a tuple (inputs, targets) of tensors, or a torch Dataset.
+    test: the test samples. Without them, each client holds back a share of its samples (`holdout`) for evaluation. On
+        Flower clients, write holdout=0 if the server has test samples.
+    loss, metric: functions of (output, targets) that return the mean over a batch. Give the mean squared error, not its
+        root. The default metric is accuracy; with your own loss and float targets, it is this loss.
+    prunable, fixed: which parameters may be sparse, and which are never trained (docs/data.md).
+    densities: the density of each client, for methods that give clients different densities.
+    metric_name: the name of the metric in reports. The default is the function's name.
+    higher_is_better: write False if a lower metric is better. The default is False if the metric is the loss.
 
-    Attributes: `train` has each client's training samples. `evaluation` has the samples that the model is evaluated
-    on: the test samples, or those that the clients in `evaluators` hold back.
+    Attributes: `train` has each client's training samples. `evaluation` has the samples for evaluation: the test
+    samples, or those that the clients in `evaluators` hold back.
     """
 
     def __init__(

@@ -27,30 +27,30 @@ from .task import Task
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Which data, how it is split, and which model, as plain values."""
+    """The settings of a task: its data, how they are split, and its model."""
 
     dataset: str = "digits"  # a name that `flashfl data` lists, hub:NAME or folder:PATH
-    model: str = ""  # empty: the one the data set is usually trained with
-    model_path: str = ""  # a pretrained model: a folder, also looked for under the data root, or a name on the hub
-    clients: int = 20  # 0 with the natural partition: one for each writer
+    model: str = ""  # a name; empty: the usual model of the data set
+    model_path: str = ""  # a pretrained model: a folder (also under the data root), or a name on the hub
+    clients: int = 20  # number of clients; 0 with the natural partition: one for each writer
     partition: str = "lda"  # lda, dirichlet, shards, natural, iid
-    alpha: float = 1.0  # for lda and dirichlet: the smaller, the more clients differ
-    classes_per_client: int = 2  # for shards
+    alpha: float = 1.0  # for lda and dirichlet: the lower, the more clients differ
+    classes_per_client: int = 2  # for shards: the most classes of a client
     per_client: int = 0  # at most this many samples a client; 0: no limit
-    partition_seed: int = -1  # who gets which samples; -1: the run's seed decides it
-    partition_file: str = ""  # a saved partition, used instead of drawing one
-    data_root: str = ""  # empty: the environment variable FLASHFL_DATA, else ./data
-    limit: int = 0  # at most this many samples to train on, and to evaluate on, for quick runs; 0: no limit
-    synthetic: bool = False  # made-up data of the same shapes, to try things without files
-    augment: bool = True  # crop and flip training images at random, where the data set does so
-    verify: bool = True  # compare files with their published checksums
+    partition_seed: int = -1  # seed of the partition; -1: the run's seed
+    partition_file: str = ""  # a saved partition to use
+    data_root: str = ""  # folder of the data sets; empty: FLASHFL_DATA, else ./data
+    limit: int = 0  # at most this many training samples, and as many test samples; 0: no limit
+    synthetic: bool = False  # made-up data of the same shapes, without files
+    augment: bool = True  # crop and flip training images at random, if the data set has that
+    verify: bool = True  # compare files with known checksums
     holdout: float = 0.2  # share of each client's samples to evaluate on, if the data set has no test samples
-    held_out: int = 0  # evaluate on this many training samples, which no client gets, instead of the test samples
-    prunable: str = "auto"  # a rule or a glob (docs/data.md); auto: what the model says
+    held_out: int = 0  # evaluate on this many training samples instead of the test samples; no client gets them
+    prunable: str = "auto"  # which weights may be zero (docs/data.md); auto: the model says
     tokens: str = "auto"  # wordpiece or words; auto: wordpiece for a pretrained model
-    length: int = 64  # tokens that a text is cut or padded to
+    length: int = 64  # tokens of a text: longer ones are cut, shorter ones padded
     vocab_size: int = 8192  # with `tokens` words: the size of the vocabulary
-    size: int = 0  # pixels a side that images of a folder or the hub are scaled to; 0: as they are
+    size: int = 0  # scale images of a folder or the hub to this many pixels a side; 0: as they are
 
     def __post_init__(self) -> None:
         # A text has a start, a word and an end; a vocabulary the four special words and one more.
@@ -75,7 +75,7 @@ class TaskConfig:
 
 
 def load_data(config: TaskConfig) -> DataSet:
-    """The data set that a config asks for."""
+    """The data set of a config."""
     pieces = config.tokens == "wordpiece" or (config.tokens == "auto" and config.model_name in PRETRAINED)
     vocab = str(bert.vocabulary(config.encoder)) if pieces and not config.synthetic else ""
     options = Options(config.verify, config.augment, config.length, vocab, config.vocab_size, config.size)
@@ -92,7 +92,7 @@ def load_data(config: TaskConfig) -> DataSet:
 
 
 def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) -> Task:
-    """The task that a config asks for; `key` draws the partition. `data` shares loaded data between tasks."""
+    """The task of a config. key: random key of the partition. data: the data set, if it is loaded already."""
     data = load_data(config) if data is None else data
     parts = split_data(config, data, key)
     name = config.model_name or ("resnet18" if len(data.shape) == 3 else "tiny-transformer")
@@ -130,7 +130,7 @@ def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) ->
 
 
 def split_data(config: TaskConfig, data: DataSet, key: int) -> partition.Partition:
-    """Which training samples each client holds; `key` draws them."""
+    """The training samples of each client. key: random key of the partition."""
     if config.partition_file:
         return partition.load(config.partition_file, data.labels)
     key = fold(config.partition_seed if config.partition_seed >= 0 else key, "partition")
@@ -192,9 +192,9 @@ def _named(dataset: str, clients: int, **more: Any) -> Callable[..., Task]:
         return build_task(build(TaskConfig, values, "task"), fold(seed, "task"))
 
     task.__name__ = task.__qualname__ = dataset
-    task.__doc__ = f"""{registry.info(dataset).about}, split over clients.
+    task.__doc__ = f"""A task with the data set {dataset}: {registry.info(dataset).about}.
 
-    `root` is the folder of the data (else FLASHFL_DATA, else ./data). `settings` are those of `TaskConfig`.
+    `root`: the folder of the data (default: FLASHFL_DATA, else ./data). `settings`: those of `TaskConfig`.
     """
     return task
 

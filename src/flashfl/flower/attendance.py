@@ -24,20 +24,20 @@ _LONGEST = 64  # rounds a client is passed over at most
 
 @dataclass(frozen=True)
 class FlowerOptions:
-    """How the server deals with clients it does not control."""
+    """How the server waits for clients, and which clients it refuses."""
 
-    clients: int = 0  # how many must have registered before the first round; 0: as many as take part in one
-    wait: float = 300.0  # seconds to wait for them, at the start or when too few are left
+    clients: int = 0  # clients to wait for before the first round; 0: per_round
+    wait: float = 300.0  # the longest wait for these clients, in seconds
     timeout: float = 600.0  # the longest time a client has to reply, in seconds
     # A round is closed early once this share of its clients has replied and `grace` seconds more have passed, but not
     # before three times the time that share took, nor three times a missing client's usual time. Once a client's usual
     # time is known, it gets a sixth of `grace`. After a missed round that is all it gets.
-    enough: float = 0.5  # share of clients that must have replied before a round can close early; 1: wait for everyone
-    grace: float = 60.0  # seconds to wait after that
+    enough: float = 0.5  # a round can close early when this share of its clients has replied; 1: wait for all
+    grace: float = 60.0  # how much longer to wait before a round closes early, in seconds
     poll: float = 0.2  # seconds between two checks for replies
     max_samples: int = 0  # refuse clients with more samples than this; 0: refuse only above 2^32
     # A node keeps the client id and the numbers of samples it registered first, and a client id keeps its node.
-    rebind: bool = False  # let a node register anew with other data, and a new node replace one that has left
+    rebind: bool = False  # let clients come back with other data or another key
 
     def __post_init__(self) -> None:
         for name in ("clients", "wait", "timeout", "grace", "poll", "max_samples"):

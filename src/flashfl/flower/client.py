@@ -22,14 +22,12 @@ Serve = Callable[[Message, Context], RecordDict]
 def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that trains `task`.
 
-    task: a Task, or a function that makes one from a context (`node_config`, `run_config`, `run_id`), or, best, the
-    name of such a function: "module:function". If the task has one client, the node is that client. If it has several,
-    `partition-id` says which client the node is. The node's settings may also give `client-id` (default: the
-    partition), `density` and `threads`.
+    task: best, the name of a function that makes a Task from Flower's context: "module:function". A worker process then
+        keeps the model and the data between messages. You can also give the function itself, or a Task. Then a
+        deployment makes it again for every message.
 
-    A process makes the task once and keeps it for the run, with the model and the data. In a deployment Flower starts
-    a process for every message. If the task is given by name, a worker process keeps it between messages. The node's
-    setting `worker=false` turns the worker off.
+    If the task has several clients, the node's setting `partition-id` says which one the node is. docs/deploy.md lists
+    the other settings of a node.
     """
 
     def serve(message: Message, context: Context) -> RecordDict:

@@ -41,7 +41,7 @@ class FlowerEngine:
         self._may_be_sparse = train.sparse_compute
 
     def prepare(self, s: State) -> dict[str, JSON]:
-        """The server measures whether native kernels are faster. Clients without native kernels train dense."""
+        """Measure on the server whether native kernels are faster. The choice holds for all clients."""
         return choose(self.task, s, self.memory, threads=1) if self._may_be_sparse else {}
 
     def train(self, s: State, orders: Iterable[tuple[Client, Order]]) -> Outcome:
@@ -68,7 +68,7 @@ class FlowerEngine:
                 return this.settle()
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:
-        """Mean loss and metric over the server's test samples, or over those that clients hold back."""
+        """Mean loss and metric over the server's test samples. Without them, over those that clients hold back."""
         if self.task.test is None:
             return self._ask_clients(weights, statistics)
         self._trainer = self._trainer or Trainer(self.task)

@@ -59,11 +59,11 @@ def server_task(
     example: Tensor | tuple[Tensor, ...] | None = None,
     **settings: Any,
 ) -> Task:
-    """What a server knows about a task: the model, and test samples if it has some. Else clients evaluate the model.
+    """The server's task: the model, and test samples if it has some. Without them, clients evaluate the model.
 
-    example: a batch of inputs, needed only to count FLOPs if there are no test samples.
-    settings: loss, metric, prunable, fixed and name, as for `Task`. Model and rules must be the same as the clients'.
-    If clients evaluate by accuracy, set metric=flashfl.accuracy. The server then refuses values outside 0 to 1.
+    example: a batch of inputs, to count FLOPs if there are no test samples.
+    settings: loss, metric, prunable, fixed and name, as for `Task`. The model, `prunable` and `fixed` must be the same
+        as on the clients. If clients evaluate by accuracy, set metric=flashfl.accuracy.
     """
     if test is None and "loss" in settings and "metric" not in settings:
         raise ConfigError(
@@ -81,18 +81,17 @@ class FlashStrategy(Strategy):
     """Runs a method on the nodes of a grid.
 
     method: any Method.
-    task: the model and how to evaluate it (`server_task`). The server evaluates if the task has test samples, else the
-        clients do.
-    train: the run's settings; by default the usual ones, with a checkpoint after each round.
-    options: how to deal with clients.
+    task: the model and how to evaluate it, made by `server_task`.
+    train: the run's settings. The default writes a checkpoint after each round.
+    options: how to wait for clients.
     folder: where results and checkpoints go.
     resume: continue from the last checkpoint in the folder, if there is one.
-    header: the settings that the results file records.
-    watch: called after every round.
+    header: settings to record in the results file.
+    watch: a function that is called with the state and the record after every round.
     quiet: show no progress.
-    secure: use secure aggregation, whatever `train` says; see docs/privacy.md.
+    secure: True or False overrides `secure` of `train` (docs/privacy.md).
 
-    Call `start`. Flower's hooks for single steps raise an error: they cannot send a client the masks it has lost.
+    Call `start`. Flower's hooks for single steps, such as `configure_train`, raise an error.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class FlashStrategy(Strategy):
         timeout: float | None = None,
         **unused: Any,
     ) -> Result:
-        """Train to the end. Returns the model and its metrics; the attribute `run` then holds the whole run."""
+        """Train to the end. Returns the model and its metrics. The whole run is then in the attribute `run`."""
         if initial_arrays is not None:
             raise ConfigError(
                 "initial_arrays cannot be used: the method makes the first weights. To start from your own, give Task "

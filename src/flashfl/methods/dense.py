@@ -16,12 +16,10 @@ from ..core.state import Plan, State
 class Dense(Method):
     """FedAvg: every weight is trained, sent and averaged.
 
-    Clients train the whole model on their own data; the server averages the results by data size (the `fedAvg` branch
-    of Algorithm 3 with every weight present).
+    Clients train the whole model. The server averages their models, weighted by samples (Algorithm 3, fedAvg).
 
     Bytes: the whole model, in both directions, every round.
-    When: as the baseline whose accuracy sparse methods try to keep. With `values = "int8"` this is FedPAQ, which sends
-    fewer bits instead of fewer weights.
+    When: as the baseline. With `values = "int8"` this is FedPAQ, which sends fewer bits for each weight.
     Not to be confused with top-k compression, which also trains densely but sends only the largest changes.
 
     aggregator: fedavg or wfa. They agree here, because everyone holds every weight.

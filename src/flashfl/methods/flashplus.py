@@ -23,22 +23,21 @@ _STAGES = 8  # the densities that a mask which grows goes through
 
 @dataclass(frozen=True)
 class FlashPlus(JMWST):
-    """SPDST with fewer bits for each weight, so more weights for the same bytes, and a recipe found by experiment.
+    """SPDST with more weights, fewer bits for each weight, and another training recipe.
 
-    The run's settings that belong to it are its `recipe`: a running average of the server's model, weight decay, a
-    learning rate that falls less far, and 4-bit values, with changes instead of weights upward. They apply unless you
-    set them yourself. Clients look ahead. The recipe was tuned on CIFAR-10 at alpha 1 only, and then left alone. Most
-    of what it brings comes from training, not from bits: it helps dense models as much (docs/flashplus.md).
+    It sets training settings that you can override: a running average of the server's model, weight decay, a learning
+    rate that falls less far, and uploads of changes in 4 bits. The recipe was tuned on CIFAR-10 at alpha 1 only. Most
+    of the gain comes from training, not from bits: the recipe helps dense models too (docs/flashplus.md).
 
-    Bytes: as SPDST at the same density, with fewer for each weight.
-    When: a client may send only so many bytes a round (`--budget 2.3MB`), and you want the best model for them.
+    Bytes: as SPDST at the same density, but about 4 bits for each weight instead of 32.
+    When: you want the best model for a given number of bytes, such as `--budget 2.3MB`.
     Not to be confused with SPDST and JMWST, which are the paper's methods, with the paper's recipe.
 
-    r_int: masks move every r_int rounds, as JMWST's; 0: they are frozen, as SPDST's. look_ahead: clients start
-    from the server's model plus this share of its last step (FedACG). multiply: strength of a multiplicative step after
-    each SGD step (HAM); 0: none. shrink: how strongly prunable weights shrink in such steps; 0: not at all.
-    init_scale: initial sparse weights are multiplied by it. grow: the mask grows from density * (1 - grow) to density *
-    (1 + grow) over the run. The other settings are SPDST's.
+    r_int: masks move every r_int rounds; 0: they never move. look_ahead: clients start from the server's model plus
+    this share of its last change (FedACG). multiply: strength of a multiplying step after each SGD step (HAM); 0: none.
+    shrink: how strongly prunable weights shrink in such steps. init_scale: initial sparse weights are multiplied by
+    this. grow: over the run, the density rises from density * (1 - grow) to density * (1 + grow). The other settings
+    are SPDST's.
     """
 
     name: ClassVar[str] = "flashplus"

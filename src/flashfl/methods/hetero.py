@@ -19,19 +19,19 @@ from .spdst import SENSITIVITY, SPDST
 
 @dataclass(frozen=True)
 class HeteroSPDST(Nested, SPDST):
-    """SPDST for clients with different budgets: nested frozen masks, one per density.
+    """SPDST for clients with different budgets: one frozen mask for each density.
 
-    The first phase runs on clients of the highest density. Then one ranking of the weights gives each density a mask;
-    each mask is inside the next larger one (Algorithm 2). A client trains its own part. The server averages each weight
-    over the clients that hold it (Algorithm 3, weightedFedAvg). Each density has its own BatchNorm statistics.
+    The first phase runs on clients of the highest density. Then the server ranks the weights and gives each density a
+    mask. A smaller mask is part of the larger ones (Algorithm 2). The server averages each weight over the clients that
+    have it (Algorithm 3, weightedFedAvg). Each density has its own BatchNorm statistics.
 
     Bytes: as SPDST at each client's own density.
     When: clients differ in bandwidth and must not move masks. hetero-JMWST is more accurate (LOG.md).
     Not to be confused with HeteroFL or FjORD, which remove whole channels from the model.
 
-    densities, shares: the densities, and the share of clients that get each (on the command line: --densities 0.1,0.2
-    --shares 0.3,0.7). A client may also state its own density. The other settings are SPDST's; `density` is the highest
-    of `densities`.
+    densities: the densities of clients, such as 0.1,0.2. A client may also state its own. shares: the share of clients
+    with each density, such as 0.3,0.7. density: the highest of `densities`. Leave it out. The other settings are
+    SPDST's.
     """
 
     name: ClassVar[str] = "hetero-spdst"
@@ -103,17 +103,14 @@ class HeteroSPDST(Nested, SPDST):
 
 @dataclass(frozen=True)
 class HeteroJMWST(HeteroSPDST, JMWST):
-    """JMWST for clients with different budgets: the server cuts one model per density out of the average.
+    """JMWST for clients with different budgets: one moving mask for each density.
 
-    As hetero-SPDST, but masks go on moving. The server averages each weight over its holders. Then it ranks the weights
-    of each layer by magnitude, which gives all nested masks. Budgets follow the layer densities of the averaged model
-    (Algorithms 2 and 4).
+    The server averages each weight over the clients that have it. Then it ranks the weights of each layer by magnitude.
+    Each density gets the largest weights, so a smaller mask is part of the larger ones (Algorithms 2 and 4).
 
     Bytes: as JMWST at each client's own density.
-    When: clients differ in bandwidth. It reached 85.88 % on CIFAR-10 where hetero-SPDST reached 84.06 % (LOG.md).
+    When: clients differ in bandwidth. On CIFAR-10 it reached 85.88 %, and hetero-SPDST 84.06 % (LOG.md).
     Not to be confused with hetero-SPDST, whose masks are frozen.
-
-    The settings are those of hetero-SPDST and JMWST.
     """
 
     name: ClassVar[str] = "hetero-jmwst"

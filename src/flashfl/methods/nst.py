@@ -19,15 +19,15 @@ from .common import check_density, check_rule
 class NST(Method):
     """Naive sparse training: each client has its own mask and moves it.
 
-    All clients start from one common random mask. In every round a client prunes and regrows, and it stores its
-    mask for its next round. The server averages what comes back and counts a missing weight as 0.
+    All clients start from one random mask. In every round a client prunes and regrows, and stores its mask for its next
+    round. The server averages the models and counts a missing weight as 0.
 
-    Bytes: up, the active weights, all dense tensors and the moved mask. Down, the weights in the union of all masks, so
-    several times more.
-    When: never in production. It shows what disagreement between masks costs (Section 3 of the paper).
-    Not to be confused with JMWST, where the server brings all masks back to one after each move.
+    Bytes: up, the active weights, all dense tensors and the moved mask. Down, several times more: the weights that are
+    active in any client's mask.
+    When: never in production. It shows what different masks cost (Section 3 of the paper).
+    Not to be confused with JMWST, where all clients start each round from one mask.
 
-    density: of every client's model; the server's is denser. adapt: how a client moves its mask.
+    density: the density of a client's model; the server's is denser. adapt: how a client moves its mask.
     """
 
     name: ClassVar[str] = "nst"

@@ -17,17 +17,17 @@ from .common import check_density
 
 @dataclass(frozen=True)
 class PDST(Method):
-    """Pre-defined sparse training: everyone agrees on the mask, because nobody ever moves it.
+    """Pre-defined sparse training: one random mask for the whole run.
 
-    The server draws one random mask with exact layer budgets and keeps it. Clients train the active weights only, and
-    the server averages them (Algorithm 1 without its first phase, masks frozen).
+    The server draws a random mask and keeps it. Clients train the active weights only, and the server averages them
+    (Algorithm 1 without its first phase).
 
     Bytes: the active weights and all dense tensors, in both directions. The mask travels once, as a key of a few bytes.
-    When: as the simplest sparse baseline, and wherever clients must do no extra work.
-    Not to be confused with SPDST, which first learns how dense each layer should be. That is the whole difference.
+    When: as the simplest sparse baseline.
+    Not to be confused with SPDST, which first measures how dense each layer should be. There is no other difference.
 
-    density: the share of prunable weights that is active. allocation: how it is spread over layers. uniform: every
-    layer alike; erk: in proportion to sum(shape) / prod(shape); erk+: ERK with small layers kept denser.
+    density: the share of prunable weights that are active. allocation: how dense each layer is. uniform: all layers
+    alike; erk: small layers are denser (sum(shape) / prod(shape)); erk+: as erk, with small layers at 0.2 or more.
     """
 
     name: ClassVar[str] = "pdst"

@@ -23,19 +23,19 @@ SENSITIVITY = Phase("sensitivity", 1, counts=False)  # the paper's stage 1
 class SPDST(Method):
     """Sensitivity-driven pre-defined sparse training: FLASH with a frozen mask.
 
-    In the first phase a few clients train sparsely from one uniform mask, moving it as they go, and report only how
-    many weights each layer ended with (Eq. 2). The server averages these layer densities and scales them to the target
-    (Eq. 3). In the second phase everyone trains under one random mask with those budgets (Algorithm 1, freez = 1).
+    In the first phase a few clients train sparse models and move their masks. They report only how dense each layer
+    became (Eq. 2). The server averages these layer densities and scales them to the target density (Eq. 3). Then it
+    draws one random mask with these layer densities, and all clients train with it (Algorithm 1, freez = 1).
 
     Bytes: the active weights and all dense tensors, in both directions. A random mask travels once, as a key.
     The first phase also sends the model once to a few clients.
     When: the first choice. It sends the fewest bytes of the FLASH methods.
-    Not to be confused with JMWST, where masks go on moving, or PDST, which has no first phase.
+    Not to be confused with JMWST, where the mask moves during training, or PDST, which has no first phase.
 
-    density: the share of prunable weights that is active. warmup_clients: the number of clients in the first phase
-    (all, if there are fewer); 0: no first phase. warmup_epochs: epochs that each of these clients trains. adapt: how
-    masks move there. mask_init: draw the frozen mask at random, or take the largest initial weights (for pretrained
-    models). nm: group size M of an N:M pattern; 0: no pattern.
+    density: the share of prunable weights that are active. warmup_clients: clients in the first phase; 0: no first
+    phase. warmup_epochs: epochs that these clients train. adapt: how masks move in the first phase. mask_init: draw
+    the mask at random, or take the largest initial weights (magnitude, for pretrained models). nm: group size M of an
+    N:M pattern; 0: no pattern.
     """
 
     name: ClassVar[str] = "spdst"

@@ -17,7 +17,7 @@ class Policy:
     """The same for all parties of a run; clients hold it themselves and refuse a server that has another."""
 
     least: int = 3  # secure: the smallest cohort a client takes part in
-    survive: float = 2 / 3  # secure: more than this share of the cohort must finish, or the attempt fails
+    survive: float = 2 / 3  # secure: a round fails unless more than this share of the cohort finishes it
     corrupt: float = 0.1  # secure: the share of clients that may work together with the server
     noise: float = 0.0  # clients refuse rounds with less dp_noise than this
 

@@ -36,11 +36,11 @@ _EXACT = 52  # bits that double precision holds exactly
 class Ranges:
     """The largest values that clients report in private rounds; what lies beyond is clamped. They are public."""
 
-    weights: float = 1.0  # private rounds: the largest change of a sparse weight; larger ones are clamped
-    dense: float = 4.0  # private rounds: the largest change of a dense weight
-    statistics: float = 64.0  # private rounds: the largest change of a BatchNorm statistic
-    samples: int = 4096  # private rounds: the most samples that a client counts for
-    loss: float = 64.0  # private rounds: the largest mean loss of a client
+    weights: float = 1.0  # private rounds: larger changes of prunable weights are cut to this
+    dense: float = 4.0  # private rounds: larger changes of other weights are cut to this
+    statistics: float = 64.0  # private rounds: larger changes of BatchNorm statistics are cut to this
+    samples: int = 4096  # private rounds: a client counts as at most this many samples
+    loss: float = 64.0  # private rounds: larger losses are cut to this
 
     def __post_init__(self) -> None:
         for name in ("weights", "dense", "statistics", "samples", "loss"):

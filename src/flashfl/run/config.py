@@ -50,7 +50,7 @@ Tables = dict[str, Settings]  # by table
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a run goes: its length, the clients' training, and where and how it is carried out."""
+    """The settings of a run: its length, the training of clients, and how it is computed."""
 
     rounds: int = 60  # training rounds, not counting a first phase
     per_round: int = 5  # clients that train in a round
@@ -58,50 +58,50 @@ class TrainConfig:
     batch: int = 16  # samples in a step
     lr: float = 0.1  # learning rate of SGD in the first round
     lr_end: float = 0.001  # the learning rate decays exponentially from lr to this
-    momentum: float = 0.0  # of SGD
-    weight_decay: float = 0.0  # of SGD
-    prox: float = 0.0  # FedProx's pull towards the server's model
-    lr_last: float = 1.0  # within a round, the learning rate falls linearly towards lr_last times its first value
+    momentum: float = 0.0  # momentum of SGD
+    weight_decay: float = 0.0  # weight decay of SGD
+    prox: float = 0.0  # FedProx: how strongly clients are pulled towards the server's model
+    lr_last: float = 1.0  # in each round, the learning rate falls linearly to this share of its first value
     max_steps: int = 0  # at most this many batches an epoch; 0: all
     server: ServerStep = field(default_factory=ServerStep)  # the server's step (FedAvgM, FedAdam)
-    static_bn: bool = False  # gather BatchNorm statistics once at the end, instead of averaging them in every round
-    seed: int = 0  # of everything random in the run
+    static_bn: bool = False  # gather BatchNorm statistics only once, at the end
+    seed: int = 0  # random seed of the run
     eval_every: int = 5  # rounds between evaluations
     dropout: float = 0.0  # simulated failures: the share of clients that fail in each round
-    min_replies: int = 1  # repeat a round that has fewer good replies than this
+    min_replies: int = 1  # repeat a round that has fewer valid replies than this
     retries: int = 2  # how often a round may be repeated
-    budget: int = 0  # mean bytes per client, round and direction, such as 2.3MB; sets density and bits; 0: none
+    budget: int = 0  # bytes that a client may send in a round, and receive, such as 2.3MB; 0: no limit
     max_bytes: int = 0  # end the run after this many bytes, up and down together; 0: no limit
-    average: float = 0.0  # weight of the past in a running average of the server's model, which is reported; 0: none
-    values: Form = "fp32"  # how weights are encoded in messages, in both directions
-    values_up: Literal["", Form] = ""  # how weights are encoded in uploads; empty: as `values` says
-    values_down: Literal["", Form] = ""  # how weights are encoded in downloads; empty: as `values` says
-    rest: Rest = "fp32"  # encoding of BatchNorm statistics; with int8 and int4 also of biases and other vectors
-    rounding: Rounding = "unbiased"  # of encoded values: unbiased (up or down at random), or to the nearest
-    feedback: bool = False  # with `rounding` nearest: clients store the rounding error and add it to their next update
-    upload: Literal["weights", "changes"] = "weights"  # changes: clients send the difference from the model they got
+    average: float = 0.0  # report a running average of the server's model, such as 0.98; 0: none
+    values: Form = "fp32"  # number format of weights in messages
+    values_up: Literal["", Form] = ""  # number format in uploads; empty: as `values`
+    values_down: Literal["", Form] = ""  # number format in downloads; empty: as `values`
+    rest: Rest = "fp32"  # number format of BatchNorm statistics; with int8 and int4 also of biases and other vectors
+    rounding: Rounding = "unbiased"  # unbiased: round values up or down at random; nearest: to the nearest
+    feedback: bool = False  # with `rounding` nearest: clients add the rounding error of an update to their next one
+    upload: Literal["weights", "changes"] = "weights"  # clients send their weights, or the changes of the weights
     robust: Literal["auto", "on", "off"] = "auto"  # limit the influence of each client; auto: on Flower only
-    clip: float = 0.0  # shorten changes above this many times the cohort's median; 0: 2 if `robust`, else no limit
-    trim: float = 0.0  # share of each weight's values that is dropped at either end before averaging; 0: none
-    secure: bool = False  # secure aggregation: the server learns sums, never single updates (docs/privacy.md)
-    dp_epsilon: float = 0.0  # differential privacy for clients: end the run when this much is spent; 0: no limit
+    clip: float = 0.0  # shorten changes to this many times the median; 0: no limit, with `robust` 2
+    trim: float = 0.0  # for each weight, leave out this share of the lowest and of the highest values; 0: none
+    secure: bool = False  # secure aggregation: the server learns only sums of updates (docs/privacy.md)
+    dp_epsilon: float = 0.0  # differential privacy: the run ends when this epsilon is spent; 0: no limit
     dp_delta: float = 1e-5  # delta of (epsilon, delta) differential privacy
-    dp_clip: float = 1.0  # shorten each client's change to this length, under differential privacy
+    dp_clip: float = 1.0  # differential privacy: shorten each client's change to this length
     dp_sampling: Literal["fixed", "poisson"] = "fixed"  # fixed: per_round clients; poisson: per_round on average
-    dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: as much as dp_epsilon needs for `rounds`
+    dp_noise: float = 0.0  # noise on the sum, as a multiple of dp_clip; 0: as much as dp_epsilon needs
     ranges: Ranges = field(default_factory=Ranges)  # private rounds: the largest values that clients report
     policy: Policy = field(default_factory=Policy)  # secure aggregation: what clients insist on
     device: str = "auto"  # cpu or cuda; auto: cuda if there is one
     precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"  # number format on a GPU; auto: bf16. A CPU uses fp32
-    lanes: int = 0  # clients that train at once on a GPU; 0: all of a round, as far as memory allows, up to 16
-    crew: Literal["auto", "lanes", "batched"] = "auto"  # on a GPU, lanes: a replica per client; batched: all at once
+    lanes: int = 0  # clients that train at once on a GPU; 0: flashfl chooses, up to 16
+    crew: Literal["auto", "lanes", "batched"] = "auto"  # on a GPU: one client at a time in each lane, or all at once
     compile: bool = False  # on a GPU: use torch.compile for lanes; compiling takes a minute
     deterministic: bool = False  # on a GPU: bit-identical results in every run, a little slower
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
-    sparse_compute: bool = True  # on a CPU: compute active weights only, if that is measured to be faster
-    checkpoint_every: int = 25  # write a checkpoint every N rounds or 20 s; 0: only at the end and when interrupted
-    track: str = ""  # also send numbers to tensorboard, mlflow, wandb, or several of them
+    sparse_compute: bool = True  # on a CPU: compute only active weights, if that is faster
+    checkpoint_every: int = 25  # rounds between checkpoints (at most 20 s); 0: only at the end and when interrupted
+    track: str = ""  # also log to tensorboard, mlflow or wandb; several are separated by commas
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A finished (or stopped) run: its model, its records, and where it is kept."""
+    """A finished or stopped run: its model and the records of its rounds."""
 
     def __init__(self, method: Method, task: Task, train: TrainConfig, folder: Path | None = None) -> None:
         self.method, self.task, self.train, self.folder = method, task, train, folder
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def best(self) -> float:
-        """The best metric of any evaluated round: the highest, or the lowest if the task says so."""
+        """The best metric of any evaluated round: the highest, or the lowest if lower values are better."""
         best = max if self.shown.higher_is_better else min
         return best(self._scores(), default=float("nan"))
 
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Time spent on finished rounds, without interruptions between them."""
+        """Time spent on finished rounds."""
         return sum(r.seconds.get(name, 0.0) for r in self.history for name in ("train", "aggregate", "evaluate"))
 
     @property
@@ -111,32 +111,32 @@ class Run:
 
     @property
     def bytes_evaluation(self) -> int:
-        """Bytes sent to clients that evaluated the model, beside all training."""
+        """Bytes sent to clients for evaluation only."""
         return sum(record.evaluation_bytes for record in self.history)
 
     @property
     def bytes_left(self) -> float:
-        """Bytes until the run's limit; infinite without one."""
+        """Bytes left until `max_bytes`; infinite without this limit."""
         return self.train.max_bytes - self.traffic.total if self.train.max_bytes else math.inf
 
     @property
     def over_budget(self) -> bool:
-        """Whether the run may not go on: no bytes are left, or its privacy budget is spent."""
+        """Whether the run must end: no bytes are left, or its privacy budget is spent."""
         return bool(self.why_over) or self.bytes_left <= 0
 
     @property
     def privacy(self) -> Spent | None:
-        """What the run spent of its clients' privacy; None if it is not private."""
+        """The privacy spent; None if the run is not private."""
         return self.history[-1].privacy if self.history else None
 
     @property
     def spent(self) -> str:
-        """The privacy spent, for a line of text; empty without differential privacy."""
+        """The privacy spent, as text; empty without differential privacy."""
         return f"epsilon {epsilons(found)}, " if (found := self.privacy) is not None and found.delta else ""
 
     @property
     def why_over(self) -> str:
-        """What to say about a privacy budget that is spent; empty if it is not."""
+        """A sentence if the privacy budget is spent, else an empty text."""
         spent = self.privacy
         return f"spent its privacy budget of epsilon {self.train.dp_epsilon:g}" if spent and spent.over else ""
 
@@ -146,7 +146,7 @@ class Run:
         return self.results.rounds
 
     def model(self, view: str = "") -> nn.Module:
-        """The task's own module with the final weights, or with those of another view, such as "density 0.1"."""
+        """Your module with the final weights. `view` chooses another model, such as "density 0.1"."""
         assert self.state is not None
         module = self.task.build()
         self.task.layout.write(self.method.view(self.state, view).vector.cpu(), module)
@@ -154,7 +154,7 @@ class Run:
 
     @property
     def checksum(self) -> str:
-        """A digest of the final weights and mask. Equal for two runs that ended bit for bit alike."""
+        """A digest of the final weights and mask. Equal for two runs only if they are bit-identical."""
         digest = hashlib.blake2b(self.weights.mask.packed.tobytes(), digest_size=8)
         digest.update(self.weights.vector.cpu().numpy().tobytes())
         return digest.hexdigest()
@@ -167,7 +167,7 @@ class Run:
         return self.export(target / "model.safetensors")
 
     def export(self, path: str | Path, format: Format = "safetensors", view: str = "") -> Path:
-        """Write the final model, or another view of it, to a file.
+        """Write the final model to a file. `view` chooses another model.
 
         format: "safetensors" for `load_state_dict` of the same module, with masks in a second file. "sparse" holds
         active weights only, for `flashfl.native.load_sparse`. "onnx" needs the extra `onnx`.

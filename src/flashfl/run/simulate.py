@@ -51,15 +51,13 @@ def simulate(
 ) -> Run:
     """Train `task` with `method` and return the run.
 
-    settings: any field of TrainConfig (per_round=10, lr=0.1, seed=3, workers=4, ...). Those of the method's `recipe`
-    apply unless they are given here or in `train`.
-    folder: where results, checkpoints and the final model go. If it holds a run already, choose: resume=True continues
-    that run from its last checkpoint, to the same result as without the interruption; overwrite=True replaces it.
-    A resumed run may have more `rounds` than before; the learning rate then follows the longer schedule from there on.
-    progress: when to show progress: on a terminal and in notebooks (None), always (True), never (False); or a Display.
-    watch: called with the state and the record after every round.
+    settings: fields of TrainConfig, such as per_round=10, lr=0.1, seed=3. They override the method's `recipe`.
+    folder: where results, checkpoints and the final model go. If it already holds a run, resume=True continues this
+    run from its last checkpoint, and overwrite=True replaces it. A resumed run may have more `rounds`.
+    progress: whether to show progress. None: on a terminal and in notebooks. Or a Display.
+    watch: a function that is called with the state and the record after every round.
 
-    Ctrl-C ends the run early: its finished rounds are kept and returned.
+    Ctrl-C ends the run early, and simulate returns its finished rounds.
     """
     if rounds is not None:
         settings["rounds"] = rounds

@@ -64,13 +64,13 @@ def weight_budget(layout: Layout, density: float) -> int:
 def calibrate(
     layout: Layout, densities: Sequence[float], density: float, caps: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Layer budgets in proportion to `densities` that sum to exactly round(density * K) (Eq. 3)."""
+    """Layer budgets in proportion to `densities`. Their sum is exactly round(density * K) (Eq. 3)."""
     wishes = [rho * k for rho, k in zip(densities, layout.sizes, strict=True)]
     return share_out(wishes, caps if caps is not None else layout.sizes, weight_budget(layout, density))
 
 
 def nested(layout: Layout, densities: Sequence[float], targets: Sequence[float]) -> dict[float, tuple[int, ...]]:
-    """Layer budgets for several densities, each at most as large as at the next higher density. So masks can nest."""
+    """Layer budgets for several densities. A smaller mask fits into the larger ones."""
     budgets: dict[float, tuple[int, ...]] = {}
     caps: Sequence[int] = layout.sizes
     for target in sorted(set(targets), reverse=True):
@@ -105,7 +105,7 @@ ALLOCATIONS: dict[str, Callable[[Layout, float], list[float]]] = {
 
 
 def allocate(layout: Layout, allocation: str, density: float) -> tuple[int, ...]:
-    """Exact layer budgets: `uniform`, `erk` (density proportional to sum(shape) / prod(shape)) or `erk+`."""
+    """Exact layer budgets. allocation: `uniform`, `erk` (small layers are denser) or `erk+`."""
     if allocation not in ALLOCATIONS:
         raise unknown("allocation", allocation, ALLOCATIONS)
     return calibrate(layout, ALLOCATIONS[allocation](layout, density), density)

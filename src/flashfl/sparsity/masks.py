@@ -16,7 +16,7 @@ from .select import lowest, lowest_by_layer, magnitude
 
 
 def random_mask(plan: Plan, budgets: Sequence[int], key: int, nm: int = 0) -> Mask:
-    """A random mask with these layer budgets. With the same key, smaller budgets give subsets."""
+    """A random mask with these layer budgets. With the same key, a smaller mask is part of a larger one."""
     return recipe_mask(plan.layout, Recipe(key, tuple(budgets), nm), plan.device)
 
 
@@ -28,7 +28,7 @@ def recipe_mask(layout: Layout, recipe: Recipe, device: Device = "cpu") -> Mask:
 
 
 def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0) -> Mask:
-    """The largest weights of each layer; on a tie, the lower index. Masks with smaller budgets are subsets."""
+    """The mask of the largest weights of each layer, by absolute value. On a tie, the lower index wins."""
     bits = _select(layout, lambda start, stop: -magnitude(vector[start:stop]), budgets, nm, False, vector.device)
     return Mask(layout, bits, tuple(budgets))
 
@@ -48,7 +48,7 @@ def random_choice(layer: Layer, key: int, count: int, candidates: Tensor) -> Ten
 
 
 def mismatch(a: Mask, b: Mask) -> float:
-    """SM(a, b) = 1 - |a & b| / |a or b| (Eq. 1) over the whole model; 0 for two empty masks."""
+    """How different two masks are: 1 - |a & b| / |a or b| (Eq. 1). 0: equal; 1: no weight in common."""
     return jaccard(sum(common(a, b)), a.active, b.active)
 
 

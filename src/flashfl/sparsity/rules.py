@@ -29,12 +29,12 @@ _DECAY = 0.9  # of the running mean that momentum growth ranks by
 @part
 @dataclass(frozen=True)
 class PruneRegrow:
-    """Drop the smallest active weights of each layer, then grow the same number in total.
+    """Prune the smallest active weights of each layer, then grow as many weights again.
 
-    Layers grow in proportion to the mean magnitude of their active weights.
+    Layers with larger active weights grow more.
 
-    rate: the share of active weights dropped, before decay. growth: how new weights are chosen: at random, by the
-    gradient of the last batch (RigL), or by its running mean.
+    rate: the share of active weights that are pruned. growth: how new weights are chosen: at random, by the gradient of
+    the last batch (RigL), or by its running mean (momentum).
     """
 
     rate: float = 0.25
