@@ -177,7 +177,7 @@ def warn_of_metric(task: Task) -> None:
     mean = (first + (count - 1) * rest) / count
     if math.isfinite(all_) and not math.isclose(all_, mean, rel_tol=1e-3, abs_tol=1e-6):
         warn(
-            f"{task.metric_name} is not a mean over samples. It is computed for each batch of {EVALUATION_BATCH} test "
-            "samples, or for each client that holds samples back, and then averaged. That differs from its value for "
-            "all samples at once. Use a mean over samples, such as the squared error instead of its root."
+            f"{task.metric_name} is not a mean over samples. It is averaged over batches of {EVALUATION_BATCH} samples "
+            "and over clients, so the result differs from its value for all samples. Use a mean over samples, such as "
+            "the squared error instead of its root."
         )

@@ -51,8 +51,8 @@ def try_again(activate: Callable[[], Any], seconds: float = REJOIN, pause: float
                 raise
             left = end - time.monotonic()
             print(
-                "flashfl: the SuperLink refuses this node. It may still count the node as online after a crash, or "
-                f"does not know its key. Trying again for up to {left:.0f} s.",
+                "flashfl: the SuperLink refuses this node. Either it does not know the node's key, or the node has "
+                f"crashed and still counts as online. Trying again for up to {left:.0f} s.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -75,7 +75,7 @@ def check_settings(s: PrivacySettings) -> None:
     if not (math.isfinite(s.dp_clip) and s.dp_clip > 0):
         raise ConfigError(f"dp_clip = {s.dp_clip}: must be a number above 0")
     if not 0 < s.dp_delta < 1:
-        raise ConfigError(f"dp_delta = {s.dp_delta}: must be above 0 and below 1; 1 / clients or less makes sense")
+        raise ConfigError(f"dp_delta = {s.dp_delta}: must be above 0 and below 1. Usual values are 1 / clients or less")
     private = s.dp_epsilon > 0 or s.dp_noise > 0
     if s.dp_sampling == "poisson" and (s.secure or not private):
         raise ConfigError(

@@ -83,7 +83,7 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
     would make the model denser than one half.
     """
     if not hasattr(method, "density"):
-        raise ConfigError(f"budget = {train.budget}: {method.name} has no density to choose; take a sparse method")
+        raise ConfigError(f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method")
     cost = Cost(method, plan_of(train, task, max(train.per_round, len(task.train))))
     chosen = train.values == "fp32" and not (train.values_up or train.values_down)
     for form in CHOICES if chosen else (train.values,):

@@ -60,21 +60,20 @@ def check_private(method: Method, task: Task, config: TrainConfig) -> None:
         return
     if not method.common:
         raise ConfigError(
-            f"{method.name or type(method).__name__}: its clients have different masks. A weight that only one client "
-            "has would be visible in a secure sum. Use a method with one frozen mask for all (dense, pdst, spdst, or "
-            "jmwst with adapt.rate = 0), or switch `secure` and `dp_*` off. If all clients of a custom method share "
-            "one frozen mask, set `common = True` in its class."
+            f"{method.name or type(method).__name__}: its clients have different masks. If only one client had a "
+            "weight, the sum would show its value. Use dense, pdst or spdst, or switch `secure` and `dp_*` off. If all "
+            "clients of a custom method have the same frozen mask, set `common = True` in its class."
         )
     if task.test is None:
         raise ConfigError(
-            "private runs need test samples on the server, as the scores of clients would reveal something about "
-            "their data. Give the task `test`, or set secure = false, dp_epsilon = 0 and dp_noise = 0."
+            "private runs need test samples on the server, because evaluations by clients reveal something about their "
+            "data. Give the task `test`, or set secure = false, dp_epsilon = 0 and dp_noise = 0."
         )
     if (config.dp_epsilon or config.dp_noise) and any(not phase.counts for phase in method.phases):
         # A first phase that asks clients for layer counts is refused.
         start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
         if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
             raise ConfigError(
-                f"{method.name}: its first phase asks clients for layer counts, which are too coarse to hide in noise. "
-                "Set warmup_clients = 0, or use pdst with allocation = 'erk'."
+                f"{method.name}: not possible under differential privacy with a first phase, because noise cannot hide "
+                "layer counts. Set warmup_clients = 0, or use pdst with allocation = 'erk'."
             )

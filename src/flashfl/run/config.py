@@ -118,16 +118,16 @@ class TrainConfig:
         check_settings(self)
         for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim"):
             if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
+                other = ". To limit changes, set dp_clip" if name == "clip" else ""
                 raise ConfigError(
-                    f"{name} = {getattr(self, name)!r}: not possible with `secure` or `dp_*`: clients then send whole "
-                    f"numbers, which the server only adds up. Use {name} = {default!r}. To clip, set "
-                    "dp_clip, which clients apply."
+                    f"{name} = {getattr(self, name)!r}: not possible with `secure` or `dp_*`, because clients then "
+                    f"send whole numbers. Use {name} = {default!r}{other}"
                 )
         if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
             raise ConfigError(
-                f"feedback = true with values_up = {self.up.values!r} and rounding = {self.rounding!r}: feedback "
-                "corrects the errors of rounding to the nearest, so it needs rounding = 'nearest' and fewer bits than "
-                "fp32. Set both, for instance values_up = 'int4', or set feedback = false."
+                f"feedback = true with values_up = {self.up.values!r} and rounding = {self.rounding!r}: feedback needs "
+                "rounding = 'nearest' and values_up with fewer bits than fp32, such as 'int4'. Set both, or set "
+                "feedback = false."
             )
         check_names(self.track)
         self.local()

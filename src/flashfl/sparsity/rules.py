@@ -178,7 +178,7 @@ def move(
                 f"the rule {name} turns {sum(old)} active weights into {sum(new)}: it must keep the number"
             )
         if new != true:
-            raise FlashError(f"the rule {name} claims {new} active weights by layer, and the mask has {true}")
+            raise FlashError(f"the rule {name} claims the layer counts {new}, but its mask has {true}: return these")
     return found
 
 
