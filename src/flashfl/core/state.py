@@ -25,8 +25,8 @@ _MOMENTUM, _VARIANCE = "server momentum", "server variance"
 class Phase:
     """Consecutive rounds with one purpose. A run has one or more phases.
 
-    number: identifies the phase in messages and random keys. counts: whether its rounds count towards `rounds` and the
-    schedule of the learning rate.
+    number: identifies the phase in messages and random keys.
+    counts: whether its rounds are training rounds, which count towards `rounds` and change the learning rate.
     """
 
     name: str

@@ -33,8 +33,9 @@ class PruneRegrow:
 
     Layers with larger active weights grow more.
 
-    rate: the share of active weights that are pruned. growth: how new weights are chosen: at random, by the gradient of
-    the last batch (RigL), or by its running mean (momentum).
+    rate: the share of active weights that are pruned.
+    growth: how new weights are chosen: at random, by the gradient of the last batch (RigL), or by its running mean
+    (momentum).
     """
 
     rate: float = 0.25
