@@ -262,7 +262,7 @@ def test_clients_may_evaluate_by_a_metric_unknown_to_the_server() -> None:
 
 
 def test_server_with_a_loss_alone_asks_for_the_metric() -> None:
-    with pytest.raises(ConfigError, match=r"but neither test samples nor a metric.*metric=flashfl\.accuracy"):
+    with pytest.raises(ConfigError, match=r"but no test samples and no metric.*metric=flashfl\.accuracy"):
         server_task(make_task("norm")._model, loss=torch.nn.functional.mse_loss)
 
 

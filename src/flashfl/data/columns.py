@@ -48,7 +48,7 @@ def parts_of(sample: Mapping[str, object]) -> tuple[object, ...]:
     if len(labels) != 1 or (len(inputs) != 1 and "input_ids" not in inputs):
         kinds = ", ".join(f"{column} ({type(value).__name__})" for column, value in sample.items())
         raise DataError(
-            f"a sample is a dict with the columns {kinds}, and it is not clear which one is the input and which the "
-            "label. Give pairs instead, such as [(s['image'], s['label']) for s in data]; tokenize texts first"
+            f"a sample is a dict with the columns {kinds}. It is not clear which is the input and which the label. "
+            "Give pairs instead, such as [(s['image'], s['label']) for s in data]. Tokenize texts first"
         )
     return tuple(values[column] for column in (*inputs, *labels))

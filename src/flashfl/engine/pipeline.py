@@ -61,8 +61,8 @@ def open_clients(
         if value.dim() != 2 or len(value) != count or value.shape[1] not in (layout.trained_size, layout.prunable_size):
             raise FlashError(
                 f"a part's `begin` put {name!r} of shape {tuple(value.shape)} into `c.state`: it must be "
-                f"[clients, trained] or [clients, prunable], here [{count}, {layout.trained_size}] or "
-                f"[{count}, {layout.prunable_size}]"
+                f"[{count}, {layout.trained_size}] (clients, trained weights) or [{count}, {layout.prunable_size}] "
+                "(clients, prunable weights)"
             )
     if c.masks is not rows[2]:
         c.vectors = c.vectors.clone()

@@ -141,9 +141,8 @@ def warn_of_buffers(task: Task) -> None:
     lost = [n for n, b in now if n in kept and not torch.allclose(b, kept[n], 0, 0, equal_nan=True)]
     if lost:
         warn(
-            f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which are not sent. The "
-            "changes are lost: every client starts with the buffers of the original model. Of all buffers, only "
-            "running_mean and running_var of normalisation layers are sent."
+            f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which are not sent, so "
+            "the changes are lost. Only running_mean and running_var of normalisation layers are sent."
         )
 
 

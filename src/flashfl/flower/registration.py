@@ -81,9 +81,8 @@ class Entry:
         if other is not None:
             raise ConfigError(
                 f"client {client} has other fixed weights: {other[:100]!r} differs from the server's. Fixed weights "
-                "are never sent, so both sides must start with the same. Load them from the same file on both sides. "
-                "Or give the task a class or a function instead of a module: both sides then initialise it from the "
-                "same seed."
+                "are never sent. Load them from the same file on both sides. Or give the task a class instead of a "
+                "module: both sides then draw the weights from the same seed."
             )
         if package != __version__:
             log.warning("client %d runs flashfl %s, the server %s", client, printable(package, 40), __version__)

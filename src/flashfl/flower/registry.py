@@ -185,9 +185,9 @@ class Registry:
             )
         if not self.options.rebind and holder.node != entry.node:
             raise ConfigError(
-                f"client {entry.client.id} belongs to node {holder.node}, which registered it first. To let another "
-                "node take its place, resume the run with flower.rebind=true. This is needed if the client has a new "
-                "key. SuperNodes that are not authenticated need it after every restart."
+                f"client {entry.client.id} belongs to node {holder.node}, which registered it first. Give each "
+                "SuperNode its own partition-id. If the client has a new key, or its SuperNode was restarted and is "
+                "not authenticated, resume the run with flower.rebind=true."
             )
         if own != entry:
             if not self.options.rebind:

@@ -67,9 +67,8 @@ def server_task(
     """
     if test is None and "loss" in settings and "metric" not in settings:
         raise ConfigError(
-            "server_task has a loss, but neither test samples nor a metric, so it does not know which metric clients "
-            "report. Give the metric of the clients' tasks, such as metric=flashfl.accuracy. If they report the loss "
-            "itself, give metric=loss and metric_name='loss'."
+            "server_task has a loss, but no test samples and no metric. Give the metric that clients report, such as "
+            "metric=flashfl.accuracy. If they report the loss, give metric=loss and metric_name='loss'."
         )
     inputs = (example,) if isinstance(example, Tensor) else example
     task = Task(model, [_Elsewhere(inputs)], test, **settings)

@@ -92,9 +92,9 @@ def _load(path: str, classes: int) -> tuple[Any, list[str]]:
     except Exception as error:  # damaged files raise many kinds
         raise DataError(
             f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} "
-            "Give model_path a folder with config.json and model.safetensors, for instance from "
-            "`hf download google-bert/bert-base-uncased`, or the name of a model on the hub; or train from random "
-            "weights with model = 'bert-scratch'"
+            "Set model_path to a folder with config.json and model.safetensors (such as that of `hf download "
+            "google-bert/bert-base-uncased`), or to the name of a model on the hub. To train from random weights, set "
+            "model = 'bert-scratch'."
         ) from None
     finally:
         logging.set_verbosity(level)
@@ -110,9 +110,9 @@ def vocabulary(path: str) -> Path:
         return Path(_transformers().utils.cached_file(path, "vocab.txt"))
     except (OSError, ValueError) as error:  # ValueError: no name that the hub could have
         raise DataError(
-            f"no vocab.txt for {path!r}, neither under the data root nor on the hub: {str(error).splitlines()[0]} Give "
-            "model_path a folder with config.json, vocab.txt and model.safetensors, or train from random weights with "
-            "model = 'bert-scratch' or 'tiny-transformer'"
+            f"no vocab.txt for {path!r}, neither under the data root nor on the hub: {str(error).splitlines()[0]} Set "
+            "model_path to a folder with config.json, vocab.txt and model.safetensors. To train from random weights, "
+            "set model = 'bert-scratch' or 'tiny-transformer'."
         ) from None
 
 

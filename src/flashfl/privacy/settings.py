@@ -79,14 +79,13 @@ def check_settings(s: PrivacySettings) -> None:
     private = s.dp_epsilon > 0 or s.dp_noise > 0
     if s.dp_sampling == "poisson" and (s.secure or not private):
         raise ConfigError(
-            "dp_sampling = 'poisson': needs dp_epsilon or dp_noise, and secure = false. Poisson cohorts add privacy "
-            "only while they are secret. With `secure`, privacy must hold against the server too, and the server "
-            "knows the cohort. Set dp_sampling = 'fixed'."
+            "dp_sampling = 'poisson': needs dp_epsilon or dp_noise, and secure = false. (Poisson cohorts protect only "
+            "against somebody who does not know them, and the server knows them.) Set dp_sampling = 'fixed'."
         )
     if private and s.static_bn:
         raise ConfigError(
-            "static_bn = true: not possible under differential privacy, as every client would report its BatchNorm "
-            "statistics once more at the end. Use static_bn = false: statistics then get noise with the weights."
+            "static_bn = true: not possible under differential privacy. Use static_bn = false: BatchNorm statistics "
+            "then get noise in every round, with the weights."
         )
     if s.secure and s.per_round < s.policy.least:
         raise ConfigError(
