@@ -100,7 +100,7 @@ class TrainConfig:
     workers: int = 0  # processes that train clients; 0: one per core
     threads: int = 1  # threads of each process; another number may change the last bits of results
     sparse_compute: bool = True  # on a CPU: compute only active weights, if that is faster
-    checkpoint_every: int = 25  # rounds between checkpoints (at most 20 s); 0: only at the end and when interrupted
+    checkpoint_every: int = 25  # rounds between checkpoints, or 20 s; 0: only at the end and when interrupted
     track: str = ""  # also log to tensorboard, mlflow or wandb; several are separated by commas
 
     def __post_init__(self) -> None:
