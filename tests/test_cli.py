@@ -133,9 +133,9 @@ def test_methods_name_describes_one_method_with_an_example(name: str, capsys: py
 def test_methods_name_explains_inherited_settings_and_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["methods", "flashplus"]) == 0
     text = capsys.readouterr().out
-    assert "--warmup-epochs 10  (int)\n        epochs that each of these clients trains.\n" in text
-    assert "--adapt.rate 0.25  (float)\n        the share of active weights dropped, before decay.\n" in text
-    assert "--grow 0.0  (float)\n        the mask grows from density * (1 - grow) to density * (1 + grow)" in text
+    assert "--warmup-epochs 10  (int)\n        epochs that these clients train.\n" in text
+    assert "--adapt.rate 0.25  (float)\n        the share of active weights that are pruned.\n" in text
+    assert "--grow 0.0  (float)\n        over the run, the density rises from density * (1 - grow)" in text
     assert "--average 0.98 --weight-decay 0.0005" in text
     assert "The other settings" not in text
 

@@ -160,7 +160,7 @@ def test_feedback_by_hand() -> None:
 
 def test_feedback_needs_rounding_to_the_nearest() -> None:
     for settings in ({"values": "int4"}, {"rounding": "nearest"}):
-        with pytest.raises(ConfigError, match="needs rounding = 'nearest' and fewer bits"):
+        with pytest.raises(ConfigError, match="needs rounding = 'nearest' and values_up with fewer bits"):
             TrainConfig(feedback=True, **settings)  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
     if s.attempt >= retries:
         raise RunStopped(
             f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients sent a usable reply "
-            f"({_reasons(outcome)}). Fix the cause. If the run has a folder, resume it: it continues before this round."
+            f"({_reasons(outcome)}). Fix the cause and resume the run. If it has a folder, its rounds are kept."
         )
     return s.skip() if outcome.revealed else s.again()
 
@@ -115,8 +115,7 @@ def _gather_statistics(
         if asked.attempt >= retries:
             raise RunStopped(
                 "static_bn = true: no client could report BatchNorm statistics at the end of the run "
-                f"({_reasons(outcome)}). Fix the cause. If the run has a folder, resume it: it continues before this "
-                "step."
+                f"({_reasons(outcome)}). Fix the cause and resume the run. If it has a folder, its rounds are kept."
             )
         asked = asked.again()
     # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
