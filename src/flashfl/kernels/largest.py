@@ -23,9 +23,19 @@ def _find(x, share, threshold, count, spacing, N1, N2, N3, S0, S1, S2, S3, LOW: 
     smaller = tl.floor((1 - tl.load(share).to(tl.float32)) * count).to(tl.int32)
     smaller = tl.minimum(tl.maximum(smaller, 0), count - 1)
     found = tl.zeros([], dtype=tl.int32)
-    for step in tl.static_range(31 - LOW):
-        bit = found | (1 << (30 - step))
-        found = tl.where(tl.sum((key < bit).to(tl.int32), 0) <= smaller, bit, found)
+    for step in tl.static_range((32 - LOW) // 2):  # two bits at a time, the sign being 0
+        unit = 1 << (30 - 2 * step)
+        # How many keys are below found + unit, + 2 units and + 3 units: three counts of 20 bits in one sum.
+        below = (key < found + unit).to(tl.int64)
+        if step > 0:
+            below += (key < found + 2 * unit).to(tl.int64) << 20
+            below += (key < found + 3 * unit).to(tl.int64) << 40
+        counts = tl.sum(below, 0)
+        digit = ((counts & 0xFFFFF) <= smaller).to(tl.int32)
+        if step > 0:
+            digit += (((counts >> 20) & 0xFFFFF) <= smaller).to(tl.int32)
+            digit += ((counts >> 40) <= smaller).to(tl.int32)
+        found += digit * unit
     tl.store(threshold, found)
 
 
