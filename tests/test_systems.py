@@ -135,6 +135,9 @@ def test_scaffold_corrects_gradients_and_updates_its_control_variate() -> None:
     done = close_clients(local, c)
     assert done.notes[0]["control"].value.tolist() == [0.25] * 9, "c_i - c + (0 + 2) / (4 * 0.5)"
     assert done.extras[0]["control"].value.tolist() == [0.0] * 9
+    local, c = client(ControlVariate(0.2), given=given, notes=notes)
+    c.vectors = torch.full((1, 9), -1.4)  # steps at 0.5 * (1, 0.8, 0.6, 0.4), so again a mean gradient of 1
+    assert close_clients(local, c).notes[0]["control"].value.tolist() == pytest.approx([0.25] * 9)
     method, s = state("scaffold", torch.zeros(9))
     after = method.aggregate(s, sums((1, "11111111", [1.0] * 9), control=[[2.0] * 9]))
     assert after.extra["control"].tolist() == [0.5] * 9, "one of four clients"
@@ -254,7 +257,8 @@ def test_width_keeps_the_first_channels_everywhere() -> None:
     level = levels(WIDE, (0.5, 1.0))
     assert level[36:40].tolist() == [0, 0, 1, 1], "biases follow their channels"
     assert level[40:44].tolist() == [0, 0, 1, 1], "so does BatchNorm"
-    assert level[44:].tolist() == [0] * 9, "the classifier is whole"
+    assert level[44:50].tolist() == [0, 1] * 3, "the classifier loses the inputs that are dropped channels"
+    assert level[50:].tolist() == [0] * 3, "and no class"
 
 
 def test_fjord_draws_a_width_up_to_the_clients() -> None:
@@ -264,7 +268,8 @@ def test_fjord_draws_a_width_up_to_the_clients() -> None:
     sizes = {int(x.sum()) for x in seen}
     assert sizes == {WIDE.trained_size, int((level == 0).sum())}, "both widths occur, and no other"
     narrow = OrderedDropout((0.5, 1.0), 0.5)
-    assert all(int(narrow.view(rows(weights, WIDE, {"level": level}, i), weights).sum()) < 40 for i in range(9))
+    least = int((level == 0).sum())
+    assert all(narrow.view(rows(weights, WIDE, {"level": level}, i), weights).sum() == least for i in range(9))
 
 
 def test_dropped_channels_of_a_narrow_model_are_zero() -> None:
@@ -355,14 +360,14 @@ def test_heterofl_scales_narrow_layers_and_hides_absent_classes() -> None:
     assert seen[:36].tolist() == torch.where(level[:36] == 0, 2.0, 0.0).tolist(), "1 / 0.5 in the slice, 0 outside"
     assert seen[36:40].tolist() == [2, 2, 0, 0], "a layer's bias is part of its output"
     assert seen[40:44].tolist() == [1, 1, 0, 0], "BatchNorm is not scaled"
-    assert seen[44:50].tolist() == [1, 1, 0, 0, 1, 1], "class 1 has no samples: its row is hidden"
+    assert seen[44:50].tolist() == [1, 0, 0, 0, 1, 0], "class 1 has no samples: its row is hidden, as is input 1"
     assert seen[50:].tolist() == [1, 0, 1], "so is its bias"
     gradient = torch.ones(1, WIDE.size)
     part.backward(rows(ones, WIDE, c.state), gradient)
     assert torch.equal(gradient[0], seen), "the gradient of a product with a constant"
     c.vectors = torch.full_like(ones, 3.0)
     done = close_clients(local, c)
-    assert done.extras[0]["classes"].value.tolist() == [True, False, True]
+    assert done.extras[0]["classes 0.5"].value.tolist() == [True, False, True]
     assert c.vectors[0, 44:].tolist() == [3, 3, 1, 1, 3, 3, 3, 1, 3], "what it did not train is as it was sent"
 
 
@@ -387,22 +392,39 @@ def test_heterofl_averages_rows_of_the_last_layer_over_clients_with_the_class() 
     plan = fl.Plan(WIDE, lambda key: torch.ones(WIDE.size), 1, 10, 4, 2)
     method = METHODS["heterofl"](widths=(0.5, 1.0), shares=(0.5, 0.5))
     s, total = method.init(plan), fl.Sums(WIDE, counts=[0, 0, 0])
-    for i, (n, width, value, classes) in enumerate([(1, 0.5, 3.0, [1, 0, 1]), (3, 1.0, 7.0, [0, 0, 1])]):
+    clients = [(1, 0.5, 3.0, [1, 0, 1]), (3, 1.0, 7.0, [0, 0, 1]), (4, 1.0, 9.0, [1, 0, 0])]
+    for i, (n, width, value, classes) in enumerate(clients):
+        present = torch.tensor(classes).bool()
         kept = levels(WIDE, (0.5, 1.0)) <= (width == 1.0)
         vector = torch.full((WIDE.size,), value) * kept
         for span in (vector[44:50].view(3, 2), vector[50:].view(3, 1)):
-            span[~torch.tensor(classes).bool()] = 1.0  # as it was sent
+            span[~present] = 1.0  # as it was sent
+        vector *= kept
         weights = Weights.masked(width_mask(WIDE, width), vector)
-        extra = {"kept": Extra("bits", kept), "classes": Extra("bits", torch.tensor(classes).bool())}
+        extra = {"kept": Extra("bits", kept), f"classes {width}": Extra("bits", present)}
         update = Update.of(i, n, weights, weights.mask.counts)
         add(total, Update(i, n, update.mask, update.values, update.counts, {}, extra))
     after = method.aggregate(s, total).weights.vector
-    assert after[:4].tolist() == [6, 6, 7, 7], "(3 + 3 * 7) / 4 in both slices; the wide client alone beyond"
-    assert after[36:44].tolist() == [6, 6, 7, 7] * 2
-    assert after[44:50].tolist() == pytest.approx([3, 3, 1, 1, 6, 6]), (
-        "class 0: one client; class 1: none; class 2: both"
-    )
-    assert after[50:].tolist() == pytest.approx([3, 1, 6])
+    each = [7.5, 7.5, 57 / 7, 57 / 7]
+    assert after[:4].tolist() == pytest.approx(each), "(3 + 21 + 36) / 8 in both slices; the wide ones alone beyond"
+    assert after[36:44].tolist() == pytest.approx(each * 2)
+    expected = [(3 + 36) / 5, 9, 1, 1, (3 + 21) / 4, 7]
+    assert after[44:50].tolist() == pytest.approx(expected), "over clients with both the class and the input"
+    assert after[50:].tolist() == pytest.approx([39 / 5, 1, 6])
+
+
+def test_heterofl_evaluates_narrow_models_as_their_statistics_were_taken() -> None:
+    """The scaler multiplies what BatchNorm sees, so statistics from training fit a model with the scaler only."""
+    task = make_task("norm")
+    for static in (False, True):
+        method = METHODS["heterofl"](widths=(0.5, 1.0), shares=(0.5, 0.5))
+        run = fl.simulate(method, task, 1, per_round=4, workers=1, batch=4, static_bn=static)
+        assert run.state is not None
+        plain, seen = method.sub_model(run.state, 0.5).vector, method.views(run.state)["width 0.5"].vector
+        k = task.layout.prunable_size
+        assert torch.equal(seen[:k], plain[:k] if static else 2 * plain[:k])
+        assert torch.equal(seen[k:], plain[k:]), "BatchNorm and the classifier are not scaled"
+        assert torch.equal(method.views(run.state)["after"].vector, method.sub_model(run.state, 1.0).vector)
 
 
 def test_feddst_adjusts_every_few_rounds_of_the_first_part_of_the_run() -> None:
