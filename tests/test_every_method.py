@@ -54,6 +54,9 @@ VARIANTS = [
     ("flashplus", {"r_int": 2, "look_ahead": 0.5}),
     ("flashplus", {"multiply": 1.0, "shrink": 0.001, "init_scale": 0.5}),
     ("fedspa", {"moving": True}),
+    ("fedspa", {"masks": "common"}),
+    ("prunefl", {"interval": 2}),
+    ("lotteryfl", {"threshold": 0.0}),
     ("zerofl", {"upload": "largest changes"}),
     ("zerofl", {"upload": "changes of the largest weights"}),
 ]

@@ -20,8 +20,9 @@ class Dense(Method):
     of Algorithm 3 with every weight present).
 
     Bytes: the whole model, in both directions, every round.
-    When: as the baseline whose accuracy sparse methods try to keep. With `values = "int8"` this is FedPAQ, which sends
-    fewer bits instead of fewer weights.
+    When: as the baseline whose accuracy sparse methods try to keep. With `values = "int8"` this is FedPAQ
+    (Reisizadeh et al., 2020), which sends fewer bits instead of fewer weights. That paper rounds uploads only, and as
+    changes: `values_up = "int8"` and `upload = "changes"` do so.
     Not to be confused with top-k compression, which also trains densely but sends only the largest changes.
 
     aggregator: fedavg or wfa. They agree here, because everyone holds every weight.
