@@ -303,6 +303,9 @@ def test_personal_accuracy_is_reported_where_models_are_personal() -> None:
         score = run.history[-1].metrics["personal"]
         assert 0 <= score.metric <= 1
         assert score.density < 1
+        assert run.personal == score.metric
+        assert run.scored.endswith(f"), personal {100 * score.metric:.2f} %")
+    assert fl.simulate(fl.PDST(0.3), task, 1, per_round=4, workers=1, batch=4).personal is None
 
 
 def test_personal_models_that_are_alike_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
