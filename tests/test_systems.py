@@ -29,6 +29,7 @@ from flashfl.methods.scaffold import ControlVariate
 from flashfl.methods.sparsyfed import LargestWeights, Power, powered
 from flashfl.methods.ssfl import SALIENCY, Saliency
 from flashfl.methods.zerofl import Largest, Swat
+from flashfl.models import build_model
 from flashfl.sparsity import LayerRegrow
 from flashfl.sparsity.width import levels, width_mask
 from tests.conftest import blobs, make_task
@@ -259,6 +260,31 @@ def test_width_keeps_the_first_channels_everywhere() -> None:
     assert level[40:44].tolist() == [0, 0, 1, 1], "so does BatchNorm"
     assert level[44:50].tolist() == [0, 1] * 3, "the classifier loses the inputs that are dropped channels"
     assert level[50:].tolist() == [0] * 3, "and no class"
+
+
+def test_narrow_resnet_computes_what_the_smaller_network_would() -> None:
+    """Zeros in the place of dropped channels, or no channels at all: the same outputs, also of the shortcuts."""
+    net = build_model("resnet18", classes=10, channels=3, size=32).eval()
+    layout = Layout.of(net)
+    kept = levels(layout, (0.25, 1.0)) == 0
+    trained = torch.where(kept, torch.randn(layout.trained_size) * 0.1, 0.0)
+    views = layout.views(torch.cat([trained, torch.zeros(layout.size - layout.trained_size)]))
+    small = build_model("resnet18", classes=10, channels=3, size=32).eval()
+    for name, module in small.named_modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            size = module.num_features // 4
+            module.weight.data, module.bias.data = (views[f"{name}.{x}"][:size].clone() for x in ("weight", "bias"))
+            module.running_mean, module.running_var = torch.zeros(size), torch.ones(size)
+        elif isinstance(module, torch.nn.Conv2d):
+            inputs = module.in_channels if name == "conv1" else module.in_channels // 4
+            module.weight.data = views[f"{name}.weight"][: module.out_channels // 4, :inputs].clone()
+    small.fc.weight.data, small.fc.bias.data = views["fc.weight"][:, :128].clone(), views["fc.bias"]
+    net.load_state_dict({name: value for name, value in views.items() if "running" not in name}, strict=False)
+    x = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        found = net(x)
+        torch.testing.assert_close(found, small(x))
+    assert float(found.abs().max()) > 0.1
 
 
 def test_fjord_draws_a_width_up_to_the_clients() -> None:
