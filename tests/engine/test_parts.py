@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import flashfl as fl
 from flashfl.core.client import Clients, Field, Part, Place, Rows, draw, draw_one
@@ -27,7 +27,7 @@ from flashfl.engine.gpu.batched import Batched
 from flashfl.engine.gpu.lanes import Lanes
 from flashfl.engine.gpu.stack import Stack
 from flashfl.engine.pipeline import close_clients, open_clients
-from flashfl.engine.replica import largest
+from flashfl.engine.replica import PrunedInputs, largest
 from flashfl.engine.step import MaskedStep
 from flashfl.engine.store import Folder
 from flashfl.methods.topk import LargestChanges
@@ -433,6 +433,36 @@ def test_mistakes_in_a_custom_part_are_errors_on_every_engine(wrong: Part, said:
 class HalfInputs(Part):
     def inputs(self, weight: Tensor) -> Tensor:
         return torch.full((), 0.5)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(20, 5), (7, 20)),
+        (nn.Linear(20, 5, bias=False), (3, 7, 20)),
+        (nn.Conv2d(4, 6, 3, padding=1, groups=2), (2, 4, 8, 8)),
+        (nn.Conv1d(4, 6, 3, stride=2), (2, 4, 9)),
+    ],
+    ids=["linear", "linear of sequences", "conv2d", "conv1d"],
+)
+def test_pruned_inputs_change_the_weight_gradient_only(layer: nn.Module, shape: tuple[int, ...], half: bool) -> None:
+    x, found = torch.randn(shape), {}
+    pruned = PrunedInputs(nn.Sequential(layer), {"0.weight"})
+    kept = largest(x.bfloat16() if half else x, torch.tensor(0.5)).float()
+    for name, parts, inputs in (("whole", (), x), ("pruned", (HalfInputs(),), x), ("zeros in x", (), kept)):
+        pruned.use(parts)
+        inputs = inputs.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            output = layer(inputs)
+        layer.zero_grad()
+        output.float().sum().backward()
+        assert inputs.grad is not None
+        found[name] = output.detach(), inputs.grad, cast(Tensor, layer.weight.grad).clone()
+    assert torch.equal(found["pruned"][0], found["whole"][0])
+    assert torch.equal(found["pruned"][1], found["whole"][1])
+    assert torch.equal(found["pruned"][2], found["zeros in x"][2])
+    assert not torch.equal(found["pruned"][2], found["whole"][2])
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from flashfl.core import rng
 from flashfl.core.layout import Layout
-from flashfl.engine import counting
+from flashfl.engine import counting, replica
+from flashfl.sparsity import select
 from flashfl.sparsity.select import lowest_by_layer, magnitude
 from flashfl.wire import sizes
 from tests.wire.wire_lists import plain_gap_sums
@@ -26,9 +28,10 @@ else:
 
 from flashfl.kernels.collect import add, finite
 from flashfl.kernels.hash import hash_rows
+from flashfl.kernels.largest import largest
 from flashfl.kernels.norm import batch_norm
 from flashfl.kernels.rice import gap_sums
-from flashfl.kernels.select import radix_lowest
+from flashfl.kernels.select import keep_largest, radix_lowest
 from flashfl.kernels.step import masked_step
 
 LAYOUT = Layout.build(
@@ -64,7 +67,7 @@ def test_selection(spread: int, share: float | None) -> None:
         counts.append([n if i == 1 else int(n * (0.3, 0.8)[row]) for i, n in enumerate(most)])
     expected = lowest_by_layer(LAYOUT, keys, counts, among)
     theirs, candidates = on(DEVICE, keys, among)
-    assert torch.equal(radix_lowest(LAYOUT, theirs, counts, candidates, False).cpu(), expected)
+    assert torch.equal(radix_lowest(LAYOUT.spans, theirs, counts, candidates, False).cpu(), expected)
 
 
 def test_selection_of_distinct_keys_and_of_magnitudes() -> None:
@@ -74,7 +77,36 @@ def test_selection_of_distinct_keys_and_of_magnitudes() -> None:
     weights[:, ::3] = 0
     for keys, distinct in ((hashes, True), (magnitude(weights), False), (-magnitude(weights), False)):
         expected = lowest_by_layer(LAYOUT, keys, counts)
-        assert torch.equal(radix_lowest(LAYOUT, keys.to(DEVICE), counts, None, distinct).cpu(), expected)
+        assert torch.equal(radix_lowest(LAYOUT.spans, keys.to(DEVICE), counts, None, distinct).cpu(), expected)
+
+
+def test_selection_in_the_whole_model() -> None:
+    keys = magnitude(torch.stack([rng.uniform(row, K) - 0.5 for row in range(2)]))
+    expected = select.lowest(keys, 777)
+    assert torch.equal(radix_lowest(((0, K),), keys.to(DEVICE), [[777]] * 2, None, False).cpu(), expected)
+
+
+def test_keep_the_largest_of_each_span() -> None:
+    """With ties, with a span that keeps everything, and with columns outside the spans."""
+    values = torch.stack([rng.uniform(row, K + 5) - 0.5 for row in range(2)])
+    values[:, ::3] = -0.25
+    spans, counts = [slice(*span) for span in LAYOUT.spans], [800, 1, 4096, 1]
+    drop = tuple(size - count for size, count in zip(LAYOUT.sizes, counts, strict=True))
+    found = keep_largest(values.to(DEVICE), LAYOUT.spans, drop)
+    assert torch.equal(found.cpu(), select.keep_largest(values, spans, counts))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(50,), (7, 30), (3, 5, 11), (4, 6, 8, 8), (2, 3, 4, 5, 6), (9, 4, 32, 32)])
+def test_largest_inputs(shape: tuple[int, ...], dtype: torch.dtype, share: float) -> None:
+    x = (rng.uniform(3, math.prod(shape)) - 0.5).view(shape).to(dtype)
+    spacing = max(1, -(-x.numel() // 32768))
+    expected = replica.largest(x, torch.tensor(share))
+    last = [torch.channels_last] if len(shape) == 4 else []
+    for form in (torch.contiguous_format, *last):
+        found = largest(x.to(DEVICE, memory_format=form), torch.tensor(share, device=DEVICE), spacing)
+        assert torch.equal(found.cpu(), expected)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.6, 1.0])

@@ -101,6 +101,11 @@ class Layout:
         return tuple(layer.size for layer in self.prunable)
 
     @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Where each prunable layer begins and ends in the flat vector."""
+        return tuple((layer.start, layer.stop) for layer in self.prunable)
+
+    @cached_property
     def prunable_size(self) -> int:
         """K: the number of prunable weights, and the length of a mask."""
         return sum(self.sizes)

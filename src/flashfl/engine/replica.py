@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from ..core.client import Part, overrides
 from ..core.errors import FlashError, warn
+from ..core.kernel import kernel
 from ..core.layout import Layer, tensors_of
 from ..data.task import Task, accuracy
 
 EVALUATION_BATCH = 250  # samples
 _NORMS = nn.modules.batchnorm._NormBase  # every layer that may keep statistics: BatchNorm, InstanceNorm
 _COUNTING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_SAMPLE = 1 << 16  # in a larger input, this many entries decide what the largest are
+_SAMPLE = 1 << 15  # in a larger input, at most so many entries decide what the largest are
 
 
 class Replica:
@@ -75,8 +76,8 @@ class Replica:
 class PrunedInputs:
     """Changes the convolutions and linear layers of a model whose weights have one of these names.
 
-    The output stays what it was. Its gradient reaches the weight through the largest entries of the input only, and the
-    input through all of the weight. Other layers keep their whole input.
+    The output and the gradient of the input stay what they were. The gradient of the weight is made from the largest
+    entries of the input only. Other layers keep their whole input.
     """
 
     def __init__(self, module: nn.Module, weights: Collection[str]) -> None:
@@ -99,29 +100,32 @@ class PrunedInputs:
 
 
 def _pruned_forward(m: nn.Linear | nn.Conv2d, part: Part, x: Tensor) -> Tensor:
-    """The layer's output. The terms that are added are 0, and bring the gradient of the weight and the bias."""
-    share = part.inputs(m.weight.detach())
-    if share is None:
-        return _apply(m, x, m.weight, m.bias)
-    kept = _apply(m, largest(x.detach(), share), m.weight, m.bias)
-    bias = None if m.bias is None else m.bias.detach()
-    return _apply(m, x, m.weight.detach(), bias) + (kept - kept.detach())
+    """The layer's output. Of all that the layer saves for the backward pass, only the input is pruned."""
+    weight, kind = m.weight, x.device.type
+    share = part.inputs(weight.detach())
+    if share is not None and torch.is_autocast_enabled(kind):
+        weight = weight.to(torch.get_autocast_dtype(kind))  # else the layer would save a copy of the weight
 
+    def save(tensor: Tensor) -> Tensor:
+        return tensor if share is None or tensor.data_ptr() == weight.data_ptr() else largest(tensor.detach(), share)
 
-def _apply(m: nn.Linear | nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if isinstance(m, nn.Linear):
-        return nn.functional.linear(x, weight, bias)
-    output: Tensor = m._conv_forward(x, weight, bias)
-    return output
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        if isinstance(m, nn.Linear):
+            return nn.functional.linear(x, weight, m.bias)
+        output: Tensor = m._conv_forward(x, weight, m.bias)
+        return output
 
 
 def largest(x: Tensor, share: Tensor) -> Tensor:
     """`x` with zeros in the place of all but this share of its entries, those of the largest magnitude.
 
-    In an input of more than 65,536 entries, regularly spaced ones decide where the largest begin.
+    In an input of more than 32,768 entries, regularly spaced ones decide where the largest begin.
     """
-    sizes = x.abs().flatten()
-    ranked = sizes[:: max(1, sizes.numel() // _SAMPLE)].sort().values
+    spacing = max(1, -(-x.numel() // _SAMPLE))
+    if x.is_cuda and (fast := kernel("largest", "largest")) is not None:
+        kept: Tensor = fast(x, share, spacing)
+        return kept
+    ranked = x.abs().flatten()[::spacing].sort().values
     at = ((1 - share) * ranked.numel()).floor().clamp(0, ranked.numel() - 1).long()
     return torch.where(x.abs() >= ranked.gather(0, at.reshape(1)), x, 0.0)
 

@@ -1,4 +1,4 @@
-"""How kernels divide the prunable weights of a stack of models: blocks that do not cross layers."""
+"""How kernels divide the weights of a stack of models: blocks that do not cross layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.layout import Layout
-
 BLOCK = 4096
+Spans = tuple[tuple[int, int], ...]  # the columns of each layer, from one up to another
 
 
 class Blocks(NamedTuple):
@@ -35,10 +34,11 @@ class Blocks(NamedTuple):
 
 
 @functools.cache
-def blocks(layout: Layout, device: torch.device, size: int = BLOCK) -> Blocks:
+def blocks(spans: Spans, device: torch.device, size: int = BLOCK) -> Blocks:
+    """The blocks of these layers. They are kept for good: captured graphs use them."""
     rows: list[tuple[int, int, int, int]] = []
-    for i, layer in enumerate(layout.prunable):
+    for i, (start, stop) in enumerate(spans):
         first = len(rows)
-        rows += [(i, at, layer.stop, first) for at in range(layer.start, layer.stop, size)]
+        rows += [(i, at, stop, first) for at in range(start, stop, size)]
     table = torch.tensor(rows, dtype=torch.int32).view(-1, 4).T.contiguous().to(device)
     return Blocks(table[0], table[1], table[2], table[3].long())

@@ -173,7 +173,7 @@ def gap_sums(layout: Layout, bits: Tensor, base: Tensor | None, active: bool = T
     The lists are: active (unless told not to), and with a base dropped and grown.
     """
     rows, device, n = max(len(bits), 1 if base is None else len(base)), bits.device, len(layout.prunable)
-    work = blocks(layout, device, 32 * WORDS)
+    work = blocks(layout.spans, device, 32 * WORDS)
     first, lists, with_base = (0 if active else 1), int(active) + (0 if base is None else 2), base is not None
     grid = (len(work), rows, lists)
     mine = _packed(bits, work)

@@ -7,6 +7,7 @@ candidates at all, so a histogram would queue at one bin. The result is bit for 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..core.layout import Layout
-from .blocks import BLOCK, blocks
+from .blocks import BLOCK, Blocks, Spans, blocks
 
 
 @triton.jit
@@ -96,27 +96,19 @@ def _settle(keys, candidates, threshold, left, before, ties, chosen, layer_of, s
 
 
 def radix_lowest(
-    layout: Layout, keys: Tensor, counts: Sequence[Sequence[int]], candidates: Tensor | None, distinct: bool
+    spans: Spans, keys: Tensor, counts: Sequence[Sequence[int]], candidates: Tensor | None, distinct: bool
 ) -> Tensor:
     """See `sparsity.select.lowest_by_layer`."""
-    rows, k, n, device = len(keys), layout.prunable_size, len(layout.prunable), keys.device
-    chosen = torch.zeros(keys.shape, dtype=torch.bool, device=device)
-    if not rows or not k:
+    chosen = torch.zeros(keys.shape, dtype=torch.bool, device=keys.device)
+    if not len(keys) or not keys.shape[1]:
         return chosen
-    keys = keys.contiguous()
-    everyone = candidates is None
+    keys, everyone = keys.contiguous(), candidates is None
     among = keys if candidates is None else candidates.contiguous()
-    work = blocks(layout, device)
-    grid = (len(work), rows)
-    wanted = torch.tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
-    left = wanted.clamp(min=1)
-    prefix = torch.zeros(rows, n, dtype=torch.int64, device=device)
-    found = torch.zeros(8, rows, n, 16, dtype=torch.int32, device=device)
-    for step in range(8):
-        _count[grid](keys, among, prefix, found[step], *work.spans, k, n, 28 - 4 * step, everyone, BLOCK, num_warps=8)
-        _choose[(rows * n,)](found[step], left, prefix)
-    threshold = prefix.masked_fill(wanted <= 0, -1)
-    ties = torch.zeros(rows, len(work), dtype=torch.int32, device=device)
+    work, wanted = blocks(spans, keys.device), _counts(counts).to(keys.device, non_blocking=True)
+    found, left = _kth(work, keys, wanted, among, everyone)
+    threshold = found.masked_fill_(wanted <= 0, -1)
+    rows, (k, n), grid = len(keys), (keys.shape[1], len(spans)), (len(work), len(keys))
+    ties = torch.zeros(rows, len(work), dtype=torch.int32, device=keys.device)
     _mark[grid](keys, among, threshold, chosen, ties, *work.spans, k, n, everyone, not distinct, BLOCK, num_warps=8)
     if not distinct:
         before = work.before(ties).to(torch.int32)
@@ -124,3 +116,50 @@ def radix_lowest(
             keys, among, threshold, left, before, ties, chosen, *work.spans, k, n, everyone, BLOCK, num_warps=8
         )
     return chosen
+
+
+def _kth(work: Blocks, keys: Tensor, counts: Tensor, among: Tensor, everyone: bool) -> tuple[Tensor, Tensor]:
+    """The counts-th lowest key of each row and layer, as an unsigned number; how many of the keys on it to take."""
+    (rows, n), device = counts.shape, keys.device
+    left = counts.clamp(min=1)
+    prefix = torch.zeros(rows, n, dtype=torch.int64, device=device)
+    found = torch.zeros(8, rows, n, 16, dtype=torch.int32, device=device)
+    for step in range(8):
+        _count[(len(work), rows)](
+            keys, among, prefix, found[step], *work.spans, keys.shape[1], n, 28 - 4 * step, everyone, BLOCK, num_warps=8
+        )
+        _choose[(rows * n,)](found[step], left, prefix)
+    return prefix, left
+
+
+def _counts(counts: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32)
+
+
+@functools.cache
+def _constant(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """One row of counts on the device. It is kept for good: captured graphs use it."""
+    return _counts([counts]).to(device)
+
+
+@triton.jit
+def _keep(values, threshold, out, layer_of, start_of, stop_of, COLUMNS, L, BLOCK: tl.constexpr):
+    """Values with zeros in the place of those whose bits, without the sign, are below their layer's threshold."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = tl.load(start_of + block) + tl.arange(0, BLOCK)
+    inside = at < tl.load(stop_of + block)
+    value = tl.load(values + row * COLUMNS + at, mask=inside, other=0.0)
+    limit = tl.load(threshold + row * L + tl.load(layer_of + block))
+    size = (value.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | 0x80000000  # of the order of `_load`'s
+    tl.store(out + row * COLUMNS + at, tl.where(size.to(tl.int64) < limit, 0.0, value), mask=inside)
+
+
+def keep_largest(values: Tensor, spans: Spans, drop: tuple[int, ...]) -> Tensor:
+    """See `sparsity.select.keep_largest`. It can be captured in a graph once it has run."""
+    keys = values.abs().view(torch.int32)
+    work, rows = blocks(spans, values.device), len(values)
+    wanted = _constant(tuple(count + 1 for count in drop), values.device).expand(rows, -1).contiguous()
+    threshold, _ = _kth(work, keys, wanted, keys, True)
+    out = values.clone()
+    _keep[(len(work), rows)](values, threshold, out, *work.spans, values.shape[1], len(spans), BLOCK, num_warps=8)
+    return out

@@ -19,7 +19,7 @@ from ..core.method import Method
 from ..core.parts import part
 from ..core.state import Plan, State
 from ..sparsity import allocate, top_mask
-from ..sparsity.select import kth, lowest_by_layer, magnitude
+from ..sparsity.select import keep_largest, lowest_by_layer, magnitude
 from .common import check_density, follow, where_held
 
 Upload = Literal["weights", "changes of the largest weights", "largest changes"]
@@ -36,13 +36,8 @@ class Swat(Part):
         return [self.density for _ in densities]
 
     def view(self, r: Rows, weights: Tensor) -> Tensor:
-        out = weights.clone()
-        for span in r.place.spans:
-            sizes = weights[:, span].abs()
-            drop = sizes.shape[1] - max(1, round(self.density * sizes.shape[1]))
-            if drop > 0:
-                out[:, span].masked_fill_(sizes < kth(sizes, drop + 1), 0.0)
-        return out
+        sizes = [span.stop - span.start for span in r.place.spans]
+        return keep_largest(weights, r.place.spans, [max(1, round(self.density * size)) for size in sizes])
 
     def inputs(self, weight: Tensor) -> Tensor:
         return torch.full((), self.density, device=weight.device)
@@ -83,7 +78,7 @@ class ZeroFL(Method):
 
     Silent in the paper: how the server averages weights that only some send (over those who sent them; a weight that
     nobody sent keeps its value; changes are averaged over all); entries of large inputs are ranked by a sample of
-    65,536; the model that is evaluated has the `density` largest weights of each layer, as the forward pass sees it.
+    32,768; the model that is evaluated has the `density` largest weights of each layer, as the forward pass sees it.
     Bytes: up density + mask_ratio with the mask. Down the whole model.
     When: clients lack arithmetic rather than bytes. Not to be confused with SparsyFed, whose server model gets sparse.
     """

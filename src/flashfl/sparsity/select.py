@@ -30,6 +30,9 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
     """
     if keys.shape[-1] == 0 or (isinstance(count, int) and count <= 0):
         return torch.zeros_like(keys, dtype=torch.bool)
+    if isinstance(count, int) and keys.dim() == 2 and (radix := _radix(keys)) is not None:
+        found: Tensor = radix(((0, keys.shape[1]),), keys, [[count]] * len(keys), candidates, False)
+        return found
     if isinstance(count, int) and keys.device.type == "cpu" and keys.shape[-1] >= _LONG:
         rows = keys.reshape(-1, keys.shape[-1])
         among = [None] * len(rows) if candidates is None else candidates.expand(keys.shape).reshape(rows.shape)
@@ -66,9 +69,8 @@ def lowest_by_layer(
     """
     if not isinstance(keys, Tensor) and torch.device(device).type != "cpu":
         keys = keys(0, layout.prunable_size)
-    sortable = isinstance(keys, Tensor) and keys.is_cuda and keys.dtype == torch.int32
-    if sortable and (radix := kernel("select", "radix_lowest")) is not None:
-        chosen: Tensor = radix(layout, keys, counts, candidates, distinct)
+    if isinstance(keys, Tensor) and (radix := _radix(keys)) is not None:
+        chosen: Tensor = radix(layout.spans, keys, counts, candidates, distinct)
         return chosen
     parts = []
     for i, layer in enumerate(layout.prunable):
@@ -78,6 +80,28 @@ def lowest_by_layer(
         count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=mine.device)
         parts.append(lowest(mine, count, None if candidates is None else candidates[:, span]))
     return torch.cat(parts, 1) if parts else torch.zeros(len(counts), 0, dtype=torch.bool, device=device)
+
+
+def _radix(keys: Tensor) -> Callable[..., Tensor] | None:
+    """The kernel that selects among such keys, if there is one."""
+    return kernel("select", "radix_lowest") if keys.is_cuda and keys.dtype == torch.int32 else None
+
+
+def keep_largest(values: Tensor, spans: Sequence[slice], counts: Sequence[int]) -> Tensor:
+    """float32 values [rows, columns] in which each span has kept its counts[i] largest, and values as large as those.
+
+    The others are 0. Columns outside the spans stay as they are.
+    """
+    drop = tuple(span.stop - span.start - count for span, count in zip(spans, counts, strict=True))
+    if values.is_cuda and (fast := kernel("select", "keep_largest")) is not None:
+        kept: Tensor = fast(values.contiguous(), tuple((span.start, span.stop) for span in spans), drop)
+        return kept
+    out = values.clone()
+    for span, count in zip(spans, drop, strict=True):
+        sizes = values[:, span].abs()
+        if count > 0:
+            out[:, span].masked_fill_(sizes < kth(sizes, count + 1), 0.0)
+    return out
 
 
 def _lowest_of_many(keys: Tensor, candidates: Tensor | None, count: int) -> Tensor:
