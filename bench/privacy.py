@@ -40,6 +40,7 @@ from flashfl.privacy.messages import MASKED, Terms
 from flashfl.privacy.policy import Policy
 from flashfl.privacy.server import Collector
 from flashfl.privacy.vector import Packing
+from flashfl.run.table import TRANSFER, transfer
 from flashfl.wire import encode
 
 CASES = {"dense": 1.0, "spdst 0.05": 0.05, "spdst 0.01": 0.01}
@@ -170,8 +171,8 @@ def main() -> None:
     given = asked.parse_args()
     torch.set_num_threads(1)
     layout = part_of(Layout.of(build_model("resnet18", classes=10, channels=3, size=32)), given.part)
-    print("| case | clients | round | down kB | up kB | bytes | client s | server s |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(f"| case | clients | round | down kB | up kB | {TRANSFER} | bytes | client s | server s |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for clients in given.clients:
         for case in given.only:
             start = model(layout, CASES[case])
@@ -179,8 +180,9 @@ def main() -> None:
             for row in rows:
                 more = (row.down + row.up) / (rows[0].down + rows[0].up)
                 print(
-                    f"| {case} | {clients} | {row.round} | {row.down / 1e3:.1f} | {row.up / 1e3:.1f} | {more:.3f} | "
-                    f"{row.client_seconds:.3f} | {row.server_seconds:.2f} |",
+                    f"| {case} | {clients} | {row.round} | {row.down / 1e3:.1f} | {row.up / 1e3:.1f} | "
+                    f"{transfer(row.down + row.up).text} | {more:.3f} | {row.client_seconds:.3f} | "
+                    f"{row.server_seconds:.2f} |",
                     flush=True,
                 )
                 if given.out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -82,6 +83,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tables_of_bytes_say_how_long_they_take(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    heads = [line for line, rule in itertools.pairwise(lines) if re.fullmatch(r"\|(-+\|)+", rule)]
+    of_bytes = [head for head in heads if re.search(r"\bup( /| kB)|\bMB down, up\b|\bsize of an update\b", head)]
+    assert all("s at 1 / 10 / 100 Mbit/s" in head for head in of_bytes)
+    assert of_bytes or page.name not in ("README.md", "results.md")
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "LOG.md"], ids=lambda p: p.name)

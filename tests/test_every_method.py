@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import itertools
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -54,6 +56,9 @@ VARIANTS = [
     ("flashplus", {"r_int": 2, "look_ahead": 0.5}),
     ("flashplus", {"multiply": 1.0, "shrink": 0.001, "init_scale": 0.5}),
     ("fedspa", {"moving": True}),
+    ("fedspa", {"masks": "common"}),
+    ("prunefl", {"interval": 2}),
+    ("lotteryfl", {"threshold": 0.0}),
     ("zerofl", {"upload": "largest changes"}),
     ("zerofl", {"upload": "changes of the largest weights"}),
 ]
@@ -223,6 +228,27 @@ def test_methods_are_plain_data(name: str) -> None:
     assert isinstance(hash(method), int)
     assert fl.METHODS[name]() is not None, "every field has a default"
     assert code_lines(Path(sys.modules[type(method).__module__].__file__ or "")) <= 90
+
+
+SYSTEMS = (
+    "feddst", "fedspa", "zerofl", "prunefl", "lotteryfl", "heterofl", "fjord", "fedpm", "ssfl", "sparsyfed", "fedrts",
+    "topk", "scaffold",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_docstring_of_a_system_states_paper_choices_and_bytes(name: str) -> None:
+    said = " ".join((fl.METHODS[name].__doc__ or "").split())
+    assert re.match(r".{5,90}et al., ([A-Za-z]+ )?20\d\d", said), "the paper and its year"
+    assert re.search(r"Silent (in the paper|in the papers|or open in the paper|or changed|or left out): ", said)
+    (cost,) = re.findall(r"Bytes: (.+) When: ", said)
+    assert re.search(r"both directions|\b[Uu]p\b.*\b[Dd]own\b", cost), cost
+    assert "Not to be confused with " in said
+
+
+def test_most_systems_take_fewer_than_60_lines() -> None:
+    lengths = [code_lines(Path(sys.modules[fl.METHODS[name].__module__].__file__ or "")) for name in SYSTEMS]
+    assert statistics.median(lengths) < 60
 
 
 def code_lines(path: Path) -> int:

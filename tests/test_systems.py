@@ -29,6 +29,7 @@ from flashfl.methods.scaffold import ControlVariate
 from flashfl.methods.sparsyfed import LargestWeights, Power, powered
 from flashfl.methods.ssfl import SALIENCY, Saliency
 from flashfl.methods.zerofl import Largest, Swat
+from flashfl.models import build_model
 from flashfl.sparsity import LayerRegrow
 from flashfl.sparsity.width import levels, width_mask
 from tests.conftest import blobs, make_task
@@ -135,6 +136,9 @@ def test_scaffold_corrects_gradients_and_updates_its_control_variate() -> None:
     done = close_clients(local, c)
     assert done.notes[0]["control"].value.tolist() == [0.25] * 9, "c_i - c + (0 + 2) / (4 * 0.5)"
     assert done.extras[0]["control"].value.tolist() == [0.0] * 9
+    local, c = client(ControlVariate(0.2), given=given, notes=notes)
+    c.vectors = torch.full((1, 9), -1.4)  # steps at 0.5 * (1, 0.8, 0.6, 0.4), so again a mean gradient of 1
+    assert close_clients(local, c).notes[0]["control"].value.tolist() == pytest.approx([0.25] * 9)
     method, s = state("scaffold", torch.zeros(9))
     after = method.aggregate(s, sums((1, "11111111", [1.0] * 9), control=[[2.0] * 9]))
     assert after.extra["control"].tolist() == [0.5] * 9, "one of four clients"
@@ -254,7 +258,33 @@ def test_width_keeps_the_first_channels_everywhere() -> None:
     level = levels(WIDE, (0.5, 1.0))
     assert level[36:40].tolist() == [0, 0, 1, 1], "biases follow their channels"
     assert level[40:44].tolist() == [0, 0, 1, 1], "so does BatchNorm"
-    assert level[44:].tolist() == [0] * 9, "the classifier is whole"
+    assert level[44:50].tolist() == [0, 1] * 3, "the classifier loses the inputs that are dropped channels"
+    assert level[50:].tolist() == [0] * 3, "and no class"
+
+
+def test_narrow_resnet_computes_what_the_smaller_network_would() -> None:
+    """Zeros in the place of dropped channels, or no channels at all: the same outputs, also of the shortcuts."""
+    net = build_model("resnet18", classes=10, channels=3, size=32).eval()
+    layout = Layout.of(net)
+    kept = levels(layout, (0.25, 1.0)) == 0
+    trained = torch.where(kept, torch.randn(layout.trained_size) * 0.1, 0.0)
+    views = layout.views(torch.cat([trained, torch.zeros(layout.size - layout.trained_size)]))
+    small = build_model("resnet18", classes=10, channels=3, size=32).eval()
+    for name, module in small.named_modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            size = module.num_features // 4
+            module.weight.data, module.bias.data = (views[f"{name}.{x}"][:size].clone() for x in ("weight", "bias"))
+            module.running_mean, module.running_var = torch.zeros(size), torch.ones(size)
+        elif isinstance(module, torch.nn.Conv2d):
+            inputs = module.in_channels if name == "conv1" else module.in_channels // 4
+            module.weight.data = views[f"{name}.weight"][: module.out_channels // 4, :inputs].clone()
+    small.fc.weight.data, small.fc.bias.data = views["fc.weight"][:, :128].clone(), views["fc.bias"]
+    net.load_state_dict({name: value for name, value in views.items() if "running" not in name}, strict=False)
+    x = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        found = net(x)
+        torch.testing.assert_close(found, small(x))
+    assert float(found.abs().max()) > 0.1
 
 
 def test_fjord_draws_a_width_up_to_the_clients() -> None:
@@ -264,7 +294,8 @@ def test_fjord_draws_a_width_up_to_the_clients() -> None:
     sizes = {int(x.sum()) for x in seen}
     assert sizes == {WIDE.trained_size, int((level == 0).sum())}, "both widths occur, and no other"
     narrow = OrderedDropout((0.5, 1.0), 0.5)
-    assert all(int(narrow.view(rows(weights, WIDE, {"level": level}, i), weights).sum()) < 40 for i in range(9))
+    least = int((level == 0).sum())
+    assert all(narrow.view(rows(weights, WIDE, {"level": level}, i), weights).sum() == least for i in range(9))
 
 
 def test_dropped_channels_of_a_narrow_model_are_zero() -> None:
@@ -298,6 +329,9 @@ def test_personal_accuracy_is_reported_where_models_are_personal() -> None:
         score = run.history[-1].metrics["personal"]
         assert 0 <= score.metric <= 1
         assert score.density < 1
+        assert run.personal == score.metric
+        assert run.scored.endswith(f"), personal {100 * score.metric:.2f} %")
+    assert fl.simulate(fl.PDST(0.3), task, 1, per_round=4, workers=1, batch=4).personal is None
 
 
 def test_personal_models_that_are_alike_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,14 +389,14 @@ def test_heterofl_scales_narrow_layers_and_hides_absent_classes() -> None:
     assert seen[:36].tolist() == torch.where(level[:36] == 0, 2.0, 0.0).tolist(), "1 / 0.5 in the slice, 0 outside"
     assert seen[36:40].tolist() == [2, 2, 0, 0], "a layer's bias is part of its output"
     assert seen[40:44].tolist() == [1, 1, 0, 0], "BatchNorm is not scaled"
-    assert seen[44:50].tolist() == [1, 1, 0, 0, 1, 1], "class 1 has no samples: its row is hidden"
+    assert seen[44:50].tolist() == [1, 0, 0, 0, 1, 0], "class 1 has no samples: its row is hidden, as is input 1"
     assert seen[50:].tolist() == [1, 0, 1], "so is its bias"
     gradient = torch.ones(1, WIDE.size)
     part.backward(rows(ones, WIDE, c.state), gradient)
     assert torch.equal(gradient[0], seen), "the gradient of a product with a constant"
     c.vectors = torch.full_like(ones, 3.0)
     done = close_clients(local, c)
-    assert done.extras[0]["classes"].value.tolist() == [True, False, True]
+    assert done.extras[0]["classes 0.5"].value.tolist() == [True, False, True]
     assert c.vectors[0, 44:].tolist() == [3, 3, 1, 1, 3, 3, 3, 1, 3], "what it did not train is as it was sent"
 
 
@@ -387,22 +421,39 @@ def test_heterofl_averages_rows_of_the_last_layer_over_clients_with_the_class() 
     plan = fl.Plan(WIDE, lambda key: torch.ones(WIDE.size), 1, 10, 4, 2)
     method = METHODS["heterofl"](widths=(0.5, 1.0), shares=(0.5, 0.5))
     s, total = method.init(plan), fl.Sums(WIDE, counts=[0, 0, 0])
-    for i, (n, width, value, classes) in enumerate([(1, 0.5, 3.0, [1, 0, 1]), (3, 1.0, 7.0, [0, 0, 1])]):
+    clients = [(1, 0.5, 3.0, [1, 0, 1]), (3, 1.0, 7.0, [0, 0, 1]), (4, 1.0, 9.0, [1, 0, 0])]
+    for i, (n, width, value, classes) in enumerate(clients):
+        present = torch.tensor(classes).bool()
         kept = levels(WIDE, (0.5, 1.0)) <= (width == 1.0)
         vector = torch.full((WIDE.size,), value) * kept
         for span in (vector[44:50].view(3, 2), vector[50:].view(3, 1)):
-            span[~torch.tensor(classes).bool()] = 1.0  # as it was sent
+            span[~present] = 1.0  # as it was sent
+        vector *= kept
         weights = Weights.masked(width_mask(WIDE, width), vector)
-        extra = {"kept": Extra("bits", kept), "classes": Extra("bits", torch.tensor(classes).bool())}
+        extra = {"kept": Extra("bits", kept), f"classes {width}": Extra("bits", present)}
         update = Update.of(i, n, weights, weights.mask.counts)
         add(total, Update(i, n, update.mask, update.values, update.counts, {}, extra))
     after = method.aggregate(s, total).weights.vector
-    assert after[:4].tolist() == [6, 6, 7, 7], "(3 + 3 * 7) / 4 in both slices; the wide client alone beyond"
-    assert after[36:44].tolist() == [6, 6, 7, 7] * 2
-    assert after[44:50].tolist() == pytest.approx([3, 3, 1, 1, 6, 6]), (
-        "class 0: one client; class 1: none; class 2: both"
-    )
-    assert after[50:].tolist() == pytest.approx([3, 1, 6])
+    each = [7.5, 7.5, 57 / 7, 57 / 7]
+    assert after[:4].tolist() == pytest.approx(each), "(3 + 21 + 36) / 8 in both slices; the wide ones alone beyond"
+    assert after[36:44].tolist() == pytest.approx(each * 2)
+    expected = [(3 + 36) / 5, 9, 1, 1, (3 + 21) / 4, 7]
+    assert after[44:50].tolist() == pytest.approx(expected), "over clients with both the class and the input"
+    assert after[50:].tolist() == pytest.approx([39 / 5, 1, 6])
+
+
+def test_heterofl_evaluates_narrow_models_as_their_statistics_were_taken() -> None:
+    """The scaler multiplies what BatchNorm sees, so statistics from training fit a model with the scaler only."""
+    task = make_task("norm")
+    for static in (False, True):
+        method = METHODS["heterofl"](widths=(0.5, 1.0), shares=(0.5, 0.5))
+        run = fl.simulate(method, task, 1, per_round=4, workers=1, batch=4, static_bn=static)
+        assert run.state is not None
+        plain, seen = method.sub_model(run.state, 0.5).vector, method.views(run.state)["width 0.5"].vector
+        k = task.layout.prunable_size
+        assert torch.equal(seen[:k], plain[:k] if static else 2 * plain[:k])
+        assert torch.equal(seen[k:], plain[k:]), "BatchNorm and the classifier are not scaled"
+        assert torch.equal(method.views(run.state)["after"].vector, method.sub_model(run.state, 1.0).vector)
 
 
 def test_feddst_adjusts_every_few_rounds_of_the_first_part_of_the_run() -> None:
@@ -447,6 +498,9 @@ def test_zerofl_averages_what_was_sent_and_evaluates_the_largest() -> None:
     assert kept.weights.vector[:8].tolist() == [1] * 4 + [5] * 4, "a weight that nobody sent keeps its value"
     assert method.views(after)["after"].vector[:8].tolist() == [0, -9, 0, 0, 7, 0, 0, 0]
     changes, s = state("zerofl", torch.full((9,), 5.0), density=0.25, upload="largest changes")
+    assert METHODS["zerofl"](density=0.9, mask_ratio=0.1).mask_ratio == 0.1, "they may send all"
+    with pytest.raises(fl.FlashError, match="mask_ratio = 0.2: must be from 0 to 1 - density"):
+        METHODS["zerofl"](density=0.9, mask_ratio=0.2)
     moved = changes.aggregate(s, sums((1, "11000000", [4.0] * 9), (3, "01100000", [-4.0] * 9)))
     assert moved.weights.vector.tolist() == [6, 3, 2, 5, 5, 5, 5, 5, 3], "changes are averaged over all"
 

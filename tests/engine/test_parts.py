@@ -226,12 +226,13 @@ def test_part_that_does_not_report_what_it_declares_is_an_error(eight: Layout) -
         close_clients(local, c)
 
 
-def test_repeated_round_rolls_memory_back() -> None:
+@pytest.mark.parametrize("lanes", [False, True])
+def test_repeated_round_rolls_memory_back(lanes: bool) -> None:
     """With `min_replies` out of reach every attempt fails; what clients remember is what it was before."""
     task = make_task("norm")
     config = TrainConfig(device="cpu", rounds=3, per_round=8, batch=4, workers=1, eval_every=3, dropout=0.3,
                          min_replies=6, retries=50)  # fmt: skip
-    run = fl.simulate(Reporting(0.3), task, train=config)
+    run = run_lanes(Reporting(0.3), task, "cpu", config) if lanes else fl.simulate(Reporting(0.3), task, train=config)
     lines = run.history
     took = {c.id: sum(c.id in line.cohort and c.id not in line.failures for line in lines) for c in task.clients}
     assert run.state is not None

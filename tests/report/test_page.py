@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flashfl.methods import METHODS
 from flashfl.report.command import write
 from flashfl.report.load import load
 from flashfl.report.watch import serve
@@ -92,6 +94,29 @@ def test_long_names_leave_room_on_a_narrow_screen(compared: Path, tmp_path: Path
         "return [...s.querySelectorAll('tr')].flatMap((r) => [shown(r.firstChild), shown(r.lastChild)])"
     )
     assert seen == [True] * 6
+
+
+def test_every_method_is_named_beside_its_point(compared: Path, tmp_path: Path, open_page: Open) -> None:
+    """All methods at two points: names stay apart, and dots that lie on one another stay small."""
+    for i, name in enumerate(METHODS):
+        method = {"name": name}
+        source = compared / ("dense-seed0", "nst-seed0")[i % 2]
+        edited(source, tmp_path / name, lambda h, m=method: h | {"config": h["config"] | {"method": m}})
+    browser = open_page(write(load([tmp_path]), tmp_path / "all.html").as_uri())
+    for chart in ("accuracy-by-all-bytes", "flops-and-bytes"):
+        found = browser.execute_script(
+            "return [...document.querySelectorAll(`#${arguments[0]} text.point`)].map((n) => {"
+            " const b = n.getBBox(); return [n.textContent, b.x, b.y, b.x + b.width, b.y + b.height]; })", chart
+        )  # fmt: skip
+        assert sorted(name for name, *_ in found) == sorted(METHODS)
+        boxes = [box for _, *box in found]
+        overlapping = [(a, b) for a, b in itertools.combinations(boxes, 2)
+                       if a[0] < b[2] - 1 and b[0] < a[2] - 1 and a[1] < b[3] - 3 and b[1] < a[3] - 3]  # fmt: skip
+        assert overlapping == []
+    radii = browser.execute_script(
+        "return [...document.querySelectorAll('#layer-densities .dot')].map((n) => n.r.baseVal.value)"
+    )
+    assert max(radii) <= 10
 
 
 def test_total_stands_at_the_end_of_its_bar(page: str, open_page: Open) -> None:

@@ -19,7 +19,8 @@ class Dense(Method):
     Clients train the whole model. The server averages their models, weighted by samples (Algorithm 3, fedAvg).
 
     Bytes: the whole model, in both directions, every round.
-    When: as the baseline. With `values = "int8"` this is FedPAQ, which sends fewer bits for each weight.
+    When: as the baseline. With `values = "int8"` this is FedPAQ (Reisizadeh et al., 2020), which sends fewer bits for
+    each weight. That paper rounds uploads only, and as changes: set `values_up = "int8"` and `upload = "changes"`.
     Not to be confused with top-k compression, which also trains densely but sends only the largest changes.
 
     aggregator: fedavg or wfa. They agree here, because everyone holds every weight.

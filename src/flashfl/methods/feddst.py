@@ -23,11 +23,12 @@ class FedDST(PDST):
     where the last batch's |gradient| is largest. The server averages each weight over the clients that hold it,
     w = sum(n m w) / sum(n m), and keeps the largest of each layer, as many as before.
 
-    Silent or open in the paper: what "the middle" is with one epoch (half of the batches); which rounds adjust (the
-    first, then every `interval`-th; in the public code the second, twelfth and so on); where weights may grow
-    (among those inactive before); whether the cosine decay of the rate changes the amount (the public code only
-    lets it decide whether to adjust at all, so the rate is constant here and `until` ends it). The public code uses
-    rate 0.5 by default, and 0.05 for MNIST and 0.01 for CIFAR-10 in its examples.
+    Silent or open in the paper: what "the middle" is with one epoch (half of the batches; with the defaults of the
+    public code, masks move after the last of ten epochs); which rounds adjust (the first, then every `interval`-th; in
+    the public code the second, twelfth and so on); where weights may grow (among those inactive before); whether the
+    cosine decay of the rate changes the amount (the public code only lets it decide whether to adjust at all, so the
+    rate is constant here and `until` ends it). The public code's rate is 0.5 by default, and 0.01 for CIFAR-10 in its
+    examples.
     Bytes: as d in both directions, plus the moved mask up and the new mask down in rounds that adjust.
     When: a mask must be found during training. Not to be confused with JMWST, where missing weights count as 0 and
     layer budgets follow the clients; here every layer keeps its budget.

@@ -63,7 +63,7 @@ class Votes(Part):
 
 @dataclass(frozen=True)
 class FedRTS(PDST):
-    """Federated robust pruning by Thompson sampling (NeurIPS 2025).
+    """Federated robust pruning by Thompson sampling (Huang et al., NeurIPS 2025).
 
     Every weight has a Beta(a, b), from a = b = 1. After each round, for active weights
     X = 1/2 [among the kappa largest of its layer in the average] + 1/2 sum p_i [the same in client i's weights],

@@ -42,8 +42,9 @@ class FjORD(Widths):
     narrower model inside a client's works. The server averages each weight over the clients that hold it.
 
     Silent or left out: self-distillation from the widest model; all slices of a client share its BatchNorm statistics
-    in training (the paper keeps them for each width), and each client width has its own on the server.
-    Bytes: as HeteroFL.
+    in training (the paper keeps them for each width), and each client width has its own on the server; FLOPs are
+    counted as if every step had the client's full width.
+    Bytes: the masked weights, about p^2 of the model in both directions. A mask is sent once.
     When: one training run must give models of several sizes. Not to be confused with HeteroFL, where a client always
     trains its full width.
     """

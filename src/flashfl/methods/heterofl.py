@@ -33,7 +33,12 @@ class Slice(Width):
 
     def reports(self, layout: Layout) -> Mapping[str, Field]:
         rows = classifier(layout)[0].shape[0] if self.masked_loss and classifier(layout) else 0
-        return {"classes": Field("bits", rows)} if rows else {}
+        return {self.classes: Field("bits", rows)} if rows else {}
+
+    @property
+    def classes(self) -> str:
+        """The name of the report, one for each width: not all of them have every input of the classifier."""
+        return f"classes {self.width}"
 
     def _present(self, c: Clients) -> Tensor:
         """Which classes each client has, [clients, classes]; all if its targets are not classes of the model."""
@@ -66,11 +71,11 @@ class Slice(Width):
             present, c.vectors = self._present(c), c.vectors.clone()
             for span, start in zip(_rows(c.layout, c.vectors), _rows(c.layout, c.start), strict=True):
                 span.copy_(torch.where(present[:, :, None], span, start))  # weight decay may have moved them
-            c.report["classes"] = present
+            c.report[self.classes] = present
 
 
 def _rows(layout: Layout, models: Tensor) -> list[Tensor]:
-    """The last matrix and its bias in some models [clients, ...], each as [clients, classes, inputs]."""
+    """The last matrix and its bias in some models [models, ...], each as [models, classes, inputs]."""
     return [models[:, x.start : x.stop].view(len(models), x.shape[0], -1) for x in classifier(layout)]
 
 
@@ -86,8 +91,9 @@ class HeteroFL(Widths):
     in the round keeps its value.
 
     Silent or changed: p counts relative to the widest client; each width has its own BatchNorm statistics, unless the
-    run uses `static_bn`, which is the paper's choice; the scaler changes nothing where BatchNorm follows; dense layers
-    behind the last channels are sent whole.
+    run uses `static_bn`, which is the paper's choice; the scaler changes nothing where BatchNorm follows; narrow models
+    are evaluated with the scaler if their statistics were taken under it, otherwise without, as in the paper; the
+    classifier is sent whole, with zeros for the inputs that a narrow model lacks.
     Bytes: the masked weights, about p^2 of the model in both directions, and one bit a class up. A mask is sent once.
     When: clients differ in memory and arithmetic, and cannot use unstructured sparsity. Not to be confused with
     hetero-SPDST, whose sub-models keep all channels, or FjORD, which draws a width in each step.
@@ -103,15 +109,38 @@ class HeteroFL(Widths):
     masked_loss: bool = True
 
     def work(self, s: State, client: Client) -> Local:
-        width = client.density or self.widths[-1]
-        return self.local(s, parts=(Slice(self.widths, width, self.scaler, self.masked_loss),))
+        return self.local(s, parts=(self._slice(client.density or self.widths[-1]),))
+
+    def _slice(self, width: float) -> Slice:
+        return Slice(self.widths, width, self.scaler, self.masked_loss)
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        after = super().aggregate(s, sums)
-        if "classes" not in sums.extra:
+        after, names = super().aggregate(s, sums), [self._slice(width).classes for width in self.widths]
+        found = {i: sums.extra[name][:, None] for i, name in enumerate(names) if name in sums.extra}
+        if not found:
             return after
-        share, vector = (sums.extra["classes"] / sums.n).float()[:, None], after.weights.vector.clone()
-        for new, old in zip(_rows(s.layout, vector[None]), _rows(s.layout, s.weights.vector[None]), strict=True):
+        vector, old = after.weights.vector.clone(), s.weights.vector
+        level = levels(s.layout, self.widths, vector.device)
+        for layer in classifier(s.layout):
+            span, shape = slice(layer.start, layer.stop), (layer.shape[0], -1)
+            having = torch.stack([n * (level[span].view(shape) <= i) for i, n in found.items()]).sum(0)
+            share = (having.flatten() / sums.extra["kept"][span].clamp(min=1)).float()
             # Clients without the class left its row as it was, so the mean change is that of the others times `share`.
-            new.copy_(torch.where(share > 0, old + (new - old) / share.clamp(min=1e-9), old))
+            changed = old[span] + (vector[span] - old[span]) / share.clamp(min=1e-9)
+            vector[span] = torch.where(share > 0, changed, old[span])
         return replace(after, weights=Weights(after.mask, vector))
+
+    def views(self, s: State) -> Mapping[str, Weights]:
+        """Narrow models have the scaler if their statistics were taken under it."""
+        found = super().views(s)
+        if not self.scaler or not s.plan.local.statistics or s.layout.size == s.layout.trained_size:
+            return found
+        factors = {f"width {width}": self.widths[-1] / width for width in self.widths}
+        return {name: _times(model, factors.get(name, 1.0)) for name, model in found.items()}
+
+
+def _times(model: Weights, factor: float) -> Weights:
+    """The model with the outputs of its narrowed layers multiplied."""
+    layout, vector = model.mask.layout, model.vector.clone()
+    vector[: layout.trained_size][scaled(layout).to(vector.device)] *= factor
+    return Weights(model.mask, vector)

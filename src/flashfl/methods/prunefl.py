@@ -46,11 +46,12 @@ class PruneFL(Method):
     it then takes the others in descending order of g_j^2 / t_j as long as that is above
     Gamma = sum g_j^2 / (c + sum t_j) of those taken, and at most round(d K) in all.
 
-    Silent or changed: which weights may be dropped at once (0.3 of the active ones, as in the public code, but
-    without its slow decay; in the first pruning all); time is counted in FLOPs of one training step (c: those of
-    layers that are not prunable, and `overhead` times those of the dense model, for what a round takes beside
-    arithmetic); the size is capped at d, so that methods compare at equal density; the first pruning uses the same
-    rule; the client of the first phase is the one with the most samples; a weight that comes back starts at 0.
+    Silent or changed: which weights may be dropped at once (0.3 of the active ones of the whole model; the public code
+    takes as many of each layer and lets 0.3 decay slowly; in the first pruning all); time is counted in FLOPs of one
+    training step (c: those of layers that are not prunable, and `overhead` times those of the dense model, for what a
+    round takes beside arithmetic); the size is capped at d, so that methods compare at equal density; the first pruning
+    uses the same rule; the client of the first phase is the one with the most samples; a weight that comes back starts
+    at 0.
     Bytes: as d in both directions, plus 4 bytes for each prunable weight up in adjustment rounds.
     When: the time of a round matters more than bytes. Not to be confused with FedDST, where clients choose.
 

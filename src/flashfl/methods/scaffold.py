@@ -20,7 +20,12 @@ from .dense import Dense
 @part
 @dataclass(frozen=True)
 class ControlVariate(Part):
-    """Adds c - c_i to every gradient; afterwards c_i becomes c_i - c + (start - end) / (steps * lr)."""
+    """Adds c - c_i to every gradient; afterwards c_i becomes c_i - c + (start - end) / (sum of learning rates).
+
+    lr_last: as in `Local`.
+    """
+
+    lr_last: float = 1.0
 
     def remembers(self, layout: Layout) -> Mapping[str, Field]:
         return {"control": Field("dense", layout.trained_size)}
@@ -34,8 +39,9 @@ class ControlVariate(Part):
         gradient.add_(r.state["correction"])
 
     def finish(self, c: Clients) -> None:
-        steps = torch.tensor(c.steps, device=c.start.device)[:, None] * max(c.lr, 1e-12)
-        change = -c.given["control"] - c.change() / steps
+        steps = torch.tensor(c.steps, device=c.start.device)[:, None]
+        mean = 1 - (1 - self.lr_last) * (steps - 1) / (2 * steps)  # of the learning rates, over the first
+        change = -c.given["control"] - c.change() / (steps * mean * max(c.lr, 1e-12))
         c.report["control"] = change
         c.memory["control"] = c.memory["control"] + change
 
@@ -49,7 +55,7 @@ class Scaffold(Dense):
     and c = c + (S / N) * mean(c_i' - c_i), with S of N clients in the round.
 
     Silent in the paper: means are weighted by n, as for models; statistics of BatchNorm are averaged as ever; with
-    momentum the difference of the weights is used all the same.
+    momentum the difference of the weights is used all the same; if the learning rate falls within the round, its mean.
     Bytes: twice the whole model in both directions. Clients keep 4 bytes a trained weight between rounds.
     When: clients' data differ much and bytes do not matter. Not to be confused with FedProx (`--prox`), which needs no
     memory.
@@ -65,7 +71,7 @@ class Scaffold(Dense):
         return {"control": Extra("dense", s.kept(Tensor, "control"))}
 
     def work(self, s: State, client: Client) -> Local:
-        return self.local(s, parts=(ControlVariate(),))
+        return self.local(s, parts=(ControlVariate(s.plan.local.lr_last),))
 
     def aggregate(self, s: State, sums: Sums) -> State:
         share = sums.clients / s.plan.clients

@@ -72,7 +72,8 @@ class SparsyFed(Method):
     averages; a missing weight counts as 0.
 
     Silent in the paper: the first round starts from a dense model; entries of large inputs are ranked by a sample of
-    32,768; the model that is evaluated and exported is v, as the forward pass sees it.
+    32,768; the public code finds a layer's threshold in the first batch of a round only; the model that is evaluated
+    and exported is v, as the forward pass sees it.
     Bytes: up as d with the mask. Down the union of the clients' masks, which falls as they agree.
     When: clients can afford dense steps but not dense uploads. The ranking is global, so a layer of small weights
     can lose all of them, and zeros stay zeros: without shortcuts around it, the model is then constant. Not to be

@@ -91,7 +91,7 @@ class ZeroFL(Method):
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        if not 0 <= self.mask_ratio <= 1 - self.density:
+        if not (self.mask_ratio >= 0 and self.density + self.mask_ratio <= 1):
             raise ConfigError(f"mask_ratio = {self.mask_ratio}: must be from 0 to 1 - density, {1 - self.density:g}")
 
     def init(self, plan: Plan) -> State:

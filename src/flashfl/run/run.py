@@ -54,6 +54,7 @@ class Run:
         if state is not None:
             found |= {"rounds": f"{state.counted}/{state.plan.rounds}", "density": f"{self.weights.mask.density:.4f}"}
             found |= {self.shown.name: self._label(self.metric), "best": self._label(self.best)}
+            found |= {} if self.personal is None else {"personal": self._label(self.personal)}
         found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
         if (spent := self.privacy) is not None and spent.delta:
             found["epsilon"] = epsilons(spent)
@@ -84,9 +85,19 @@ class Run:
         return best(self._scores(), default=float("nan"))
 
     @property
+    def personal(self) -> float | None:
+        """After the last round, the mean metric of the clients' own models; None if the method makes none.
+
+        Test samples of a class count with the client's share of that class.
+        """
+        found = self.history[-1].metrics.get("personal") if self.history else None
+        return None if found is None else found.metric
+
+    @property
     def scored(self) -> str:
-        """The last and the best metric as text, such as "accuracy 97.22 % (best 97.50 %)"."""
-        return f"{self.shown.name} {self._label(self.metric)} (best {self._label(self.best)})"
+        """The last and the best metric as text, such as "accuracy 97.22 % (best 97.50 %)", and the personal one."""
+        own = "" if self.personal is None else f", personal {self._label(self.personal)}"
+        return f"{self.shown.name} {self._label(self.metric)} (best {self._label(self.best)}){own}"
 
     def _label(self, value: float) -> str:
         return self.shown.label(value) if self._scores() else "not evaluated"

@@ -2,8 +2,8 @@
 
 A coordinate belongs to a width p if its output channel is among the first ceil(p * outputs) of its layer and its input
 channel among the first ceil(p * inputs). Tensors of one value a channel (biases, BatchNorm) follow their channels, so
-that a dropped channel is exactly zero. The model's inputs and the outputs of layers that are not prunable (the
-classifier) are never narrowed.
+that a dropped channel is exactly zero. The classifier loses the inputs that are dropped channels. The model's inputs
+and the outputs of layers that are not prunable are never narrowed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def scaled(layout: Layout) -> Tensor:
 
 
 def classifier(layout: Layout) -> tuple[Layer, ...]:
-    """The last matrix that is never narrowed, and its bias; none if there is no such matrix."""
+    """The last matrix that is not prunable, and its bias; none if there is no such matrix."""
     names = [layer.name.rpartition(".")[0] for layer in layout.of_kind("dense") if len(layer.shape) > 1]
     return tuple(layer for layer in layout.of_kind("dense") if [layer.name.rpartition(".")[0]] == names[-1:])
 
@@ -59,21 +59,26 @@ def _kept(layout: Layout, width: float) -> Tensor:
     whole = {layer.name.rpartition(".")[0] for layer in layout.of_kind("dense") if len(layer.shape) > 1}
     outputs: set[int] = set()  # of the prunable layers so far
     for layer in layout.prunable:
-        kept[layer.start : layer.stop] = _matrix(layer, width, outputs).flatten()
+        kept[layer.start : layer.stop] = _matrix(layer, _first(layer.shape[0], width), width, outputs)
         outputs.add(layer.shape[0])
+    for layer in classifier(layout)[:1]:
+        kept[layer.start : layer.stop] = _matrix(layer, _first(layer.shape[0], 1), width, outputs)
     for layer in layout.of_kind("dense"):
         if len(layer.shape) == 1 and layer.name.rpartition(".")[0] not in whole:
             kept[layer.start : layer.stop] = _first(layer.size, width)
     return kept
 
 
-def _matrix(layer: Layer, width: float, outputs: set[int]) -> Tensor:
-    """A weight [outputs, inputs, ...]. Inputs are narrowed if they are channels of an earlier layer, flat or not."""
-    rows, columns = layer.shape[0], layer.shape[1]
+def _matrix(layer: Layer, rows: Tensor, width: float, outputs: set[int]) -> Tensor:
+    """These rows of a weight [outputs, inputs, ...], flat.
+
+    Inputs are narrowed if they are channels of an earlier layer, flat or not.
+    """
+    columns = layer.shape[1]
     before = max((size for size in outputs if columns % size == 0), default=0)
     inputs = _first(before, width).repeat_interleave(columns // before) if before else torch.ones(columns).bool()
-    both = _first(rows, width)[:, None] & inputs
-    return both.view(rows, columns, *[1] * (len(layer.shape) - 2)).expand(layer.shape)
+    both = (rows[:, None] & inputs).view(*layer.shape[:2], *[1] * (len(layer.shape) - 2))
+    return both.expand(layer.shape).flatten()
 
 
 def _first(count: int, width: float) -> Tensor:

@@ -120,6 +120,7 @@ function lineChart(host, options) {
   const clip = (v) => Math.max(inner.top, Math.min(inner.bottom, v));
   const curves = pieces(series, x, y), stacked = new Map();
   for (const s of series) for (const [i, v] of s.x.entries()) { const key = spot(x(v), y(s.y[i])); stacked.set(key, (stacked.get(key) || 0) + 1); }
+  const together = new Map(stacked);
   series.forEach((s, own) => {
     const points = s.x.map((v, i) => [x(v), y(s.y[i])]);
     if (s.spread && s.spread.some((v) => v > 0)) {
@@ -128,9 +129,10 @@ function lineChart(host, options) {
     }
     if (s.line !== false) drawCurve(svg, s, curves[own]);
     if (s.dots || points.length === 1) for (const [a, b] of points) {
-      const rings = stacked.get(spot(a, b)) - 1;  // dots at one place become rings around one another
-      stacked.set(spot(a, b), rings);
-      svg.append(shape("circle", { class: "dot", cx: a, cy: b, r: (s.radius || 3) + (s.line === false ? 0 : 1.7 * rings), style: { fill: s.colour } }));
+      const key = spot(a, b), rings = stacked.get(key) - 1;  // dots at one place become rings around one another
+      stacked.set(key, rings);
+      const wide = s.line === false ? 0 : rings * Math.min(1.7, 6.8 / (together.get(key) - 1 || 1));  // many are narrow
+      svg.append(shape("circle", { class: "dot", cx: a, cy: b, r: (s.radius || 3) + wide, style: { fill: s.colour } }));
     }
     if (s.mark) drawMark(svg, s, x(s.x[s.x.length - 1]), y, clip);
   });
