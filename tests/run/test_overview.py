@@ -12,12 +12,14 @@ import pytest
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError
 from flashfl.paper.cells import Cell, load_table, table_names
+from flashfl.paper.far import REASONS
 from flashfl.paper.overview import TABLES, every_cell, overview
 from flashfl.paper.page import page
 from flashfl.paper.results import RECIPE, Stored
 from flashfl.paper.tables import miss_of
 
 ROOT = Path(__file__).parents[2]
+PLACE = "cifar10/alpha0.1/jmwst-d0.1-r_int=5-seed0"  # 75.47 ± 1.18 in one table of the paper, ± 1.08 in another
 CELL = load_table("main").cells[0]  # dense FedAvg on CIFAR-10, alpha 1: 87.13 ± 0.18
 
 
@@ -71,15 +73,21 @@ def test_spread_over_seeds_counts_if_it_is_larger() -> None:
 
 
 def test_spread_is_taken_from_the_table_that_states_it() -> None:
-    shared = next(c for c in load_table("r_int").cells if c.column == "r_int 5" and c.alpha == 1)
-    alone = next(c for c in load_table("r_int").cells if c.column == "r_int 10" and c.alpha == 1)
+    shared = next(c for c in load_table("fedspa").cells if c.method["name"] == "jmwst" and c.alpha == 1000)
+    alone = load_table("nm").cells[0]
     assert shared.paper is not None
     assert "std" not in shared.paper
-    found, none = miss_of(shared, [record(0.8636, cell=shared)]), miss_of(alone, [record(0.8, cell=alone)])
+    found, none = miss_of(shared, [record(0.8718, cell=shared)]), miss_of(alone, [record(0.8, cell=alone)])
     assert found is not None
     assert found.spreads == pytest.approx(0, abs=1e-6)
     assert none is not None
     assert none.spreads is None, "the paper states no spread for it anywhere"
+
+
+def test_a_table_that_states_a_spread_is_compared_with_its_own() -> None:
+    cells = [next(c for c in load_table(name).cells if c.place(0) == PLACE) for name in ("main", "r_int")]
+    misses = [miss_of(cell, [record(0.7447, cell=cell)]) for cell in cells]
+    assert [miss and miss.spreads for miss in misses] == [pytest.approx(1 / 1.18), pytest.approx(1 / 1.08)]
 
 
 def test_no_figure_means_no_difference() -> None:
@@ -100,6 +108,39 @@ def test_cell_without_result_is_grey_and_listed_as_missing(tmp_path: Path) -> No
     assert [[entry.text for entry in row] for row in found.missing.rows] == [
         ["cifar10", "main 1", "not run yet", "`flashfl reproduce --all --dataset cifar10 --budget-minutes 600`"]
     ]
+
+
+def far(folder: Path, *cells: tuple[str, Cell, float]) -> list[list[str]]:
+    """The rows about far cells. Given are a table, its cell, and the cell's accuracy."""
+    held = stored(folder, *((cell, record(accuracy, cell=cell)) for _, cell, accuracy in cells))
+    found = overview({name: [c for n, c, _ in cells if n == name] for name, _, _ in cells}, None, held)
+    return [[entry.text for entry in row] for row in found.far.rows]
+
+
+def test_far_cells_are_listed_with_what_is_known(tmp_path: Path) -> None:
+    at = {c.place(0): c for c in load_table("main").cells}
+    nst, near = at["cifar10/alpha0.1/nst-d0.1-seed0"], at["cifar10/alpha1/nst-d0.1-seed0"]
+    [row] = far(tmp_path, ("main", nst, 0.6), ("main", near, 0.8346))
+    assert row[:2] == ["cifar10", "main, alpha 0.1: NST 0.1, -11.18 (best -11.18)"]
+    assert row[2].startswith("Explained. The paper probably reports best evaluations.")
+
+
+def test_far_cell_that_nobody_has_looked_at_says_so(tmp_path: Path) -> None:
+    cell = load_table("hetero").cells[1]
+    assert far(tmp_path, ("hetero", cell, 0.5)) == [
+        ["cifar10", "hetero, alpha 1: hetero-JMWST r1, -34.67 (best -34.67)", "Not understood. Nothing was tried."]
+    ]
+
+
+def test_many_far_cells_are_counted(tmp_path: Path) -> None:
+    cells = [c for c in load_table("main").cells if c.dataset == "mnist"]
+    [row] = far(tmp_path, *(("main", cell, 0.5) for cell in cells))
+    assert row[1] == "main 33: -48.79 to -41.06"
+
+
+def test_reasons_name_sections_of_the_log() -> None:
+    sections = re.findall("^## (.*)$", (ROOT / "LOG.md").read_text(), re.MULTILINE)
+    assert {reason.section for reason in REASONS} <= set(sections)
 
 
 def test_missing_data_set_says_how_to_get_it(tmp_path: Path) -> None:

@@ -6,18 +6,18 @@ import re
 from html import escape
 from importlib.resources import files
 
-from ..run.table import Entry, Table
+from ..run.table import TRANSFER, Entry, Table
 from .overview import Overview, Section
 from .tables import FAR, MEANINGS, NEAR
 
 # Columns that narrow screens leave out, unless the paper has figures for them.
-_MORE = ("best %", "before %", "seeds", "up / client", "down / client", "seconds")
+_MORE = ("best %", "before %", "seeds", "up / client", "down / client", TRANSFER, "seconds")
 
 
 def page(found: Overview) -> str:
     """The page. It needs no network and no JavaScript."""
-    more = [Section("What is missing", "", found.missing), Section("What the columns mean", "", MEANINGS)]
-    sections = [*found.sections, *more]
+    more = {**found.ends(), "What the columns mean": MEANINGS}
+    sections = [*found.sections, *(Section(title, "", table) for title, table in more.items())]
     links = "".join(f'<li><a href="#s{i}">{_text(section.title)}</a></li>' for i, section in enumerate(sections))
     body = "".join(_section(i, section) for i, section in enumerate(sections))
     said = "".join(f"<p>{_text(text)}</p>" for text in found.said)
@@ -59,8 +59,8 @@ def _kind(row: dict[str, Entry]) -> str:
 
 
 def _figure(text: str) -> str:
-    """A cell's text. Narrow screens show a spread on a line of its own."""
-    return re.sub(r" (± [\d.]+)", r" <small>\1</small>", _text(text))
+    """A cell's text. Narrow screens show a spread, and what stands in parentheses, on a line of its own."""
+    return re.sub(r" (± [\d.]+|\([^)]*\))", r" <small>\1</small>", _text(text)).replace("± ", "±&nbsp;")
 
 
 def _text(text: str) -> str:

@@ -55,7 +55,7 @@ def miss_of(cell: Cell, found: Sequence[Record]) -> Miss | None:
     ends = [[100 * point[1] for point in record["curve"][-_LAST:]] for record in found]
     swings = [stdev(end) for end in ends if len(end) > 1]
     ours = max(stdev(accuracies) if len(found) > 1 else 0.0, fmean(swings) if swings else 0.0)
-    points, theirs = fmean(accuracies) - cell.paper["mean"], _stated().get(cell.place(0))
+    points, theirs = fmean(accuracies) - cell.paper["mean"], cell.paper.get("std") or _stated().get(cell.place(0))
     return Miss(points, abs(points) / hypot(ours, theirs) if theirs else None)
 
 
