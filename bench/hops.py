@@ -17,7 +17,7 @@ Left out are formats and numeric libraries, which take a payload and give it str
 the first design count, as what they do is in `engine` today. Flower itself and the grid are looked through: a call out
 of them counts for the file that called them.
 
-A hop is `shared` if neither file is in `engine` or `flower`. `files`: those that a reader opens to follow the path.
+`shared`: hops that all three paths have. `files`: those that a reader opens to follow the path.
 `calls`: distinct pairs of functions with a call between them, whatever it hands over, also within a file.
 """
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import inspect
 import json
 import subprocess
@@ -111,11 +112,11 @@ class Hops:
             caller = caller.f_back
         if caller is None or not (counts(here := self.file(caller)) and counts(callee)):
             return
-        code = frame.f_code
-        if event == "call":
-            self.calls.add((here, caller.f_code.co_qualname, callee, code.co_qualname))
+        calls, called = function(caller), function(frame)
+        if event == "call" and (here, calls) != (callee, called):
+            self.calls.add((here, calls, callee, called))
         if here != callee and (holds_payload(arg) if event == "return" else self._given(frame)):
-            self.hops.add((here, callee, code.co_qualname))
+            self.hops.add((here, callee, called))
 
     def _given(self, frame: FrameType) -> bool:
         """Whether an argument of this call holds a payload. An iterator's arguments came from whoever made it."""
@@ -124,6 +125,11 @@ class Hops:
             return False
         count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         return any(holds_payload(values.get(name)) for name in code.co_varnames[:count] if name not in ("self", "cls"))
+
+
+def function(frame: FrameType) -> str:
+    """The name of a frame's function. A comprehension or a lambda belongs to the function around it."""
+    return frame.f_code.co_qualname.partition(".<locals>.<")[0]
 
 
 def counts(file: str) -> bool:
@@ -169,14 +175,7 @@ def measure(engine: str) -> Hops:
 
 def run(engine: str, method: Any, task: Any, config: Any, folder: Path, watch: Callable[..., None]) -> None:
     """Both designs have these three ways to run; their names differ."""
-    if engine == "CPU engine":
-        import flashfl as fl
-
-        fl.simulate(method, task, train=config, folder=folder, watch=watch)
-    elif engine == "lanes":
-        drive, lanes, clients = _lanes(task, config)
-        drive(method, task, config, lanes, clients, folder, watch=watch)
-    else:
+    if engine == "Flower":
         from flashfl.flower import FlashStrategy, FlowerOptions, client_app
 
         grid: Any = _module("flower.testing", "flower.inprocess").InProcessGrid({})
@@ -184,12 +183,23 @@ def run(engine: str, method: Any, task: Any, config: Any, folder: Path, watch: C
             grid.join(1000 + client, client_app(task), {"partition-id": client})
         options = FlowerOptions(clients=len(task.train), wait=60.0, timeout=60.0, poll=0.01)
         FlashStrategy(method, task, config, options, folder=folder, watch=watch, quiet=True).start(grid)
+        return
+    simulate = _module("run.simulate", "run.runner")
+    if engine == "lanes":
+        simulate.make_engine = _lanes
+    simulate.simulate(method, task, train=config, folder=folder, watch=watch)
+
+
+def _lanes(task: Any, config: Any, folder: Path) -> Any:
+    """The GPU engine on the CPU."""
+    found = _module("engine.gpu", "engine.cuda")
+    if hasattr(found, "LaneEngine"):
+        return found.LaneEngine(task, "cpu", "fp32", crew="lanes", folder=folder)
+    return found.GPUEngine(task, dataclasses.replace(config, crew="lanes"), "cpu", folder)
 
 
 def _module(*names: str) -> Any:
     """The first of these modules of the package that there is."""
-    import importlib
-
     for name in names:
         try:
             return importlib.import_module(f"flashfl.{name}")
@@ -198,39 +208,26 @@ def _module(*names: str) -> Any:
     raise SystemExit(f"this version has none of {', '.join(names)}")
 
 
-def _lanes(task: Any, config: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """`drive`, the GPU engine on the CPU, and the clients."""
-    drive = _module("run.simulate", "run.runner").drive
-    found = _module("engine.gpu", "engine.cuda")
-    if hasattr(found, "LaneEngine"):
-        return drive, found.LaneEngine(task, "cpu", "fp32", crew="lanes"), task.clients
-    population = _module("core.engine").FixedPopulation(task.clients)
-    return drive, found.GPUEngine(task, dataclasses.replace(config, crew="lanes"), "cpu"), population
-
-
 # -- figures --------------------------------------------------------------------------------------------------------
 
 
 def figures(hops: Hops) -> dict[str, Any]:
-    engine = [hop for hop in hops.hops if any(file.startswith(("engine/", "flower/")) for file in hop[:2])]
+    rows = sorted(f"{here} -> {there}:{called}" for here, there, called in hops.hops)
     files = {file for hop in hops.hops for file in hop[:2]}
-    rows = sorted(f"{here} -> {there}:{function}" for here, there, function in hops.hops)
-    shared = len(hops.hops) - len(engine)
-    return {"shared": shared, "inside": len(engine), "files": len(files), "calls": len(hops.calls), "hops": rows}
+    return {"hops": rows, "files": len(files), "calls": len(hops.calls)}
 
 
-def table(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """One row for each source, as in LOG.md."""
     lines = [
         "| source | hops: shared, then CPU, lanes, Flower | files: CPU, lanes, Flower | calls: CPU, lanes, Flower |",
         "|---|---|---|---|",
     ]
     for source, engines in found.items():
-        inside, files, calls = (
-            ", ".join(str(engines[name][what]) for name in ENGINES) for what in ("inside", "files", "calls")
-        )
-        shared = "/".join(sorted({str(engines[name]["shared"]) for name in ENGINES}))
-        lines.append(f"| {source} | {shared}, {inside} | {files} | {calls} |")
+        shared = set.intersection(*(set(one["hops"]) for one in engines.values()))
+        inside = (str(len(engines[name]["hops"]) - len(shared)) for name in ENGINES)
+        files, calls = (", ".join(str(engines[name][what]) for name in ENGINES) for what in ("files", "calls"))
+        lines.append(f"| {source} | {len(shared)}, {', '.join(inside)} | {files} | {calls} |")
     return "\n".join(lines)
 
 
