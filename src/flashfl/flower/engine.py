@@ -121,13 +121,9 @@ class Exchange:
     name: ClassVar[str] = "round"  # in the log
 
     def __init__(
-        self,
-        account: Encoding | PrivateRound,
-        registry: Registry,
-        tag: Tag,
-        sends: str = "order",
+        self, account: Encoding | PrivateRound, registry: Registry, tag: Tag, sends: str = "order",
         takes: str = "update",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """sends, takes: the names of what messages carry, and of what replies carry."""
         self.account, self.registry, self.sends, self.takes = account, registry, sends, takes
         self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
@@ -209,20 +205,16 @@ class Exchange:
         return bool(replies)
 
     def _take(self, reply: Message) -> None:
-        about = reply.metadata.reply_to_message_id
+        about, sender = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
         post = next((p for p in self.posts if p.metadata.message_id == about), None)
         if post is None:
-            log.warning("node %d sent a reply, but no request to it is open; dropped", reply.metadata.src_node_id)
+            log.warning("node %d sent a reply, but no request to it is open; dropped", sender)
         elif post.done:
             log.warning("client %d replied twice: the second reply is dropped", post.client)
         elif reply.has_error():
             self._drop(post, f"Flower reports error {reply.error.code}: {reply.error.reason}")
-        elif reply.metadata.src_node_id != post.metadata.dst_node_id:
-            log.warning(
-                "node %d replied for client %d, which belongs to another node; dropped",
-                reply.metadata.src_node_id,
-                post.client,
-            )
+        elif sender != post.metadata.dst_node_id:
+            log.warning("node %d replied for client %d, which belongs to another node; dropped", sender, post.client)
         else:
             self._read(post, reply.content)
 
