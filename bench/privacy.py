@@ -103,7 +103,8 @@ def account_of(layout: Layout, start: Weights, clients: int) -> Encoding:
     """The account of a round whose clients know the mask."""
     memory = ClientMemory(MaskStore.in_folder(layout, None))
     for client in range(clients):
-        memory.accept(client, (2, 0, 0), memory.keep(start.mask), None)
+        memory.hear(client, (2, 0, 0), memory.store.keep(start.mask))
+    memory.accept()
     return Encoding(memory)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .core.errors import unknown
 from .core.exchange import Sums, Update
-from .core.mask import Mask
+from .core.mask import Mask, Weights
 
 _PART = 1 << 20  # weights that are added or divided in double precision at a time
 
@@ -97,7 +97,30 @@ def average(name: str, sums: Sums) -> Tensor:
     return AGGREGATORS[name](sums)
 
 
+def averaged(name: str, sums: Sums) -> Weights:
+    """The average as a model that is active wherever a client's is."""
+    return Weights(union(sums), average(name, sums))
+
+
 def union(sums: Sums) -> Mask:
     """The mask of all weights that at least one client holds."""
     assert sums.holders is not None
     return Mask(sums.layout, sums.holders > 0)
+
+
+def trimmed_mean(values: Tensor, shares: Tensor, trim: float) -> Tensor:
+    """The weighted mean of each column without NaN, and without the share `trim` of the weight at either end."""
+    ranked, kept = ranked_shares(values, shares, trim)
+    total = kept.sum(0)
+    return torch.where(total > 0, (ranked * kept).sum(0) / total, 0.0)
+
+
+def ranked_shares(values: Tensor, shares: Tensor, trim: float) -> tuple[Tensor, Tensor]:
+    """Each column in ascending order, NaN as 0, and the weight that trimming leaves to each of its values."""
+    ranked, order = values.double().sort(0)  # NaN comes last
+    weight = ~ranked.isnan() * shares.double()[:, None].expand_as(ranked).gather(0, order)
+    below = weight.cumsum(0)
+    # A little more than asked for: a rounding error times a huge number would be a large one. Half or more: the median.
+    cut = min(trim + 1e-9 if trim else 0.0, 0.5 - 1e-6) * below[-1]
+    kept = torch.minimum(below, below[-1] - cut) - torch.maximum(below - weight, cut)
+    return ranked.nan_to_num(0.0), kept.clamp(min=0)

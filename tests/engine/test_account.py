@@ -20,9 +20,8 @@ from flashfl.core.state import State
 from flashfl.data.task import Task
 from flashfl.engine.client import ClientSide, Reply, update_message
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.encoding import OWN, Encoding
+from flashfl.engine.encoding import OWN, Encoding, Held
 from flashfl.engine.gpu import GPUEngine
-from flashfl.engine.held import Held
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.robust import PLAIN, Robust
 from flashfl.engine.store import MaskStore
@@ -147,7 +146,7 @@ def test_dropped_clients_hold_nothing_new() -> None:
     finished(account)
     memory, server = account.memory, Encoding(account.memory)
     assert memory.start(0) == TAG
-    base = memory.base(0)
+    base = memory.base(0).mask
     assert base is not None
     assert base.equal(MASK)
     assert memory.start(1) is None
@@ -267,7 +266,7 @@ def test_extras_must_match_those_of_the_order() -> None:
         update = Update.of(0, 10, Weights.masked(MASK, torch.ones(LAYOUT.size)), MASK.counts)
         return encode(update_message(replace(update, extra=extra), order, LAYOUT), (MASK,)).data
 
-    assert server.decode(sent(a=Extra("dense", torch.ones(3))), message).extra["a"].value.tolist() == [1.0] * 3
+    assert server.decode(sent(a=Extra("dense", torch.ones(3))), message)[0].extra["a"].value.tolist() == [1.0] * 3
     with pytest.raises(WrongContent, match="shape"):
         server.decode(sent(a=Extra("dense", torch.ones(4))), message)
     with pytest.raises(WrongContent, match=OWN):
@@ -401,7 +400,7 @@ def test_client_memory_is_a_list_of_hashes(side: ClientSide) -> None:
     [(tag, mask, own, _)] = reply.memory
     assert tag == (2, 0, 0)
     assert mask == order.weights.mask.hash
-    update = server.decode(reply.data, message)
+    update, _ = server.decode(reply.data, message)
     assert update.mask is not None
     assert own == update.mask.hash
     assert own is not None
@@ -450,7 +449,8 @@ def test_frozen_own_mask_must_be_returned_unchanged() -> None:
     assert made is not None
     assert made.equal(MADE)
     memory = server.memory
-    memory.accept(1, TAG, memory.keep(order.weights.mask), memory.keep(OTHER, own=True))
+    memory.hear(1, TAG, memory.store.keep(order.weights.mask), memory.store.keep(OTHER, own=True))
+    memory.accept()
     kept = server._frozen(server.message(Client(1, 10), order))
     assert kept is not None
     assert kept.equal(OTHER)
@@ -462,10 +462,11 @@ def test_forgotten_own_mask_may_return_as_a_recipe() -> None:
     server = make_server()
     order = Order(Weights(MASK, torch.zeros(LAYOUT.size)), Local(keep=("mask",)), 1, TAG)
     memory = server.memory
-    memory.accept(1, (2, 3, 0), memory.keep(MASK), memory.keep(MADE, own=True))
+    memory.hear(1, (2, 3, 0), memory.store.keep(MASK), memory.store.keep(MADE, own=True))
+    memory.accept()
     known = server.message(Client(1, 10), order)
     assert known.own == MADE.hash
     data = encode(RECIPE, form="recipe").data
     with pytest.raises(WireError, match="a recipe, but the order did not allow one"):
         server.decode(data, known)
-    assert server.decode(data, replace(known, own=None)).mask is not None
+    assert server.decode(data, replace(known, own=None))[0].mask is not None

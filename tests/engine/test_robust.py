@@ -16,13 +16,12 @@ from flashfl.core.exchange import Client, Extra, Local, Order, Sums, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights, repacked
 from flashfl.data.task import Task
-from flashfl.engine.change import Others
 from flashfl.engine.client import update_message
 from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import Cohort, Robust, trimmed_mean
+from flashfl.engine.robust import Cohort, Others, Robust, trimmed_mean
 from flashfl.engine.store import MaskStore
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of

@@ -31,8 +31,8 @@ from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
 from flashfl.flower import FlowerOptions, records, superlink, supernode
 from flashfl.flower.attendance import Attendance
+from flashfl.flower.engine import SLACK
 from flashfl.flower.registry import Registry
-from flashfl.flower.round import SLACK
 from tests.conftest import make_task
 from tests.test_every_method import VARIANTS, small
 
@@ -259,7 +259,7 @@ def test_reply_larger_than_the_order_allows_is_refused_unread(monkeypatch: pytes
 def test_honest_updates_stay_below_the_largest_without_slack(
     name: str, changes: dict[str, Any], values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flashfl.flower.round.SLACK", 0)
+    monkeypatch.setattr("flashfl.flower.engine.SLACK", 0)
     task = make_task("norm")
     run = train(small(name, **changes), task, federation(task), rounds=3, values=values)
     assert not any(record.failures for record in run.history)

@@ -44,7 +44,7 @@ def test_time_left_is_visible_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
     )
     display(state, record)
     display.ticked -= 1
-    display.tick(state, 7)
+    display.tick("training", 7)
     line, ticking = (text.rstrip() for text in out.getvalue().split("\r")[1:])
     assert line == "jmwst: round 600/600  accuracy 97.22 %  left 0:00  up 100.0 MB down 10.0 MB"
     assert ticking == "jmwst: round 600/600  accuracy 97.22 %  left 0:00  [client 7]"

@@ -160,14 +160,21 @@ def test_committed_results_are_sorted_unique_and_name_their_commit() -> None:
     assert all(record["commit"] and record["machine"] and record["checksum"] for record in committed())
 
 
+def committed_cells() -> dict[str, Cell]:
+    """Every cell by its place without the seed. Where results have chosen a learning rate, with this rate."""
+    stored = Stored(ROOT / "results")
+    cells = [settled(cell, stored) or cell for name in table_names() for cell in load_table(name).cells]
+    return {cell.place(0).removesuffix("0"): cell for cell in cells}
+
+
 def test_every_committed_result_belongs_to_a_cell() -> None:
-    known = {cell.place(0).removesuffix("0") for name in table_names() for cell in load_table(name).cells}
+    known = committed_cells()
     assert all(record["place"].removesuffix(str(record["seed"])) in known for record in committed())
 
 
 def test_committed_results_have_the_settings_of_their_cells() -> None:
     """But for settings that only one of them knows, and those that change the last bits at most."""
-    cells = {cell.place(0).removesuffix("0"): cell for name in table_names() for cell in load_table(name).cells}
+    cells = committed_cells()
     machine = {f"train.{name}" for name in (*OUTSIDE, "threads", "lanes")} | {"task.data_root", "task.verify"}
     for record in committed():
         cell = cells[record["place"].removesuffix(str(record["seed"]))]

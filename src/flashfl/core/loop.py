@@ -19,7 +19,7 @@ from .state import State
 
 Sent = tuple[Client, Local, Mask]  # an order as an observer sees it
 Trip = tuple[Sequence[Sent], Outcome]  # one call of the engine: what was ordered, and what came of it
-Tick = Callable[[State, int], None]  # a round's state, and how many of its orders have gone out; 0: a run is resumed
+Tick = Callable[[str, int], None]  # the phase, and how many of the round's orders have gone out
 
 
 def run_rounds(
@@ -31,7 +31,7 @@ def run_rounds(
     min_replies: int = 1,
     retries: int = 2,
     bytes_left: float = math.inf,
-    tick: Tick = lambda state, orders: None,
+    tick: Tick = lambda phase, orders: None,
 ) -> Iterator[tuple[State, RoundRecord, Sequence[Trip]]]:
     """Yield the state after each round, its record and its trips, until the method is done or no bytes are left.
 
@@ -78,7 +78,7 @@ def _train(engine: Engine, s: State, orders: Iterator[tuple[Client, Order]], tri
     def noted() -> Iterator[tuple[Client, Order]]:
         for client, order in orders:
             sent.append((client, order.local, order.weights.mask))
-            tick(s, len(sent))
+            tick(s.phase.name, len(sent))
             yield client, order
 
     outcome = engine.train(s, noted())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -130,6 +131,11 @@ def repacked(values: Tensor, old: Mask, new: Mask) -> Tensor:
     else:
         out[old.bits[new.places].nonzero().squeeze(1)] = values[new.bits[old.places].nonzero().squeeze(1)]
     return out
+
+
+def stacked(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of a matrix. If all are the same tensor, a matrix of that one row, which must not be written to."""
+    return rows[0][None] if all(row is rows[0] for row in rows) else torch.stack(list(rows))
 
 
 def pack_bits(bits: Tensor) -> Tensor:

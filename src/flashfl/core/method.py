@@ -46,8 +46,7 @@ class Method:
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         """The clients that take part in this round."""
-        chosen = set(s.drawn([c.id for c in clients]))
-        return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
+        return s.sample(clients)
 
     def work(self, s: State, client: Client) -> Local:
         """The work of one client in this round."""

@@ -170,9 +170,15 @@ class State:
         """A random key for one purpose in this round."""
         return fold(self.plan.key, *parts, *self.tag)
 
-    def sample(self, clients: Sequence[Client], count: int, purpose: str = "cohort") -> tuple[Client, ...]:
-        """`count` random clients, sorted by id; all of them if there are fewer."""
-        chosen = set(choose(self.key(purpose), [c.id for c in clients], count))
+    def sample(
+        self, clients: Sequence[Client], count: int | None = None, purpose: str = "cohort"
+    ) -> tuple[Client, ...]:
+        """`count` random clients, sorted by id; all of them if there are fewer.
+
+        Without a count: the usual cohort.
+        """
+        ids = [c.id for c in clients]
+        chosen = set(self.drawn(ids) if count is None else choose(self.key(purpose), ids, count))
         return tuple(sorted((c for c in clients if c.id in chosen), key=lambda c: c.id))
 
     def drawn(self, ids: Sequence[int]) -> list[int]:
@@ -254,3 +260,13 @@ class State:
         """An order of this round for one client, with a random key for this client."""
         key = self.key("client", client.id)
         return Order(weights if weights is not None else self.weights, local, key, self.tag, extra or {})
+
+
+def drops(s: State, client: int, share: float) -> bool:
+    """Whether a simulated client fails in this round: keyed, so that a repeated run loses the same ones."""
+    return share > 0 and s.key("dropout", client) % 1_000_000 < share * 1_000_000
+
+
+def dropout_step(s: State, client: int) -> int:
+    """In which of the five steps of a private round a client fails that is chosen to fail."""
+    return s.key("dropout step", client) % 5

@@ -1,4 +1,7 @@
-"""The client's half of a round: read an order, train, write the update, remember what it was told to."""
+"""The client's half of a round: read an order, train, write the update, remember what it was told to.
+
+`ClientSide` does this wherever a client runs. `Worker` plays all clients of a simulation in one process.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +18,9 @@ from torch import Tensor
 from ..core.errors import FlashError
 from ..core.exchange import Order, Tag, Update
 from ..core.layout import Layout
-from ..core.mask import Mask
+from ..core.mask import Mask, Weights
 from ..data.sources import Source
+from ..data.task import Task
 from ..wire import Message, UnknownMask, WireError, decode, encode
 from ..wire.errors import WrongContent
 from ..wire.frame import read_frame
@@ -26,6 +30,9 @@ from .pipeline import Notes
 from .store import MaskStore
 from .train import ClientFailed, Trainer
 from .trust import base_values
+
+if TYPE_CHECKING:
+    from .party import Simulated
 
 log = logging.getLogger("flashfl")
 Pack = Callable[[Update, Message, Tensor], bytes]  # an update, its order, and the packed values that were sent
@@ -137,6 +144,50 @@ class ClientSide:
         tag = read_frame(memoryview(order_bytes), self.layout, len(order_bytes))[0].tag
         lack = encode(Message("lack", self.layout, tag, client, lacks=error.hash))
         return Reply(lack.data, [], lacks=True)
+
+
+Result = Reply | tuple[float, float] | ClientFailed  # of evaluating: loss and metric, summed over samples
+Job = Callable[["Worker"], Result]  # a method of the worker that does it, and its arguments
+
+
+class Worker:
+    """Plays clients in one process."""
+
+    def __init__(self, task: Task, store: MaskStore, path: str, simulated: Simulated | None) -> None:
+        """path: of the model that is evaluated."""
+        self.task, self.trainer, self.model, self.simulated = task, Trainer(task), shared_model(task, path), simulated
+        self.side = ClientSide(self.trainer, store)
+
+    def __call__(self, job: Job) -> Result:
+        try:
+            return job(self)
+        except ClientFailed as error:
+            return error
+
+    def train(self, client: int, order: bytes, memory: Rounds, sparse: bool) -> Reply:
+        """Carry out an order. sparse: compute active weights only, where possible."""
+        self.trainer.sparse = sparse
+        return self.side.work(client, self.task.train[client], order, memory)
+
+    def answer(self, client: int, request: bytes, memory: Rounds) -> Reply:
+        """Answer a request of a private round."""
+        assert self.simulated is not None
+        return self.simulated.side(self.side, client).answer(self.task.train[client], request, memory)
+
+    def evaluate(self, which: int, start: int, stop: int, statistics: bool) -> tuple[float, float]:
+        """Loss and metric of the shared model on the samples [start, stop) of evaluation set `which`."""
+        index = torch.arange(start, stop)
+        try:
+            return self.trainer.evaluate(self.model, self.task.evaluation[which], index, statistics)
+        except Exception as error:
+            if self.task.test is not None:
+                raise
+            raise ClientFailed(said(error)) from error  # the samples of one client: others may still work
+
+
+def shared_model(task: Task, path: str) -> Weights:
+    """The model in a file that several processes map into memory."""
+    return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
 
 
 def said(error: Exception) -> str:

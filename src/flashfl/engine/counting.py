@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,27 +17,26 @@ from torch import Tensor
 from ..aggregate import add, add_statistics
 from ..core.client import overrides
 from ..core.errors import ConfigError
-from ..core.exchange import Client, Local, Order, Outcome, Traffic, Update
+from ..core.exchange import Client, Local, Order, Traffic, Update
 from ..core.kernel import kernel
 from ..core.layout import Layout
-from ..core.mask import Mask, Weights
+from ..core.mask import Mask, Weights, stacked
 from ..core.precision import EXACT, Precision
 from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
 from ..wire.message import Parts
-from .account import Account
-from .change import start_of
-from .memory import ClientMemory, Kept
+from .encoding import Account
+from .memory import ClientMemory
 from .pipeline import Notes, tallied
 from .robust import PLAIN, Robust
+from .store import Kept
 from .train import NOT_FINITE
+from .trust import start_of
 from .work import Work
 
 _KNOWN = 1 + HASH  # bytes of a mask both sides know
 _COLUMNS = 1 << 22  # weights that are added up at a time: in double precision they need room
 _ROWS = 16  # masks that are stacked to be counted together
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -63,7 +61,7 @@ class Counting(Account):
 
     def sent(self, client: Client, order: Order) -> Order:
         """Record an order; it is returned as it is sent."""
-        order = self.personal(client, order)
+        order = self.personal(client, order) if order.local.personal else order
         self.orders.append((client, order))
         return order
 
@@ -91,7 +89,7 @@ class Counting(Account):
                 self._add(works, values, bits, good)
         saved = torch.zeros_like(losses) if saved is None else saved
         found = torch.stack([good.double(), fine.double(), losses.double(), saved.double()])
-        known = [(work.order.weights.mask, self.memory.own(work.client.id)) for work in works]
+        known = [(work.order.weights.mask, self.memory.own(work.client.id).mask) for work in works]
         masks = self._mask_bytes([work.mask for work in works], known)
         self.heard.append(_Heard(works, masks, found))
         if "mask" not in local.keep:
@@ -131,7 +129,8 @@ class Counting(Account):
                 sizes[key] = _KNOWN
         for count in range(3):  # rows that are counted together lean on equally many masks
             rest = [key for key, (_, known) in different.items() if len(known) == count and key not in sizes]
-            for some in chunks(rest, _ROWS):
+            for at in range(0, len(rest), _ROWS):
+                some = rest[at : at + _ROWS]
                 rows, known = zip(*(different[key] for key in some), strict=True)
                 columns = [stacked([base.bits for base in column]) for column in zip(*known, strict=True)]
                 found = mask_sizes(self.layout, stacked([mask.bits for mask in rows]), columns).bytes.double()
@@ -140,9 +139,9 @@ class Counting(Account):
                     sizes[key] = taken if most is None else taken.clamp(max=most)
         return [sizes[key] for key in keys]
 
-    def close(self) -> Outcome:
-        """The round's last wait: read every number that is still on the device, then settle the account."""
-        bases = [(self.memory.base(client.id),) for client, _ in self.orders]
+    def settle(self) -> None:
+        """The round's last wait: read every number that is still on the device."""
+        bases = [(self.memory.base(client.id).mask,) for client, _ in self.orders]
         numbers = self._mask_bytes([order.weights.mask for _, order in self.orders], bases)
         for heard in self.heard:
             numbers += [*heard.bytes, *heard.found.flatten()]
@@ -164,13 +163,12 @@ class Counting(Account):
                     self.failed(work.client.id, "a running variance is below zero" if finite else NOT_FINITE)
         if self.cohort is not None:
             self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
-        return super().close()
 
     def _down(self, client: Client, order: Order) -> Traffic:
         """What an order takes without its mask."""
         message = Message(
             "order", self.layout, order.tag, client.id, key=order.key, start=self.memory.start(client.id),
-            local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
+            local=order.local, own="0" * 16 if self.memory.own(client.id).mask is not None else None,
             carries=order.local.order_carries, extra=order.extra,
         )  # fmt: skip
         return self._sized(message, order.weights.mask.active, self.values).traffic("order")
@@ -201,8 +199,10 @@ class Counting(Account):
             self.cohort.see(held)
         self.traffic += self._up(work, mask_bytes, saved, mean)
         keeps = "mask" in local.keep and local.report == "weights"
-        notes = Kept(notes=work.notes) if work.notes else None
-        self.accepted(work.client.id, order.tag, order.weights.mask, work.mask if keeps else None, notes)
+        store = self.memory.store
+        own = store.keep(work.mask, own=True) if keeps else None
+        notes = Kept(store, notes=work.notes) if work.notes else None
+        self.memory.hear(work.client.id, order.tag, store.keep(order.weights.mask), own, notes)
 
     def _mean(self, work: Work, loss: float) -> float:
         """The mean loss of a client whose loss was added up over samples."""
@@ -245,11 +245,6 @@ def _copied(values: Tensor) -> Tensor:
         ) from None
 
 
-def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Rows of a matrix. If all are the same tensor, a matrix of that one row, which must not be written to."""
-    return rows[0][None] if all(row is rows[0] for row in rows) else torch.stack(list(rows))
-
-
 def _add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: Tensor, first: int) -> None:
     """See `kernels.collect.add`."""
     good = (share > 0)[:, None]
@@ -258,10 +253,3 @@ def _add(values: Tensor, bits: Tensor, share: Tensor, weights: Tensor, holders: 
         holders[span] += (bits[:, span] * share[:, None]).sum(0)
         span = slice(max(at, first), max(at + _COLUMNS, first))
         weights[span] += share.double() @ torch.where(good, values[:, span], 0.0).double()
-
-
-def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of at most `size` items, as they come."""
-    them = iter(items)
-    while chunk := list(itertools.islice(them, size)):
-        yield chunk

@@ -18,11 +18,11 @@ from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.mask import Weights
 from ..core.record import Score
-from ..core.state import State
+from ..core.state import State, dropout_step, drops
 from ..data.task import Task
-from .client import ClientSide, Reply, said
+from .client import Job, Reply, Result, Worker, shared_model
 from .encoding import Encoding
-from .memory import ClientMemory, Rounds
+from .memory import ClientMemory
 from .personal import personal_score
 from .pool import Died, InProcess, Pool
 from .robust import Robust
@@ -33,47 +33,7 @@ from .train import ClientFailed, Trainer, evaluation_batches
 from .vault import Vault, open_vault
 
 if TYPE_CHECKING:
-    from .party import Simulated
     from .private import PrivateRound
-
-
-Result = Reply | tuple[float, float] | ClientFailed  # of evaluating: loss and metric, summed over samples
-Job = Callable[["Worker"], Result]  # a method of the worker that does it, and its arguments
-
-
-class Worker:
-    """Plays clients in one process."""
-
-    def __init__(self, task: Task, store: MaskStore, path: str, simulated: Simulated | None) -> None:
-        """path: of the model that is evaluated."""
-        self.task, self.trainer, self.model, self.simulated = task, Trainer(task), _shared_model(task, path), simulated
-        self.side = ClientSide(self.trainer, store)
-
-    def __call__(self, job: Job) -> Result:
-        try:
-            return job(self)
-        except ClientFailed as error:
-            return error
-
-    def train(self, client: int, order: bytes, memory: Rounds, sparse: bool) -> Reply:
-        """Carry out an order. sparse: compute active weights only, where possible."""
-        self.trainer.sparse = sparse
-        return self.side.work(client, self.task.train[client], order, memory)
-
-    def answer(self, client: int, request: bytes, memory: Rounds) -> Reply:
-        """Answer a request of a private round."""
-        assert self.simulated is not None
-        return self.simulated.side(self.side, client).answer(self.task.train[client], request, memory)
-
-    def evaluate(self, which: int, start: int, stop: int, statistics: bool) -> tuple[float, float]:
-        """Loss and metric of the shared model on the samples [start, stop) of evaluation set `which`."""
-        index = torch.arange(start, stop)
-        try:
-            return self.trainer.evaluate(self.model, self.task.evaluation[which], index, statistics)
-        except Exception as error:
-            if self.task.test is not None:
-                raise
-            raise ClientFailed(said(error)) from error  # the samples of one client: others may still work
 
 
 class CPUEngine:
@@ -92,7 +52,7 @@ class CPUEngine:
         weakref.finalize(self, self._file.close)  # of an engine that nobody closes
         torch.zeros(task.layout.size).numpy().tofile(self._file)
         self._file.flush()
-        self._model = _shared_model(task, path)
+        self._model = shared_model(task, path)
         count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
             count = 1
@@ -116,7 +76,7 @@ class CPUEngine:
         def again(client: int) -> Job:  # no real client died with its worker, so nothing is counted twice
             return self._training(client, account.again(client))
 
-        for client, result in self._each(self._jobs(s, orders, account), again):
+        for client, result in self._each(self._jobs(account, s, orders), again):
             self._take(account, client, result)
         return account.close()
 
@@ -147,16 +107,16 @@ class CPUEngine:
         for client, request in account.requests():
             if drops(s, client, self.config.dropout) and account.step >= dropout_step(s, client):
                 account.failed(client, DROPPED)
-                continue
-            yield client, partial(Worker.answer, client=client, request=request, memory=self.memory.rounds(client))
+            else:
+                memory = self.memory.rounds(client)
+                yield client, partial(Worker.answer, client=client, request=request, memory=memory)
 
-    def _jobs(self, s: State, orders: Iterable[tuple[Client, Order]], account: Encoding) -> Iterator[tuple[int, Job]]:
-        for client, order in orders:
-            data = account.sent(client, order)
-            if drops(s, client.id, self.config.dropout):
-                account.failed(client.id, DROPPED)
-                continue
-            yield client.id, self._training(client.id, data)
+    def _jobs(self, account: Encoding, s: State, orders: Iterable[tuple[Client, Order]]) -> Iterator[tuple[int, Job]]:
+        for client, data in account.messages(orders):
+            if drops(s, client, self.config.dropout):
+                account.failed(client, DROPPED)
+            else:
+                yield client, self._training(client, data)
 
     def _training(self, client: int, order: bytes) -> Job:
         memory, sparse = self.memory.rounds(client), self.memory.sparse
@@ -219,18 +179,3 @@ def _shared_file() -> tuple[IO[bytes], str]:
         return named, named.name
     file = tempfile.TemporaryFile()  # noqa: SIM115
     return file, f"{opened}/{file.fileno()}"
-
-
-def _shared_model(task: Task, path: str) -> Weights:
-    """The model in a file that several processes map into memory."""
-    return Weights.dense(task.layout, torch.from_file(path, shared=True, size=task.layout.size))
-
-
-def dropout_step(s: State, client: int) -> int:
-    """In which of the five steps of a private round a client fails that is chosen to fail."""
-    return s.key("dropout step", client) % 5
-
-
-def drops(s: State, client: int, share: float) -> bool:
-    """Whether a client fails in this round: keyed, so that a repeated run loses the same ones."""
-    return share > 0 and s.key("dropout", client) % 1_000_000 < share * 1_000_000

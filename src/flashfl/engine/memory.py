@@ -8,7 +8,7 @@ everything that a simulated client remembers, with the notes of its parts. Real 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import Tag
 from ..core.mask import Mask
 from .pipeline import Notes
-from .store import MaskStore
+from .store import Kept, MaskStore
 
 HISTORY_MASKS = 1024
 HISTORY_BYTES = 128 << 20  # at one bit a weight
@@ -26,16 +26,6 @@ HISTORY_BYTES = 128 << 20  # at one bit a weight
 # What a client remembers, as JSON: for each of its last rounds the tag and three hashes: of the order's mask, of its
 # own mask, and of the notes of its parts.
 Rounds = list[tuple[Tag, str | None, str | None, str | None]]
-
-
-@dataclass(eq=False)
-class Kept:
-    """A mask or notes that a client holds. On a GPU the thing itself, as hashing waits for the GPU; else its hash."""
-
-    digest: str = ""
-    mask: Mask | None = None
-    own: bool = False  # the client's own mask, not that of an order
-    notes: Notes | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +38,7 @@ class _Round:
     notes: Kept | None = None
 
 
-_NOTHING = _Round()
+_NOTHING, _LOST = _Round(), Kept()
 
 # What all clients hold, and the masks that the server still knows: oldest acknowledgement first, with how many clients
 # hold each.
@@ -76,6 +66,7 @@ class ClientMemory:
         self._history: dict[Kept, int] = {}
         self._saved: _Table = ({}, {})
         self._pinned: set[str] = set()
+        self.heard: dict[int, _Round] = {}  # what clients will hold that have answered in the round that is going on
         self.sparse = False  # whether the run computes active weights only; chosen once, so checkpoints keep it
 
     # -- what clients hold ---------------------------------------------------------------------------------------
@@ -83,31 +74,31 @@ class ClientMemory:
     def _held(self, client: int) -> _Round:
         return self._clients.get(client, _NOTHING)
 
-    def _mask(self, kept: Kept | None) -> Mask | None:
-        """A mask that the server knows; None if it is lost: its client is then sent a full one."""
-        return kept.mask or self.store.find(kept.digest) if kept is not None and kept in self._history else None
+    def _known(self, kept: Kept | None) -> Kept:
+        """A mask, if the server knows it. One that is lost has no mask: its client is then sent a full one."""
+        return kept if kept is not None and kept in self._history else _LOST
 
     def start(self, client: int) -> Tag | None:
         """The last round accepted from this client: its next work starts from there."""
         return self._held(client).tag
 
-    def base(self, client: int) -> Mask | None:
+    def base(self, client: int) -> Kept:
         """The mask of the last order this client acknowledged, if the server still knows it."""
-        return self._mask(self._held(client).order)
+        return self._known(self._held(client).order)
 
-    def own(self, client: int) -> Mask | None:
+    def own(self, client: int) -> Kept:
         """The mask this client keeps, if the server still knows it."""
-        return self._mask(self._held(client).own)
+        return self._known(self._held(client).own)
 
     def own_hash(self, client: int) -> str | None:
         """The hash of `own`, without reading the mask."""
-        kept = self._held(client).own
-        return kept.digest if kept is not None and kept in self._history and kept.digest in self.store else None
+        digest = self.own(client).digest
+        return digest if digest in self.store else None
 
     def remembered(self, client: int) -> Mask | None:
         """The mask that a simulated client kept, whether or not the server knows it."""
         kept = self._held(client).own
-        return None if kept is None else kept.mask or self.store[kept.digest]
+        return None if kept is None else kept.loaded or self.store[kept.digest]
 
     def rounds(self, client: int) -> Rounds:
         """What a simulated client remembers, as hashes of masks in the store."""
@@ -135,18 +126,21 @@ class ClientMemory:
 
     # -- what happens to them ------------------------------------------------------------------------------------
 
-    def keep(self, mask: Mask, own: bool = False) -> Kept:
-        """A mask to be passed to `accept`. On a CPU it goes to the store now."""
-        return Kept(self.store.put(mask), None, own) if mask.bits.device.type == "cpu" else Kept("", mask, own)
+    def hear(self, client: int, tag: Tag, order: Kept, own: Kept | None = None, notes: Kept | None = None) -> None:
+        """A client's update is good, unless it fails later. order: the mask it was sent. own, notes: what it keeps."""
+        self.heard[client] = _Round(tag, order, own, notes)
 
-    def accept(self, client: int, tag: Tag, order: Kept, own: Kept | None = None, notes: Kept | None = None) -> None:
-        """Record an accepted update: `order` is its order's mask, `own` the mask the client keeps, if any."""
+    def accept(self) -> None:
+        """The round is closed: the clients that were heard hold what it gave them."""
         history = self._history
-        order = self._find(order) or order
-        history[order] = history.pop(order, 0)  # acknowledged last
-        if own is not None:
-            history[own] = 0
-        self._set(client, _Round(tag, order, own, notes))
+        for client, new in sorted(self.heard.items()):
+            assert new.order is not None
+            order = self._find(new.order) or new.order
+            history[order] = history.pop(order, 0)  # acknowledged last
+            if new.own is not None:
+                history[new.own] = 0
+            self._set(client, replace(new, order=order))
+        self.heard = {}
 
     def forget(self, client: int) -> None:
         """The client holds nothing: it is sent full masks and starts afresh."""
@@ -154,12 +148,12 @@ class ClientMemory:
 
     def _find(self, order: Kept) -> Kept | None:
         """The order's mask in the history that equals this one: equal masks of orders count once."""
-        masks, mask = [kept for kept in reversed(self._history) if not kept.own], order.mask
+        masks, mask = [kept for kept in reversed(self._history) if not kept.own], order.loaded
         if mask is None:
             return next((kept for kept in masks if kept.digest == order.digest), None)
         # The very same object is the common case, and the only one that does not wait for the GPU.
-        same = next((kept for kept in masks if kept.mask is mask), None)
-        return same or next((kept for kept in masks if kept.mask is not None and kept.mask.equal(mask)), None)
+        same = next((kept for kept in masks if kept.loaded is mask), None)
+        return same or next((kept for kept in masks if kept.loaded is not None and kept.loaded.equal(mask)), None)
 
     def _set(self, client: int, new: _Round) -> None:
         history, old = self._history, self._clients.pop(client, _NOTHING)
@@ -200,8 +194,8 @@ class ClientMemory:
         clients, history = self._saved
         kept = [*_masks(clients, history), *_notes(clients)] if self.simulated else list(history)
         for one in kept:  # on a GPU: only now it goes to the store
-            if one.mask is not None:
-                one.digest = self.store.put(one.mask)
+            if one.loaded is not None:
+                one.digest = self.store.put(one.loaded)
             elif one.notes is not None and not one.digest:
                 one.digest = self.store.put_notes(one.notes)
         place: dict[Kept | None, int] = {one: index for index, one in enumerate(kept)}
@@ -221,14 +215,14 @@ class ClientMemory:
     def load(self, saved: Mapping[str, JSON]) -> None:
         """Restore what `save` gave. If masks of real clients are lost, those are sent full ones again."""
         try:
-            clients, history = _read(saved)
+            clients, history = _read(saved, self.store)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the clients' memory in the checkpoint is damaged: {error!r}") from None
         try:
             for kept in _masks(clients, history):
                 found = self.store[kept.digest]
                 if self.device.type != "cpu":
-                    kept.mask = found.to(self.device)
+                    kept.loaded = found.to(self.device)
             for notes in _notes(clients):
                 self.store.notes(notes.digest)
         except (KeyError, FlashError) as error:
@@ -262,12 +256,12 @@ def _notes(clients: Mapping[int, _Round]) -> list[Kept]:
     return [held.notes for held in clients.values() if held.notes is not None]
 
 
-def _read(saved: Mapping[str, Any]) -> _Table:
+def _read(saved: Mapping[str, Any], store: MaskStore) -> _Table:
     """What `save` gave as a table. Raises errors of many kinds if it is damaged."""
     masks, known = saved["masks"], saved["known"]
     if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
         raise ValueError(f"`masks` must be texts, and `known` = {known!s:.20} a number from 0 to {len(masks)}")
-    kept = [Kept(digest) for digest in masks]
+    kept = [Kept(store, digest) for digest in masks]
     clients, history = dict[int, _Round](), dict.fromkeys(kept[:known], 0)
     for client, ((phase, round, attempt), *places) in saved["clients"].items():
         tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))

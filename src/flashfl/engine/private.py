@@ -162,7 +162,7 @@ class PrivateRound(Encoding):
             return
         if self.step == MASKED:
             del self._orders[client]
-            self.accepted(client, self.tag, self.start.mask, None)
+            self.memory.hear(client, self.tag, self.memory.store.keep(self.start.mask))
 
     def lacking(self, client: int, data: bytes) -> bytes:
         """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
@@ -174,10 +174,10 @@ class PrivateRound(Encoding):
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped. If its masked input is in, it still counts in the sum."""
-        kept = self._accepted.get(client) if self.step > MASKED else None
+        kept = self.memory.heard.get(client) if self.step > MASKED else None
         super().failed(client, why)
         if kept is not None:
-            self._accepted[client] = kept
+            self.memory.heard[client] = kept
         self._waiting.discard(client)
 
     def advance(self) -> bool:
@@ -199,7 +199,7 @@ class PrivateRound(Encoding):
         if not self._why and counted:
             self._why = self.packing.problem(signed(total), len(counted))
         if self._why or (self.orders and not counted):
-            self._accepted.clear()
+            self.memory.heard.clear()
             why = f"the private round has no usable sum ({self._why or 'no client replied'})"
             self.failures = {client: self.failures.get(client, why) for client in self.orders}
             return replace(super().close(), privacy=self.vault.spent(0), revealed=self._revealed)
@@ -211,7 +211,7 @@ class PrivateRound(Encoding):
         return replace(super().close(), privacy=self.vault.spent(clamped))
 
     def _opened(self) -> tuple[Words, list[int]]:
-        counted = sorted(self._accepted)
+        counted = sorted(self.memory.heard)
         if not self._why and (counted or not self.orders):
             try:
                 return self._round.opened(), counted

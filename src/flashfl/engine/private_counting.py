@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..core.exchange import DROPPED, Client, Order, Outcome, Traffic, Update
 from ..core.mask import Weights
-from ..core.state import State
+from ..core.state import State, dropout_step, drops
 from ..privacy.messages import ADVERTISE, BOX, CARD, CONFIRM, HEADER, MASKED, SECRET, SHARES, STEPS, UNMASK, VOTE
 from .counting import Counting
-from .cpu import dropout_step, drops
 from .memory import ClientMemory
 from .private import LENGTH, SPENT, agreed
 from .train import NOT_FINITE
@@ -75,7 +74,7 @@ class PrivateCounting(Counting):
             weights = None if local.report == "counts" else Weights(order.weights.mask, row)
             update = Update.of(client, work.n, weights, work.counts, {"loss": self._mean(work, loss)})
             self._total += self.packing.encode(update, self._sent, order.key)
-            self.accepted(client, order.tag, order.weights.mask, None)
+            self.memory.hear(client, order.tag, self.memory.store.keep(order.weights.mask))
 
     def close(self) -> Outcome:
         steps = range(ADVERTISE, UNMASK + 1) if self.privacy.secure else (MASKED,)
@@ -84,7 +83,7 @@ class PrivateCounting(Counting):
         self._count(after, last)
         counted = after[MASKED]
         if why or (self._ends and not counted):
-            self._accepted.clear()
+            self.memory.heard.clear()
             reason = f"the private round has no usable sum ({why or 'no client replied'})"
             self.failures = {client: self.failures.get(client, reason) for client in self._ends}
             revealed = self.privacy.secure and last >= MASKED

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..aggregate import add
+from ..aggregate import add, ranked_shares, trimmed_mean
 from ..core.exchange import Sums, Update
 from ..core.layout import Layout
-from .change import Others
+from ..core.mask import Mask, repacked
 from .settings import EngineSettings
 
 SAMPLES = 2  # a client counts as at most this many times the median of the cohort's samples
@@ -34,6 +34,7 @@ _CLIP = 2.0  # changes are at most this many times as long as the median
 _TRIM = 0.2  # share of the samples whose statistics, counts and losses are dropped at either end
 _FEW = 3  # fewer values than this cannot be trimmed
 _SUSPICIOUS = 10.0  # changes longer than this many times the median are named
+_ROUNDING = 1e-12  # changes that cancel each other out up to this have no direction
 _STRETCH = 32 << 20  # numbers that are ranked at a time, over all clients
 
 
@@ -175,6 +176,70 @@ class Cohort:
             return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=(len(self._counts), size)))
 
 
+class Others:
+    """For each client, the sum of the others' changes. `add` all updates, then `compare` them all, then `blend` them.
+
+    How far a change goes along with the others is its length in the direction of their sum, below 0 if it goes against
+    them. Changes are counted `factor` times; `blend` takes updates whose change has been multiplied by it.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._mask: Mask | None = None  # of the sum: that of all updates if they have one mask, else the full mask
+        self._total = torch.zeros(0)  # packed
+        self._square: float | None = None  # of the sum, once all changes are in it
+        self._along: dict[int, tuple[float, float]] = {}  # client -> how far it goes along, length of the others' sum
+
+    def add(self, update: Update, n: int, factor: float) -> None:
+        """Add a change to the sum, `n` times."""
+        change, mask, k = update.change, update.mask, self.layout.prunable_size
+        if change is None or mask is None:
+            return
+        if self._mask is None:
+            self._mask, self._total = mask, torch.zeros_like(change, dtype=torch.float64)
+        if self._mask.equal(mask):
+            self._total.add_(change, alpha=n * factor)
+            return
+        full = Mask.full(self.layout, change.device)
+        self._mask, self._total = full, repacked(self._total, self._mask, full)
+        self._total.index_add_(0, mask.places, change[: mask.active].double(), alpha=n * factor)
+        self._total[k:].add_(change[mask.active :], alpha=n * factor)
+
+    def compare(self, update: Update, n: int, factor: float) -> None:
+        """Find how far a change goes along with the others."""
+        if (change := update.change) is None:
+            return
+        change, weight = change.double(), n * factor
+        dot, square = float(change @ self._sum(update)), float(change @ change)
+        whole = self._square = float(self._total @ self._total) if self._square is None else self._square
+        others = whole - 2 * weight * dot + weight**2 * square  # the square of total - weight * change
+        length = others**0.5 if others > _ROUNDING * (whole + weight**2 * square) else 0.0
+        self._along[update.client] = (factor * (dot - weight * square) / length if length else 0.0, length)
+
+    def blend(self, update: Update, most: int) -> Update:
+        """The update, blended with the others' direction if it goes against them, and further than `most` others do.
+
+        One that goes against them by half its length or more is replaced by a change as long in their direction. One
+        that goes against them by less is blended in proportion. So it never gets longer.
+        """
+        least = min(0.0, sorted(along for along, _ in self._along.values())[most])
+        along, length = self._along.get(update.client, (0.0, 0.0))
+        if along >= least or not length or update.values is None or (change := update.change) is None:
+            return update
+        change = change.double()
+        size = float(change.norm())
+        share = min(1.0, 2 * (least - along) / size)
+        direction = (self._sum(update) - update.n * change) * (size / length)
+        weights = update.values[: len(change)] + (share * (direction - change)).to(update.values.dtype)
+        return replace(update, values=torch.cat([weights, update.values[len(change) :]]))
+
+    def _sum(self, update: Update) -> Tensor:
+        """The sum of all changes where a client has weights, packed."""
+        assert self._mask is not None
+        assert update.mask is not None
+        return repacked(self._total, self._mask, update.mask)
+
+
 def most_samples(counts: Collection[int]) -> int:
     """As how many samples a client may count at most in a cohort of these."""
     return int(SAMPLES * _median(counts))
@@ -225,7 +290,7 @@ def _bound_statistics(sums: Sums, told: Sequence[Told]) -> None:
     """Replace the sums of statistics by those of trimmed means: of all models, and of those of each density."""
     every = torch.stack([one.statistics for one in told])
     shares = _shares([one.n for one in told], every)
-    ranked, kept = _ranked(every, shares, _cut(shares))
+    ranked, kept = ranked_shares(every, shares, _cut(shares))
     low = torch.where(kept > 0, ranked, torch.inf).amin(0)
     high = torch.where(kept > 0, ranked, -torch.inf).amax(0)
     sums.flat()[0][sums.layout.trained_size :] = trimmed_mean(every, shares, _cut(shares)) * shares.sum()
@@ -243,21 +308,3 @@ def _shares(counts: Sequence[int], like: Tensor) -> Tensor:
 def _cut(shares: Tensor) -> float:
     """How much to trim at either end: enough to drop the client with the most samples; nothing of one or two."""
     return max(_TRIM, float(shares.max() / shares.sum())) if len(shares) >= _FEW else 0.0
-
-
-def trimmed_mean(values: Tensor, shares: Tensor, trim: float) -> Tensor:
-    """The weighted mean of each column without NaN, and without the share `trim` of the weight at either end."""
-    ranked, kept = _ranked(values, shares, trim)
-    total = kept.sum(0)
-    return torch.where(total > 0, (ranked * kept).sum(0) / total, 0.0)
-
-
-def _ranked(values: Tensor, shares: Tensor, trim: float) -> tuple[Tensor, Tensor]:
-    """Each column in ascending order, NaN as 0, and the weight that trimming leaves to each of its values."""
-    ranked, order = values.double().sort(0)  # NaN comes last
-    weight = ~ranked.isnan() * shares.double()[:, None].expand_as(ranked).gather(0, order)
-    below = weight.cumsum(0)
-    # A little more than asked for: a rounding error times a huge number would be a large one. Half or more: the median.
-    cut = min(trim + 1e-9 if trim else 0.0, 0.5 - 1e-6) * below[-1]
-    kept = torch.minimum(below, below[-1] - cut) - torch.maximum(below - weight, cut)
-    return ranked.nan_to_num(0.0), kept.clamp(min=0)

@@ -19,7 +19,7 @@ from ..core.layout import Layer
 from ..core.mask import Mask, Weights
 from ..data.sources import Inputs, Source, classes_of, in_memory
 from ..data.task import Task
-from ..sparsity import move, recipe_mask
+from ..sparsity import move, starting_mask
 from .pipeline import Finished, Notes, close_clients, open_clients
 from .replica import EVALUATION_BATCH, Replica
 from .sparse import SparseTraining
@@ -72,7 +72,7 @@ class Trainer:
         """
         local = order.local
         schedule = Schedule(local, order.key, len(data), self.batches(data, local))
-        mask = remembered or self.starting_mask(order)
+        mask = remembered or starting_mask(order)
         tail = self.vector[self.layout.trained_size :]
         self.load(order.weights.vector)
         if mask is not order.weights.mask:
@@ -105,11 +105,6 @@ class Trainer:
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         update = Update.of(client, len(data), weights, mask.counts, {"loss": loss})
         return replace(update, extra=extra, notes=kept) if extra or kept else update
-
-    def starting_mask(self, order: Order) -> Mask:
-        """The mask of a client that remembers none: a random one if the order has a recipe, else the order's."""
-        recipe = order.local.start
-        return order.weights.mask if recipe is None else recipe_mask(self.layout, recipe, self.device)
 
     def _open(self, schedule: Schedule, data: Source, mask: Mask, given: Notes, notes: Notes) -> Clients:
         """Run the parts of the client in this replica, before training."""

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..core.client import active_range, fields_of, overrides
-from ..core.exchange import Carries, Update
+from ..core.client import active_range, fields_of, overrides, reports_changes
+from ..core.exchange import Carries, Local, Traffic, Update
 from ..core.mask import Mask, repacked
 from ..core.precision import EXACT
 from ..wire import Limits, Message, decode
@@ -22,15 +22,22 @@ from .pipeline import tallied
 LARGEST_METRIC = 1e30  # the largest metric or extra; sums of such numbers stay finite
 
 
-def read_update(data: bytes, order: Message, own: Mask | None, frozen: Mask | None) -> Message:
-    """The update that answers `order`, or the WireError that says why this is none.
+def read_update(
+    data: bytes, order: Message, own: Mask | None, frozen: Mask | None, compared: bool = False
+) -> tuple[Update, Traffic]:
+    """The update that answers `order` and what it took, or the WireError that says why this is none.
 
-    own: the mask that the client keeps, which the update may refer to. frozen: see `check_update`.
+    own: the mask that the client keeps, which the update may refer to. frozen: see `check_update`. compared: the
+    changes of clients will be compared, so the update needs its `start`.
     """
     known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
-    update = _restored(decode(data, order.layout, known=known, limits=limits_of(order)), order)
-    check_update(update, order, frozen)
-    return update
+    message = _restored(decode(data, order.layout, known=known, limits=limits_of(order)), order)
+    check_update(message, order, frozen)
+    update = _as_update(message, order)
+    if compared and order.mask is not None and order.values is not None:
+        update = replace(update, start=start_of(update, order.work, order.mask, order.values))
+    assert message.parts is not None
+    return update, message.parts.traffic("update")
 
 
 def check_update(update: Message, order: Message, frozen: Mask | None = None) -> None:
@@ -144,7 +151,7 @@ def _restored(update: Message, order: Message) -> Message:
     return replace(update, values=values)
 
 
-def as_update(message: Message, order: Message) -> Update:
+def _as_update(message: Message, order: Message) -> Update:
     """A decoded update. What did not travel of its values counts as zero."""
     layout, mask, values = message.layout, message.mask, message.values
     if values is not None and message.carries != "all":
@@ -159,3 +166,18 @@ def as_update(message: Message, order: Message) -> Update:
         extra = {**update.extra, **tallied(parts, layout, weights.vector, weights.mask.bits)}
         update = replace(update, extra=extra)
     return update
+
+
+def start_of(update: Update, local: Local, mask: Mask, values: Tensor) -> Tensor | None:
+    """`Update.start` for an update whose order has these packed values under `mask`; None if it has no weights."""
+    if local.report not in ("weights", "mask") or update.mask is None or update.values is None:
+        return None
+    layout = update.mask.layout
+    if reports_changes(local.parts):
+        start = torch.zeros_like(update.values)
+    else:
+        start = values
+        if local.report == "mask":  # prunable weights are bits: the update has no values of them
+            start = torch.cat([torch.zeros_like(start[: mask.active]), start[mask.active :]])
+        start = repacked(start, mask, update.mask)
+    return start[: len(start) - (layout.size - layout.trained_size)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..aggregate import Aggregator, average, union
+from ..aggregate import Aggregator, averaged
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
-from ..core.mask import Weights
 from ..core.state import State
 from ..sparsity import Allocation, LayerRegrow, top_mask
 from .pdst import PDST
@@ -60,5 +59,5 @@ class FedDST(PDST):
     def aggregate(self, s: State, sums: Sums) -> State:
         if not self.adjusts(s):
             return super().aggregate(s, sums)
-        mean = Weights(union(sums), average(self.aggregator, sums))
+        mean = averaged(self.aggregator, sums)
         return s.next(mean.restrict(top_mask(s.layout, mean.vector, s.mask.counts)), before=mean)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ..aggregate import average, union
+from ..aggregate import averaged
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Weights
@@ -56,13 +56,12 @@ class JMWST(SPDST):
         return s.phase != SENSITIVITY and due
 
     def work(self, s: State, client: Client) -> Local:
-        work = super().work(s, client)
-        return replace(work, adapt=replace(self.adapt, nm=self.nm)) if self.moves(s) else work
+        return self.local(s, adapt=replace(self.adapt, nm=self.nm)) if self.moves(s) else super().work(s, client)
 
     def aggregate(self, s: State, sums: Sums) -> State:
         if not self.moves(s):
             return super().aggregate(s, sums)
-        return self.subsample(s, sums, Weights(union(sums), average(self.aggregator, sums)))
+        return self.subsample(s, sums, averaged(self.aggregator, sums))
 
     def subsample(self, s: State, sums: Sums, mean: Weights) -> State:
         """Keep the largest averaged weights, as many in each layer as clients kept on average."""

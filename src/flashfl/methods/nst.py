@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..aggregate import Aggregator, average, union
+from ..aggregate import Aggregator, averaged
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Recipe, Weights
 from ..core.method import Method
@@ -48,7 +48,7 @@ class NST(Method):
         return self.local(s, adapt=self.adapt, keep=("mask",), start=self._start(s.plan))
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        return s.next(Weights(union(sums), average(self.aggregator, sums)))
+        return s.next(averaged(self.aggregator, sums))
 
     def _start(self, plan: Plan) -> Recipe:
         """The mask of a client that takes part for the first time."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..aggregate import Aggregator, average, union
+from ..aggregate import Aggregator, averaged
 from ..core.client import Clients, Part, Rows
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
@@ -101,7 +101,7 @@ class SparsyFed(Method):
         return self.local(s, parts=(Power(self.power), LargestWeights(self.density)))
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        return s.next(Weights(union(sums), average(self.aggregator, sums)))
+        return s.next(averaged(self.aggregator, sums))
 
     def views(self, s: State) -> Mapping[str, Weights]:
         return {"after": Weights(s.mask, powered(s.weights.vector, s.layout.prunable_size, self.power))}

@@ -70,7 +70,7 @@ class SPDST(Method):
         return s if self.warmup_clients else self.begin(s, [self.density] * len(budgets))
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
-        return s.sample(clients, self.warmup_clients) if s.phase == SENSITIVITY else super().cohort(s, clients)
+        return s.sample(clients, self.warmup_clients if s.phase == SENSITIVITY else None)
 
     def work(self, s: State, client: Client) -> Local:
         if s.phase == SENSITIVITY:

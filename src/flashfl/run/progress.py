@@ -63,24 +63,14 @@ class Display:
         self.last = ""  # the line on screen, without what a tick adds
         self.width = 0
 
-    def tick(self, state: State, orders: int) -> None:
-        """An order has gone out: show how far a long round has got. 0 orders: a resumed run starts from this state."""
+    def tick(self, where: str, orders: int) -> None:
+        """An order has gone out: show how far a long round has got. 0 orders: a run was resumed, and goes on there."""
         now = time.monotonic()
         if not orders and not self.quiet:
-            self._say(f"{self.label}: {self._resumed(state)}")
+            self._say(f"{self.label}: {where}")
         elif self.live and now - self.ticked > 0.5:
             self.ticked = now
-            start = self.last or f"{self.label}: {state.phase.name}"
-            self._draw(start, f"  [client {orders}]")
-
-    def _resumed(self, state: State) -> str:
-        if state.counted >= self.rounds:
-            return f"nothing left to train, as all {self.rounds} rounds are done"
-        if state.counted:
-            return f"going on after round {state.counted} of {self.rounds}"
-        if state.round:
-            return f"going on in the phase {state.phase.name!r}, after its round {state.round}"
-        return "no checkpoint found, starting at round 1"
+            self._draw(self.last or f"{self.label}: {where}", f"  [client {orders}]")
 
     def __call__(self, state: State, record: RoundRecord) -> None:
         if not self.quiet:

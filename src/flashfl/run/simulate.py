@@ -97,7 +97,7 @@ def drive(
     resume: bool = False,
     watch: Watch | None = None,
     header: Mapping[str, Settings] | None = None,
-    tick: Tick = lambda state, orders: None,
+    tick: Tick = lambda where, orders: None,
     overwrite: bool = True,
 ) -> Run:
     """Run a method on any engine, with these clients. Only the task's model is used here, not its data.
@@ -128,7 +128,7 @@ def drive(
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
             run.results.begin({**about, **computes, "code": code_of(method)})
         if resume:
-            tick(start, 0)
+            tick(_resumed(start, config.rounds), 0)
         run.state = start
         tracking = Tracking(config.track, folder, header or identity, start.counted, task.metric_name)
         with closing(tracking), keeper.on_the_way_out():
@@ -167,7 +167,8 @@ def _loop(
         run.state, run.traffic, run.rounds = state, traffic, run.rounds + 1
         engine.memory.snapshot()  # the state and what the engine remembers belong together
         run.results.append(record)
-        tracking.log(state.counted, record)
+        if config.track:
+            tracking.log(state.counted, record)
         watch(state, record)
         if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
@@ -232,6 +233,17 @@ def _resume(run: Run, keeper: Keeper, plan: Plan) -> State | None:
     if run.results.header:
         run.results.rewrite()
     return state
+
+
+def _resumed(state: State, rounds: int) -> str:
+    """Where a resumed run goes on."""
+    if state.counted >= rounds:
+        return f"nothing left to train, as all {rounds} rounds are done"
+    if state.counted:
+        return f"going on after round {state.counted} of {rounds}"
+    if state.round:
+        return f"going on in the phase {state.phase.name!r}, after its round {state.round}"
+    return "no checkpoint found, starting at round 1"
 
 
 def _note_extension(run: Run, state: State) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..core.exchange import Order
 from ..core.layout import Layer, Layout
 from ..core.mask import Mask, Recipe, count_layers
 from ..core.rng import Device, hashes
@@ -25,6 +26,12 @@ def recipe_mask(layout: Layout, recipe: Recipe, device: Device = "cpu") -> Mask:
     key, budgets = recipe.key, recipe.budgets
     bits = _select(layout, lambda start, stop: hashes(key, start, stop, device), budgets, recipe.nm, True, device)
     return Mask(layout, bits, budgets, recipe)
+
+
+def starting_mask(order: Order) -> Mask:
+    """The mask of a client that remembers none: a random one if the order has a recipe, else the order's."""
+    model, recipe = order.weights, order.local.start
+    return model.mask if recipe is None else recipe_mask(model.layout, recipe, model.vector.device)
 
 
 def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0) -> Mask:

@@ -17,14 +17,13 @@ from ...core.engine import JSON
 from ...core.errors import warn
 from ...core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ...core.kernel import kernel
-from ...core.mask import Mask, Weights, count_rows
+from ...core.mask import Mask, Weights, count_rows, stacked
 from ...core.record import Score
-from ...core.state import State
+from ...core.state import State, drops
 from ...data.sources import classes_of, on_device
 from ...data.task import Task
-from ...sparsity import move
-from ..counting import Counting, chunks, stacked
-from ..cpu import drops
+from ...sparsity import move, starting_mask
+from ..counting import Counting
 from ..memory import ClientMemory
 from ..personal import personal_score
 from ..pipeline import close_clients, open_clients
@@ -107,7 +106,7 @@ class GPUEngine:
                 if self.stack is None:
                     shared = (self.task, self.train_data, self.trainer.module, self.config, self.device)
                     self.stack = make_stack(*shared, s.plan.per_round, self.capacity, self.half)
-                for chunk in chunks(works, len(self.stack)):
+                while chunk := list(itertools.islice(works, len(self.stack))):
                     self._train(chunk, self.stack, account)
         return account.close()
 
@@ -126,13 +125,14 @@ class GPUEngine:
                 account.failed(client.id, str(error))
                 continue
             own = self.memory.remembered(client.id) if "mask" in order.local.keep else None
-            mask = own or self.trainer.starting_mask(order)
+            mask = own or starting_mask(order)
             yield Work(order.local, order.key, len(data), batches, client, order, mask, mask.counts, order.weights)
 
     def _train(self, works: list[Work], stack: Stack, account: Counting) -> None:
         """Train a few clients side by side and add up their updates."""
         rows, local = len(works), works[0].local
-        receive(works, self.down)
+        if not self.down.exact:
+            receive(works, self.down)
         starts = stacked([work.order.weights.vector for work in works])
         masks = stacked([work.mask.bits for work in works])
         opened = None
@@ -147,7 +147,7 @@ class GPUEngine:
         stack.load(starts, masks, rows)
         crew.begin(works, opened)
         self._run_steps(crew, stack, works)
-        values = stack.read(rows)
+        values = stack.logical(stack.values[:rows])
         if not local.statistics:
             values[:, self.layout.trained_size :] = starts[:, self.layout.trained_size :]
         if local.adapt is not None:
@@ -161,8 +161,8 @@ class GPUEngine:
         saved = None
         if local.report == "mask":  # as the server decodes it: the values of active weights did not travel
             values[:, : self.layout.prunable_size] = 0.0
-        if local.report in ("weights", "mask"):
-            values, saved = decode(works, values, local.sends(self.down))
+        if local.report in ("weights", "mask") and not (how := local.sends(self.down)).exact:
+            values, saved = decode(works, values, how)
         account.received(works, values, crew.losses(rows), saved)
 
     def _run_steps(self, crew: Crew, stack: Stack, works: Sequence[Work]) -> None:
@@ -187,7 +187,7 @@ class GPUEngine:
         """Move the masks of some rows at once."""
         rule, every = works[0].local.adapt, len(works)
         assert rule is not None  # else there are no moves
-        values, masks = stack.read(every), stack.logical(stack.masks[:every])
+        values, masks = stack.logical(stack.values[:every]), stack.logical(stack.masks[:every])
         scores = stack.logical(crew.scores(every)) if rule.dense_gradient else None
         keys, counts = [works[row].move_key(steps[row]) for row in rows], [works[row].counts for row in rows]
         some = slice(None) if len(rows) == every else torch.tensor(rows).to(stack.device, non_blocking=True)
@@ -232,7 +232,8 @@ class GPUEngine:
     def _gather(self, works: Iterable[Work], account: Counting) -> None:
         """BatchNorm statistics of every client, one after another."""
         for work in works:
-            receive([work], self.down)
+            if not self.down.exact:
+                receive([work], self.down)
             client = work.client.id
             try:
                 update = self.trainer.train(work.order, client, self.train_data[client], work.mask)

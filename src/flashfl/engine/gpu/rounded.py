@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ...core.exchange import Carries
-from ...core.mask import Mask, Weights
+from ...core.mask import Mask, Weights, stacked
 from ...core.precision import Precision
 from ...wire import segments, value_key
 from ...wire.coded import plan_levels
 from ...wire.values import round_with_levels
-from ..counting import chunks, stacked
 from ..work import Work
 
 _MOST = 1 << 25  # values that are rounded at a time: what is worked out on the way needs ten times their room
@@ -23,8 +22,6 @@ _MOST = 1 << 25  # values that are rounded at a time: what is worked out on the 
 
 def receive(works: Sequence[Work], how: Precision) -> None:
     """Put the model that each client decodes in the place of the one that was sent to it."""
-    if how.exact:
-        return
     keys = [value_key(work.key, "order", work.order.tag, work.client.id) for work in works]
     vectors = stacked([work.sent.vector for work in works]).expand(len(works), -1)
     found, _ = rounded(vectors, [work.sent.mask for work in works], keys, works[0].local.order_carries, how)
@@ -32,10 +29,8 @@ def receive(works: Sequence[Work], how: Precision) -> None:
         work.order = replace(work.order, weights=Weights(work.sent.mask, vector))
 
 
-def decode(works: Sequence[Work], values: Tensor, how: Precision) -> tuple[Tensor, Tensor | None]:
+def decode(works: Sequence[Work], values: Tensor, how: Precision) -> tuple[Tensor, Tensor]:
     """Trained models, one in each row, as the server will decode them; and what coding saves of each in bytes."""
-    if how.exact:
-        return values, None
     keys = [value_key(work.key, "update", work.order.tag, work.client.id) for work in works]
     masks, layout = [work.mask for work in works], works[0].mask.layout
     if not how.changes:
@@ -65,11 +60,13 @@ def rounded(
     if carries == "rest":
         out[:, :k] = vectors[:, :k]
     for _, alike in itertools.groupby(range(len(masks)), key=lambda row: id(masks[row])):
-        first = next(alike)
+        here = list(alike)
+        first, end = here[0], here[-1] + 1
         mask, dense, active = masks[first], masks[first].active == k, 0 if carries == "rest" else masks[first].active
         parts = segments(layout, mask.counts, carries, how.values)
-        for some in chunks(itertools.chain([first], alike), max(1, _MOST // max(1, active + stop - k))):
-            rows = slice(some[0], some[-1] + 1)
+        most = max(1, _MOST // max(1, active + stop - k))
+        for at in range(first, end, most):
+            rows = slice(at, min(at + most, end))
             mine, into = vectors[rows], out[rows]
             picked = mine[:, :active] if dense or not active else mine.index_select(1, mask.places)
             found, levels = round_with_levels(torch.cat([picked, mine[:, k:stop]], 1), parts, how, *keys[rows])

@@ -101,16 +101,11 @@ class Stack:
             rows.copy_(logical.index_select(1, self._logical[:width]))
         rows.index_fill_(1, self._padding[width], 0)
 
-    def read(self, rows: int) -> Tensor:
-        """The first rows, in logical order."""
-        return self.values[:rows].index_select(1, self._stacked)
-
     def logical(self, columns: Tensor) -> Tensor:
-        """Rows over the prunable or over all trained weights, in logical order."""
-        prunable = columns.shape[1] == self.head
-        return columns.index_select(
-            1, self._stacked[: self.layout.prunable_size if prunable else self.layout.trained_size]
-        )
+        """Rows over the prunable weights, over all trained ones, or over everything, in logical order."""
+        layout = self.layout
+        ends = {self.size: layout.size, self.trained: layout.trained_size, self.head: layout.prunable_size}
+        return columns.index_select(1, self._stacked[: ends[columns.shape[1]]])
 
     def columns(self, logical: Tensor) -> Tensor:
         """Rows over the prunable or over all trained weights, in this stack's order."""
