@@ -146,7 +146,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     export.add_argument(
         "--view",
         default="",
-        help="name of another model of the run, such as 'density 0.1' (default: the reported model)",
+        help="which model, if the method makes several: 'density 0.1' or so (default: the one that reports show)",
     )
     add_data(add)
     add_commands(add)

@@ -307,17 +307,17 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
         (
             {"text": THREE, "label": [-1, 0, 1]},
             {},
-            "split 'train' has 1 of 3 rows whose 'label' is missing or unknown: row 0 has -1",
+            "split 'train': 'label' is missing or unknown in 1 of 3 rows: row 0 has -1",
         ),
         ({"text": THREE, "label": [0, None, 1]}, {}, "split 'train' has 1 of 3 .*: row 1 has None"),
         ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
         ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
         ({"text": THREE, "label": [0, 1, 10**12]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
         ({"text": THREE, "label": ["a", "b", "a"]}, {"label": ["a", "c", "a"]}, "split 'test' .* row 1 has 'c'"),
-        ({"text": THREE}, {"label": [0, None, 1]}, "split 'test' has 1 of 3 rows whose 'label' is missing or unknown"),
+        ({"text": THREE}, {"label": [0, None, 1]}, "split 'test': 'label' is missing or unknown in 1 of 3 rows"),
         ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),
         ({"text": [], "label": []}, {}, "no training samples"),
-        ({"text": THREE, "label": [None] * 3}, {}, "split 'train' has 3 of 3 rows whose 'label' is missing or unknown"),
+        ({"text": THREE, "label": [None] * 3}, {}, "split 'train': 'label' is missing or unknown in 3 of 3 rows"),
     ],
 )
 def test_hub_data_that_cannot_be_read_is_an_error(

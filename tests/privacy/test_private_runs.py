@@ -145,7 +145,7 @@ def test_methods_with_a_common_mask_run_privately(task: fl.Task, method: Method,
 def test_methods_whose_masks_differ_are_refused_before_the_first_round(
     task: fl.Task, method: Method, setting: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match=r"its clients have different masks.*Use dense, pdst or spdst"):
+    with pytest.raises(ConfigError, match=r"clients of .* have different masks.*Use dense, pdst or spdst"):
         simulated(task, method, **setting)
 
 

@@ -63,9 +63,10 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     fits = fits and (counts is not None or local.report == "statistics")
     if not fits or carries != (update.carries if update.values is not None else None):
         raise WrongContent(
-            f"client {update.client} sent a report with values: {'none' if update.values is None else update.carries}, "
-            f"mask: {'no' if update.mask is None else 'yes'}, counts: {'no' if counts is None else 'yes'}. Expected a "
-            f"report of {local.report!r} with values: {carries or 'none'}."
+            f"client {update.client} sent values: {'none' if update.values is None else update.carries}, mask: "
+            f"{'no' if update.mask is None else 'yes'}, counts: {'no' if counts is None else 'yes'}. Expected values: "
+            f"{carries or 'none'}, mask: {'yes' if local.report in ('weights', 'mask') else 'no'}, counts: "
+            f"{'no' if local.report == 'statistics' else 'yes'}."
         )
     if counts is not None and order.mask is not None and local.report != "statistics":
         expected = sum(local.start.budgets if local.start is not None else order.mask.counts)

@@ -293,8 +293,8 @@ class ClientEvaluation(Exchange):
         possible = 0 <= metric <= n * (1 + 1e-5) if self.share else abs(metric) <= LARGEST_METRIC
         if n != held or not (abs(loss) <= LARGEST_METRIC and possible):
             raise records.BadRecord(
-                f"it reports {n} samples, and sums over them: loss {loss} and metric {metric}. Expected {held} "
-                f"samples, a loss of at most {LARGEST_METRIC:g}, and a metric from "
+                f"it reports {n} samples with a total loss of {loss} and a total metric of {metric}. Expected {held} "
+                f"samples, a total loss of at most {LARGEST_METRIC:g}, and a total metric from "
                 f"{0 if self.share else -LARGEST_METRIC:g} to {held if self.share else LARGEST_METRIC:g}."
             )
         self._found[post.client] = (n, loss, metric)

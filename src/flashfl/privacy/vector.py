@@ -123,8 +123,8 @@ class Packing:
         if self.noise is not None:
             if report == "counts":
                 raise ConfigError(
-                    "a first phase is not possible under differential privacy, because noise cannot hide layer "
-                    "counts. Set warmup_clients = 0, or use pdst with allocation = 'erk'."
+                    "under differential privacy, clients cannot report layer counts, because noise cannot hide them. "
+                    "Set warmup_clients = 0, or use pdst with allocation = 'erk'."
                 )
             yield "changes", (self.active + dense if report == "weights" else 0) + statistics, self.noise.clip, False
             return

@@ -60,9 +60,10 @@ def check_private(method: Method, task: Task, config: TrainConfig) -> None:
         return
     if not method.common:
         raise ConfigError(
-            f"{method.name or type(method).__name__}: its clients have different masks. If only one client had a "
-            "weight, the sum would show its value. Use dense, pdst or spdst, or switch `secure` and `dp_*` off. If all "
-            "clients of a custom method have the same frozen mask, set `common = True` in its class."
+            "private runs (`secure` or `dp_*`) need one mask for all clients, but clients of "
+            f"{method.name or type(method).__name__} have different masks. If only one client had a weight, the sum "
+            "would show its value. Use dense, pdst or spdst, or switch `secure` and `dp_*` off. If all clients of a "
+            "custom method have the same frozen mask, set `common = True` in its class."
         )
     if task.test is None:
         raise ConfigError(
@@ -74,6 +75,7 @@ def check_private(method: Method, task: Task, config: TrainConfig) -> None:
         start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
         if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
             raise ConfigError(
-                f"{method.name}: not possible under differential privacy with a first phase, because noise cannot hide "
-                "layer counts. Set warmup_clients = 0, or use pdst with allocation = 'erk'."
+                f"{method.name}: under differential privacy, clients cannot measure how dense each layer should be, "
+                "because noise cannot hide their layer counts. Set warmup_clients = 0, or use pdst with allocation = "
+                "'erk'."
             )

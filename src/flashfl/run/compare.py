@@ -85,7 +85,7 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
             done = max(done, read_record(point)["rounds"])
     if recorded < done:
         raise CheckpointError(
-            f"its checkpoint has {done} rounds, but its results only {recorded}, counting the first phase"
+            f"its checkpoint has {done} rounds, but its results file has only {recorded}: some of its lines are lost"
         )
 
 

@@ -118,8 +118,7 @@ def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) 
     if lost:
         example = f"row {lost[0]} has {given[lost[0]]!r}"
         raise DataError(
-            f"{where} has {len(lost)} of {len(given)} rows whose {label!r} is missing or unknown: {example}. "
-            f"{_YOURSELF}"
+            f"{where}: {label!r} is missing or unknown in {len(lost)} of {len(given)} rows: {example}. {_YOURSELF}"
         )
     return [classes[value] for value in given]
 
