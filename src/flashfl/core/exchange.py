@@ -125,12 +125,12 @@ class Local:
 
     @property
     def order_carries(self) -> Carries:
-        """The values that an order contains."""
+        """Which values an order contains: `all`, or `weights` without BatchNorm statistics."""
         return "all" if self.statistics else "weights"
 
     @property
     def update_carries(self) -> Carries:
-        """The values that an update contains."""
+        """Which values an update contains: as the order, only `statistics`, or the `rest` beside prunable weights."""
         return "rest" if self.report == "mask" else "statistics" if self.report == "statistics" else self.order_carries
 
     def batches(self, n: int) -> int:

@@ -26,7 +26,7 @@ class JMWST(SPDST):
     When: at very low densities. At 0.01 on CIFAR-10, r_int = 5 gains 1.3 to 1.8 points over SPDST (one seed; LOG.md).
     Not to be confused with NST, where each client keeps its own mask.
 
-    r_int: masks move every r_int rounds. freeze_after: from this round on, masks do not move; 0: they always move.
+    r_int: masks move every r_int rounds. freeze_after: from this round on, masks do not move; 0: no such round.
     The other settings are SPDST's.
     """
 

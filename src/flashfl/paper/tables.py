@@ -27,8 +27,8 @@ _MEANINGS = (
     ("spreads", "the difference divided by sqrt(a^2 + b^2). a is the paper's standard deviation. b is ours over "
      "seeds, or over a run's last ten evaluations if that is larger"),
     ("mismatch", "how different the masks of consecutive rounds are, late in a run"),
-    ("up / client, down / client", "bytes of a client in a round, averaged over all rounds and the first phase (the "
-     "paper's stage 1). (19.2x): 19.2 times fewer than the dense model"),
+    ("up / client, down / client", "bytes of a client in a round: an average over all rounds that includes the "
+     "bytes of the first phase (the paper's stage 1). (19.2x): 19.2 times fewer than the dense model"),
     (TRANSFER, "transfer time of both at these speeds"),
     ("seconds", "how long a run took. It may have shared its GPU with other runs"),
 )  # fmt: skip
