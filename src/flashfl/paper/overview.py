@@ -153,8 +153,8 @@ def _counted(found: Mapping[tuple[str, int], Sequence[Record]], compared: Iterab
     for dataset, some in by.items():
         near, far = (sum(spreads <= limit for spreads in some) for limit in (NEAR, FAR))
         said.append(
-            f"{dataset}: {len(some)} cells have a value for *spreads*. It is at most {NEAR:g} in {near} cells, {NEAR:g} to "
-            f"{FAR:g} in {far - near}, and larger in {len(some) - far}."
+            f"{dataset}: {len(some)} cells have a value for *spreads*. It is at most {NEAR:g} in {near} cells, "
+            f"{NEAR:g} to {FAR:g} in {far - near}, and larger in {len(some) - far}."
         )
     return said
 
