@@ -386,6 +386,8 @@ def test_run_needs_no_shared_memory(workers: int, threads: int, monkeypatch: pyt
     finally:
         engine.close()
     assert found[0] == found[2] != found[1]
+    run = fl.simulate(fl.PDST(density=0.3), task, 1, per_round=5, workers=workers, threads=threads)
+    assert [(len(record.cohort), record.failures) for record in run.history] == [(5, {})]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name")
