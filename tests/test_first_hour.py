@@ -53,6 +53,20 @@ def test_method_without_init_is_refused() -> None:
         fl.simulate(Empty(), make_task("norm"), 1, **QUICK)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((make_task("norm"), fl.Dense()), r"method = Task\(.*: expected a method with its settings"),
+        ((fl.Dense(), 3, make_task("norm")), "the task is of type int: expected an fl.Task"),
+        ((fl.Dense(), nn.Linear(2, 2)), "the task is of type Linear: expected an fl.Task"),
+    ],
+    ids=["task first", "rounds second", "model"],
+)
+def test_swapped_arguments_of_simulate_are_refused(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fl.simulate(*given, **QUICK)
+
+
 def test_density_as_text_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"density = '0.1': must be a number above 0 and at most 1"):
         fl.SPDST(density="0.1")  # type: ignore[arg-type]
