@@ -23,7 +23,13 @@ EXPECTED = {
 NEEDS = {"huggingface.py": "datasets", "flower_app.py": "flwr", "read_run.py": "pandas"}
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_every_example_is_run_and_short() -> None:
+    files = sorted(EXAMPLES.glob("*.py"))
+    assert [path.name for path in files] == sorted(EXPECTED)
+    assert all(len(path.read_text().splitlines()) <= 50 for path in files)
+
+
+@pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_example_runs(name: str) -> None:
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")

@@ -371,21 +371,23 @@ def test_worker_killed_while_evaluating_is_an_error() -> None:
 # -- the shared model --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_evaluation_needs_no_shared_memory(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Docker's /dev/shm has 64 MB: a model of 17 million weights does not fit."""
+@pytest.mark.parametrize(("workers", "threads"), [(1, 1), (2, 1), (2, 2)], ids=["in process", "forked", "spawned"])
+def test_run_needs_no_shared_memory(workers: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker's /dev/shm has 64 MB: a model of 17 million weights, or a spawned worker's data, does not fit."""
 
     def full(*_: Any) -> Any:
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 
-    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", full)
     task = task_with(Arrays)
-    engine = CPUEngine(task, fl.TrainConfig(workers=workers))
+    engine = CPUEngine(task, fl.TrainConfig(workers=workers, threads=threads))
     try:
         found = [engine.evaluate(Weights.dense(task.layout, task.draw(key))) for key in (0, 1, 0)]
     finally:
         engine.close()
     assert found[0] == found[2] != found[1]
+    run = fl.simulate(fl.PDST(density=0.3), task, 1, per_round=5, workers=workers, threads=threads)
+    assert [(len(record.cohort), record.failures) for record in run.history] == [(5, {})]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name")

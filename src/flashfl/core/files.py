@@ -1,11 +1,13 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files that processes share."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from .errors import ConfigError
 
@@ -47,3 +49,15 @@ def put(path: Path, data: bytes | Callable[[Path], None], sync: bool = False) ->
         if error.filename in (None, str(through)):
             error.filename = str(path)
         raise
+
+
+def shared_file() -> tuple[IO[bytes], str]:
+    """A temporary file, and a path by which other processes open it while this one has it open.
+
+    On Linux the file has no name, so that a killed process leaves nothing behind. Elsewhere `close` removes it.
+    """
+    if not os.path.exists(opened := f"/proc/{os.getpid()}/fd"):
+        named = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115
+        return named, named.name
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    return file, f"{opened}/{file.fileno()}"

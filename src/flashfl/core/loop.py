@@ -96,7 +96,7 @@ def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
     if s.attempt >= retries:
         raise RunStopped(
             f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients sent a usable reply "
-            f"({_reasons(outcome)}). Fix the cause and resume the run. If it has a folder, its rounds are kept."
+            f"({_reasons(outcome)}). {_ADVICE}"
         )
     return s.skip() if outcome.revealed else s.again()
 
@@ -115,7 +115,7 @@ def _gather_statistics(
         if asked.attempt >= retries:
             raise RunStopped(
                 "static_bn = true: no client could report BatchNorm statistics at the end of the run "
-                f"({_reasons(outcome)}). Fix the cause and resume the run. If it has a folder, its rounds are kept."
+                f"({_reasons(outcome)}). {_ADVICE}"
             )
         asked = asked.again()
     # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
@@ -123,6 +123,12 @@ def _gather_statistics(
     if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now
         after = replace(after, average=after.average.with_statistics(after.weights.statistics))
     return after, outcome
+
+
+_ADVICE = (
+    "Fix the cause, then resume the run: its folder, if it has one, holds the state before this round. To change a "
+    "setting, start a new run instead."
+)
 
 
 def _reasons(outcome: Outcome) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..core.engine import JSON
 from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
+from ..core.files import shared_file
 from ..core.mask import Weights
 from ..core.record import Score
 from ..core.state import State, dropout_step, drops
@@ -48,7 +48,7 @@ class CPUEngine:
         self.down, self.robust = config.down, Robust.of(config)
         # The model being evaluated, where every worker sees it. Not in shared memory, which is often too small for a
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
-        self._file, path = _shared_file()
+        self._file, path = shared_file()
         weakref.finalize(self, self._file.close)  # of an engine that nobody closes
         torch.zeros(task.layout.size).numpy().tofile(self._file)
         self._file.flush()
@@ -167,15 +167,3 @@ class CPUEngine:
     def close(self) -> None:
         self.pool.close()
         self._file.close()
-
-
-def _shared_file() -> tuple[IO[bytes], str]:
-    """A temporary file, and a path by which other processes open it while this one has it open.
-
-    On Linux the file has no name, so that a killed process leaves nothing behind. Elsewhere `close` removes it.
-    """
-    if not os.path.exists(opened := f"/proc/{os.getpid()}/fd"):
-        named = tempfile.NamedTemporaryFile(prefix="flashfl-")  # noqa: SIM115
-        return named, named.name
-    file = tempfile.TemporaryFile()  # noqa: SIM115
-    return file, f"{opened}/{file.fileno()}"

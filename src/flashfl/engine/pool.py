@@ -10,7 +10,9 @@ import pickle
 import signal
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -18,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..core.errors import ConfigError
+from ..core.files import shared_file
 from ..core.parts import modules_of_parts
 from .heap import keep_freed_memory, return_freed_memory
 
@@ -66,8 +69,23 @@ class Pool(Generic[J, R]):
         # A forked child must not use the OpenMP threads its parent had; with one thread it never does.
         self._forks = threads == 1 and "fork" in mp.get_all_start_methods()
         self._context: Any = mp.get_context("fork" if self._forks else "spawn")
-        self._make, self._threads = make, threads
+        self._threads = threads
+        self._make = make if self._forks else self._saved(make)
         self._workers = [self._start() for _ in range(workers)]
+
+    def _saved(self, make: Make[J, R]) -> Make[J, R]:
+        """`make` for spawned workers, in a file that they map into memory.
+
+        If it were started with them, torch would put its tensors into shared memory, which may be too small.
+        """
+        self._file, path = shared_file()
+        weakref.finalize(self, self._file.close)  # of a pool that nobody closes
+        try:
+            torch.save(make, self._file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        except (AttributeError, TypeError, pickle.PicklingError) as error:
+            raise self._cannot_spawn(error) from None
+        self._file.flush()
+        return partial(_made, path)
 
     def _start(self) -> tuple[BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
@@ -77,7 +95,7 @@ class Pool(Generic[J, R]):
             warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
             try:
                 process.start()
-            except (AttributeError, TypeError, pickle.PicklingError, BrokenPipeError) as error:
+            except BrokenPipeError as error:
                 raise self._cannot_spawn(error) from None
         theirs.close()
         return process, ours
@@ -138,6 +156,11 @@ class Pool(Generic[J, R]):
         for worker in self._workers:
             _end(*worker)
         self._workers = []
+
+
+def _made(path: str) -> Callable[[Any], Any]:
+    make: Make[Any, Any] = torch.load(path, mmap=True, weights_only=False)  # a file of this run's own
+    return make()
 
 
 def _end(process: BaseProcess, connection: Connection) -> None:

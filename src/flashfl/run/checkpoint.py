@@ -200,7 +200,9 @@ def load(
                     later.rename(later.with_name(f"{later.name}.unused"))
         return point
     if foreign := [error for error in passed.values() if isinstance(error, Foreign)]:
-        raise CheckpointError(f"{foreign[0]}. Resume with the same settings, or use another folder.")
+        raise CheckpointError(
+            f"{foreign[0]}. Resume with the same settings, or start a new run: with overwrite, or in another folder."
+        )
     raise CheckpointError(
         f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed.values()))}. "
         "Start the run again (--overwrite)."

@@ -22,7 +22,7 @@ from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
 from .budget import within_budget
 from .checkpoint import Keeper
-from .checks import check_method, check_private, check_sparse
+from .checks import check_method, check_private, check_sparse, check_task
 from .code import code_of, joined
 from .config import Settings, TrainConfig, make_train, plan_of
 from .identity import identity_of, samples_of
@@ -62,6 +62,7 @@ def simulate(
     if rounds is not None:
         settings["rounds"] = rounds
     check_method(method)
+    check_task(task)
     config = _train_config(train, task, method, settings)
     chosen = ""
     if config.budget:

@@ -44,7 +44,7 @@ function settings() {
     rows.push(...Object.entries(more).map(([k, v]) => make("tr", {}, make("td", {}, k), make("td", {}, String(v)))));
     const id = mine(`${run.folder} ${run.label} ${run.seed}`);
     node.append(make("details", { open: chosen.open.has(id), ontoggle: (e) => { if (e.target.open) chosen.open.add(id); else chosen.open.delete(id); } },
-      make("summary", {}, `${run.label}, seed ${run.seed} `, make("small", {}, `${run.folder} · ${run.state}, ${run.rounds} rounds`)),
+      make("summary", {}, `${run.label}, seed ${run.seed} `, make("small", {}, `${run.folder} · ${run.state}, ${run.rounds} ${run.rounds === 1 ? "round" : "rounds"}`)),
       make("table", { class: "set" }, make("tbody", {}, ...rows))));
   }
 }
