@@ -21,6 +21,11 @@ Sent = tuple[Client, Local, Mask]  # an order as an observer sees it
 Trip = tuple[Sequence[Sent], Outcome]  # one call of the engine: what was ordered, and what came of it
 Tick = Callable[[str, int], None]  # the phase, and how many of the round's orders have gone out
 
+_ADVICE = (
+    "Fix the cause and resume the run. If it has a folder, its rounds are kept. To change a setting, start a new run "
+    "instead."
+)
+
 
 def run_rounds(
     method: Method,
@@ -123,12 +128,6 @@ def _gather_statistics(
     if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now
         after = replace(after, average=after.average.with_statistics(after.weights.statistics))
     return after, outcome
-
-
-_ADVICE = (
-    "Fix the cause, then resume the run: its folder, if it has one, holds the state before this round. To change a "
-    "setting, start a new run instead."
-)
 
 
 def _reasons(outcome: Outcome) -> str:
