@@ -48,3 +48,17 @@ def test_time_left_is_visible_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
     line, ticking = (text.rstrip() for text in out.getvalue().split("\r")[1:])
     assert line == "jmwst: round 600/600  accuracy 97.22 %  left 0:00  up 100.0 MB down 10.0 MB"
     assert ticking == "jmwst: round 600/600  accuracy 97.22 %  left 0:00  [client 7]"
+
+
+def test_metric_between_evaluations_names_its_round() -> None:
+    out = Terminal()
+    display = Display("jmwst", 600, out)
+    for counted, metrics in ((10, {"after": Score(0.1, 0.9722, 0.02)}), (13, {})):
+        state: Any = SimpleNamespace(counted=counted)
+        record = RoundRecord(
+            "training", True, counted - 1, 0, (), {}, 0.5, Traffic(), metrics=metrics, density=0.02, total=Traffic(1, 1)
+        )
+        display(state, record)
+    evaluated, later = out.getvalue().split("\r")[1:]
+    assert "round  10/600  accuracy 97.22 %  left" in evaluated
+    assert "round  13/600  accuracy 97.22 % (round 10)  left" in later

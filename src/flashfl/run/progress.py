@@ -59,7 +59,7 @@ class Display:
         self.live = not quiet and is_live(self.out)
         self.began = self.spoke = self.ticked = time.monotonic()
         self.done = 0
-        self.metric: float | None = None
+        self.metric: tuple[int, float] | None = None  # the last evaluation: after which round, and what it gave
         self.last = ""  # the line on screen, without what a tick adds
         self.width = 0
 
@@ -81,7 +81,7 @@ class Display:
     def _show(self, state: State, record: RoundRecord) -> None:
         self.done += record.counts
         if record.score is not None:
-            self.metric = record.score.metric
+            self.metric = state.counted, record.score.metric
         for client, why in record.failures.items():
             self._say(f"{self.label}: client {client} was dropped in round {record.round + 1}: {why}")
         self.last = self._text(state, record)
@@ -95,7 +95,9 @@ class Display:
     def _text(self, state: State, record: RoundRecord) -> str:
         if not record.counts:
             return f"{self.label}: {record.phase} done"
-        metric = f"{self.shown.name} {'-' if self.metric is None else self.shown.label(self.metric):>7}"
+        at, value = self.metric or (state.counted, None)
+        metric = f"{self.shown.name} {'-' if value is None else self.shown.label(value):>7}"
+        metric += f" (round {at})" if at != state.counted else ""
         rate = (time.monotonic() - self.began) / max(1, self.done)
         left = duration(rate * max(0, self.rounds - state.counted))
         traffic = f"up {amount(record.total.up)} down {amount(record.total.down)}"

@@ -156,7 +156,7 @@ function costs() {
   }
   const counted = shown().filter((g) => g.share.values !== undefined);
   if (counted.length) {
-    const node = section("Bytes per client and round", "Encoded order and update together, by what they carry, beside the paper's formula (fp32 values, with CSR indices where the mask moves, no BatchNorm statistics).", { half: true });
+    const node = section("Bytes per client and round", "Encoded order and update together, by what they carry, beside the paper's formula (fp32 values, with CSR indices where the mask moves, no BatchNorm statistics). Without the first phase.", { half: true });
     chart(node, (host) => bars(host, { label: "bytes by part", parts: ["values", "mask", "overhead"], text: text.bytes, markName: "paper's formula",
       rows: counted.map((g) => ({ label: g.label, parts: ["values", "mask", "overhead"].map((k) => [k, g.share[k]]), mark: g.share.paper })) }));
   }
