@@ -130,7 +130,7 @@ class Local:
 
     @property
     def update_carries(self) -> Carries:
-        """Which values an update contains: as the order, only `statistics`, or the `rest` beside prunable weights."""
+        """Which values an update contains: those of the order, `statistics`, or the `rest` (no prunable weights)."""
         return "rest" if self.report == "mask" else "statistics" if self.report == "statistics" else self.order_carries
 
     def batches(self, n: int) -> int:

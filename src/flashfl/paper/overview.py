@@ -144,8 +144,8 @@ def _counted(found: Mapping[tuple[str, int], Sequence[Record]], compared: Iterab
     """How many cells have results, and for each data set how far they lie from the paper."""
     done = sum(map(bool, found.values()))
     said = [
-        f"The tables compare our results with the paper's. {done} of {len(found)} cells have results. Notes below the "
-        "tables, and a list of cells far from the paper, explain differences."
+        f"The tables compare our results with the paper's. A cell is one figure of the paper; {done} of {len(found)} have "
+        "results. Notes below the tables, and a list of cells far from the paper, explain differences."
     ]
     by: dict[str, list[float]] = {}
     for one in compared:
@@ -153,8 +153,8 @@ def _counted(found: Mapping[tuple[str, int], Sequence[Record]], compared: Iterab
     for dataset, some in by.items():
         near, far = (sum(spreads <= limit for spreads in some) for limit in (NEAR, FAR))
         said.append(
-            f"{dataset}: {len(some)} cells have a value for *spreads*. It is at most {NEAR:g} in {near} cells, "
-            f"{NEAR:g} to {FAR:g} in {far - near}, and larger in {len(some) - far}."
+            f"{dataset}: {len(some)} cells have a value for *spreads*. At most {NEAR:g}: {near} cells. {NEAR:g} to "
+            f"{FAR:g}: {far - near}. Larger: {len(some) - far}."
         )
     return said
 

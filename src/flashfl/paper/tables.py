@@ -24,8 +24,8 @@ _MEANINGS = (
     ("ours %, paper %", "accuracy after the last round: mean ± standard deviation over seeds"),
     ("best %", "the best evaluation of a run"),
     ("before %", "accuracy before the server cuts the model to its density"),
-    ("spreads", "the difference divided by sqrt(a^2 + b^2). a is the paper's standard deviation. b is ours over "
-     "seeds, or over a run's last ten evaluations if that is larger"),
+    ("spreads", "the difference divided by sqrt(a^2 + b^2). a is the paper's standard deviation. b is our "
+     "standard deviation: over seeds or over a run's last ten evaluations, whichever is larger"),
     ("mismatch", "how different the masks of consecutive rounds are, late in a run"),
     ("up / client, down / client", "bytes of a client in a round: an average over all rounds that includes the "
      "bytes of the first phase (the paper's stage 1). (19.2x): 19.2 times fewer than the dense model"),

@@ -64,8 +64,10 @@ def weight_budget(layout: Layout, density: float) -> int:
 def calibrate(
     layout: Layout, densities: Sequence[float], density: float, caps: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Layer budgets in proportion to `densities`. The budgets add up to exactly round(density * K), where K
-    is the number of prunable weights (Eq. 3)."""
+    """Layer budgets for which layer densities have the proportions of `densities`.
+
+    The budgets add up to exactly round(density * K), where K is the number of prunable weights (Eq. 3).
+    """
     wishes = [rho * k for rho, k in zip(densities, layout.sizes, strict=True)]
     return share_out(wishes, caps if caps is not None else layout.sizes, weight_budget(layout, density))
 
