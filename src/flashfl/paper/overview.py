@@ -144,8 +144,8 @@ def _counted(found: Mapping[tuple[str, int], Sequence[Record]], compared: Iterab
     """How many cells have results, and for each data set how far they lie from the paper."""
     done = sum(map(bool, found.values()))
     said = [
-        f"The tables compare our results with the paper's. A cell is one figure of the paper; {done} of {len(found)} have "
-        "results. Notes below the tables, and a list of cells far from the paper, explain differences."
+        f"The tables compare our results with the paper's. A cell is one figure of the paper; {done} of {len(found)} "
+        "have results. Notes below the tables, and a list of cells far from the paper, explain differences."
     ]
     by: dict[str, list[float]] = {}
     for one in compared:
