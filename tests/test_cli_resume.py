@@ -53,6 +53,7 @@ def test_report_keeps_an_extended_run_apart_from_one_that_had_all_rounds(tmp_pat
     whole, longer = load([tmp_path / "whole", tmp_path / "longer"]).runs
     assert whole.key != longer.key
     assert list(groups_of([whole, longer])) == ["pdst", "pdst · extended from 2 to 3 rounds"]
+    assert list(groups_of([longer])) == ["pdst · extended from 2 to 3 rounds"], "also without another run of its method"
 
 
 def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ..methods import METHODS
 from ..run.config import Settings
 from ..run.summary import WORK, Metric, Summary, summarise
 from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
-from .load import ELSEWHERE, STARTED, Found, RunData
+from .load import ELSEWHERE, LONGER, STARTED, Found, RunData
 
 DIGESTS = "task.digests."  # these settings tell runs apart, but tell a reader nothing
 Groups = Mapping[str, Sequence[RunData]]
@@ -64,10 +64,13 @@ def rounds_of(runs: Sequence[RunData]) -> str:
 
 
 def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
-    """The method's name, and if several groups share it, the settings in which they differ."""
+    """The method's name, whether runs were extended, and the settings that tell groups of one method apart."""
     labels: list[str] = []
     for group in groups:
         named, rest = _differing(group, groups)
+        if longer := [name for name in LONGER if name in group[0].settings]:  # another schedule, and so always named
+            named = [*(name for name in named if name not in (*LONGER, "train.rounds")), *longer]
+            rest = [name for name in rest if name not in named]
         parts = _settings(group, named)
         if not group[0].ended and any(g[0].ended and g[0].key == group[0].key for g in groups):
             seeds = sorted(run.seed for run in group)

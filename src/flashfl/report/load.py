@@ -27,6 +27,7 @@ from ..run.track import flat
 # Settings that say where or how a run is carried out, not what it is. Runs that differ only in these are one group.
 ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
 STARTED = "run.started"  # a run started from Python records fewer settings of its task than one started by a command
+LONGER = ("train.extended", "train.changed")  # the rounds of a run that was resumed with more rounds, or with fewer
 _PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
 Heat = NDArray[np.float64]  # mismatch of every pair of masks
 MOST_MASKS = 48  # a heatmap with more rows cannot be read on a screen
@@ -48,8 +49,7 @@ class RunData:
         longer = {}
         if before := self.header.get("extended"):
             steps = [*before, self.header["identity"]["settings"]["rounds"]]
-            how = "extended" if steps == sorted(steps) else "changed"
-            longer[f"train.{how}"] = f"from {' to '.join(map(str, steps))} rounds"
+            longer[LONGER[steps != sorted(steps)]] = f"from {' to '.join(map(str, steps))} rounds"
         if config := self.header.get("config"):
             return flat(config) | longer | {STARTED: "by command"}
         identity = self.header["identity"]
