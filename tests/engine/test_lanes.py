@@ -167,6 +167,7 @@ def test_batched_matrix_products_step_like_batched_convolutions(device: str) -> 
 @devices
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # torch's own, from its compiler
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")
 def test_compiled_lanes_agree_with_plain_lanes(device: str) -> None:
     task = make_task("norm")
     plain, compiled = (run_lanes(small("jmwst"), task, device, compile=each) for each in (False, True))

@@ -135,6 +135,13 @@ def test_largest_entries_of_an_input_are_kept() -> None:
     assert largest(x, torch.tensor(1.0)).equal(x)
 
 
+def test_large_inputs_are_sampled_in_all_columns() -> None:
+    x = torch.rand(8, 16, 32, 32, generator=torch.Generator().manual_seed(0))
+    x[..., 0] += 5  # the first column of every image, a thirty-second of all entries
+    kept = largest(x, torch.tensor(0.5)) != 0
+    assert abs(float(kept.float().mean()) - 0.5) < 0.02
+
+
 @part
 @dataclass(frozen=True)
 class Everything(Part):
