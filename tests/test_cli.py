@@ -197,7 +197,7 @@ def test_run_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
     assert cli.main(["export", "one"]) == 0
     assert capsys.readouterr().out == "one/model.safetensors\n"
-    assert cli.main(["export", "one", "--to", "there/model.safetensors"]) == 0
+    assert cli.main(["export", "one", "--out", "there/model.safetensors"]) == 0
     with safe_open(tmp_path / "there" / "model.masks.safetensors", "pt") as file:
         masks = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
         assert sum(int(m.sum()) for m in masks) / sum(m.numel() for m in masks) == pytest.approx(0.02, abs=1e-4)

@@ -142,7 +142,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     export.add_argument("run", type=Path, help="folder of a run")
     said = "safetensors: all weights, and the masks in a second file; sparse: active weights; onnx: for other runtimes"
     export.add_argument("--format", choices=("safetensors", "sparse", "onnx"), default="safetensors", help=said)
-    export.add_argument("--to", type=Path, help="file to write (default: RUN/model[-VIEW] with the format's ending)")
+    said = "file to write (default: RUN/model[-VIEW] with the format's ending)"
+    export.add_argument("--out", "--to", type=Path, help=said)  # --to: the name it had once
     export.add_argument(
         "--view",
         default="",
@@ -303,7 +304,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .run.export import export_run
 
-    print(export_run(args.run, args.to, args.view, args.format))
+    print(export_run(args.run, args.out, args.view, args.format))
     return 0
 
 

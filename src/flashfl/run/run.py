@@ -20,7 +20,7 @@ from ..data.task import Task
 from .config import TrainConfig
 from .progress import amount, duration, epsilons
 from .results import RESULTS, Results
-from .summary import Metric
+from .summary import Metric, work_seconds
 
 if TYPE_CHECKING:
     from .export import Format
@@ -108,7 +108,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """Time spent on finished rounds."""
-        return sum(r.seconds.get(name, 0.0) for r in self.history for name in ("train", "aggregate", "evaluate"))
+        return sum(work_seconds(self.history).values())
 
     @property
     def bytes_up(self) -> int:
