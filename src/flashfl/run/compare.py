@@ -19,7 +19,7 @@ from ..methods import METHODS
 from . import checkpoint as checkpoints
 from .code import code_of
 from .config import RunConfig
-from .options import options_of
+from .options import walk
 from .progress import Display
 from .results import Results
 from .run import Run
@@ -173,5 +173,5 @@ def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None
 
 def _options(methods: Sequence[str]) -> set[str]:
     """The names that settings of these methods may have on the command line, short and full."""
-    short = {name for method in methods for name in options_of(METHODS[method])}
+    short = {".".join(path) for method in methods for path, _, _ in walk(METHODS[method])}
     return short | {f"method.{name}" for name in short}

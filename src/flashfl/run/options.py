@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import math
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -103,7 +104,8 @@ def _settings_in(paragraph: str, cls: type) -> dict[str, str]:
     return {one: text for names, text in zip(pieces[::2], said, strict=True) for one in names.split(", ")}
 
 
-def _explained(cls: type) -> dict[str, str]:
+@functools.cache
+def _explained(cls: type) -> Mapping[str, str]:
     """What the docstrings of a class and its parents, or the comments behind fields, say of each field."""
     said: dict[str, str] = {}
     for base in filter(is_dataclass, reversed(cls.__mro__)):
