@@ -20,6 +20,7 @@ from flashfl.run.results import RESULTS
 from flashfl.sparsity import PruneRegrow
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason=library.status())
+BRIEF: dict[str, Any] = {"density": 0.2, "warmup_clients": 2, "warmup_epochs": 2}  # a brief first phase
 QUICK: dict[str, Any] = {"rounds": 4, "per_round": 3, "progress": False, "lr": 0.05}
 
 
@@ -82,22 +83,22 @@ def test_a_sparse_run_with_moving_masks_has_the_curve_of_a_dense_one(method: fl.
 
 @pytest.mark.usefixtures("always")
 def test_a_sparse_run_does_not_depend_on_the_number_of_workers() -> None:
-    runs = [fl.simulate(fl.JMWST(density=0.2), task(), workers=workers, **QUICK) for workers in (1, 2)]
+    runs = [fl.simulate(fl.JMWST(**BRIEF), task(), workers=workers, **QUICK) for workers in (1, 2)]
     assert runs[0].checksum == runs[1].checksum
 
 
 @pytest.mark.usefixtures("always")
 def test_resume_keeps_the_choice_and_is_bit_identical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = fl.simulate(fl.SPDST(density=0.2), task(), workers=1, **QUICK)
+    whole = fl.simulate(fl.SPDST(**BRIEF), task(), workers=1, **QUICK)
 
     def stop(state: fl.State, record: object) -> None:
         if state.counted == 2:
             raise KeyboardInterrupt
 
     with pytest.warns(RuntimeWarning, match="interrupted"):
-        fl.simulate(fl.SPDST(density=0.2), task(), workers=1, folder=tmp_path, watch=stop, **QUICK)
+        fl.simulate(fl.SPDST(**BRIEF), task(), workers=1, folder=tmp_path, watch=stop, **QUICK)
     monkeypatch.setattr(sparse, "_gain", lambda *args: pytest.fail("a resumed run measured again"))
-    resumed = fl.simulate(fl.SPDST(density=0.2), task(), workers=2, folder=tmp_path, resume=True, **QUICK)
+    resumed = fl.simulate(fl.SPDST(**BRIEF), task(), workers=2, folder=tmp_path, resume=True, **QUICK)
     assert resumed.checksum == whole.checksum
     header = json.loads((tmp_path / RESULTS).read_text().splitlines()[0])
     assert header["compute"]["sparse"] is True
@@ -105,7 +106,7 @@ def test_resume_keeps_the_choice_and_is_bit_identical(tmp_path: Path, monkeypatc
 
 def test_small_models_stay_dense_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_compare", lambda *args: pytest.fail("a small model was measured"))
-    run = fl.simulate(fl.SPDST(density=0.2), task(), workers=1, **{**QUICK, "rounds": 1})
+    run = fl.simulate(fl.SPDST(**BRIEF), task(), workers=1, **{**QUICK, "rounds": 1})
     assert "compute" not in run.results.header
 
 

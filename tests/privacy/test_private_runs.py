@@ -406,14 +406,14 @@ def test_gpu_engine_adds_up_the_same_whole_numbers_of_the_same_clipped_changes(
 @pytest.mark.parametrize("secure", [True, False])
 def test_gpu_engine_adds_noise_of_the_same_size(digits: fl.Task, secure: bool, as_gpu: Callable[[], None]) -> None:
     found = []
-    more = {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6, "lr_end": 1e-6}
+    more = {"rounds": 1, "dp_noise": 2.0, "dp_clip": 1e-3, "secure": secure, "lr": 1e-6, "lr_end": 1e-6, "max_steps": 1}
     method = fl.PDST(density=0.3)
     for engine in ("cpu", "gpu"):
         if engine == "gpu":
             as_gpu()
         run = simulated(digits, method, **more)
-        start = fl.simulate(method, digits, progress=False, **{**SETTINGS, "rounds": 1, "lr": 0.0}).weights.packed()
-        found.append((run.weights.packed() - start)[: run.weights.mask.active].std().item())
+        start = fl.simulate(method, digits, progress=False, **{**SETTINGS, "rounds": 1, "lr": 0.0, "max_steps": 1})
+        found.append((run.weights.packed() - start.weights.packed())[: run.weights.mask.active].std().item())
         assert run.history[0].bytes.up > 0
     shares = 10 / 6 if secure else 1  # ten shares, each for six honest survivors
     for deviation in found:
