@@ -94,6 +94,13 @@ def each(p: Model, change: Callable[[Tensor], Tensor]) -> Model:
     return {name: change(value) if name in NAMES else value for name, value in p.items()}
 
 
+def seen_by_swat(values: Tensor, share: float) -> Tensor:
+    """The largest weights of a layer, and that of every output."""
+    rows = values.abs().flatten(1)
+    top = (rows == rows.amax(1, keepdim=True)).view(values.shape)
+    return values * (largest(values, share) | top)
+
+
 def over_both(p: Model, share: float) -> Model:
     """Masks of the largest prunable weights over the whole model."""
     flat = largest(torch.cat([p[name].flatten() for name in NAMES]), share)
@@ -128,7 +135,7 @@ def assert_close(expected: Model, found: Model, tolerance: float = 1e-6) -> None
 def test_zerofl(upload: str) -> None:
     p, rounds, _ = played("zerofl", density=0.25, mask_ratio=0.25, upload=upload)
     for found in rounds:
-        new = stepped(p, gradient(each(p, lambda w: w * largest(w, 0.25)), shares=(0.25, 0.25)))
+        new = stepped(p, gradient(each(p, lambda w: seen_by_swat(w, 0.25)), shares=(0.25, 0.25)))
         for name in NAMES:
             sent = largest(new[name] - p[name] if upload == "largest changes" else new[name], 0.5)
             new[name] = torch.where(sent, new[name], p[name])

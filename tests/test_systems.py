@@ -172,6 +172,30 @@ def test_zerofl_sees_the_largest_weights_and_uploads_more() -> None:
     assert c.vectors[0].tolist() == [0, 0, 0, 0, 3, 0, 0, 0, 1]
 
 
+def test_every_output_keeps_a_weight_in_zerofl() -> None:
+    uneven = torch.tensor([[5.0, -4.0, 3.0, 6.0, 0.1, -0.2, 0.1, 0.0, 7.0]])
+    assert Swat(0.25).view(rows(uneven), uneven).tolist() == [[5, 0, 0, 6, 0, pytest.approx(-0.2), 0, 0, 7]]
+    method, s = state("zerofl", uneven[0], density=0.25)
+    assert method.views(s)["after"].vector.tolist() == [5, 0, 0, 6, 0, pytest.approx(-0.2), 0, 0, 7]
+
+
+def test_no_layer_runs_away_in_zerofl() -> None:
+    """BatchNorm enlarges the gradient of an output without weights several hundred times."""
+
+    def net() -> torch.nn.Module:
+        first, second = torch.nn.Conv2d(3, 32, 3, bias=False), torch.nn.Conv2d(32, 16, 3, bias=False)
+        norms = torch.nn.BatchNorm2d(32), torch.nn.BatchNorm2d(16)
+        relu, end = torch.nn.ReLU(), (torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 3))
+        return torch.nn.Sequential(first, norms[0], relu, second, norms[1], relu, *end)
+
+    task = fl.Task(net, [blobs(256, (3, 8, 8), 1)], blobs(30, (3, 8, 8), 2))
+    run = fl.simulate(METHODS["zerofl"](density=0.05), task, 2, batch=32, lr=0.5, lr_end=0.5, workers=1, device="cpu")
+    assert run.state is not None
+    weights = task.layout.views(run.state.weights.vector)
+    assert weights["0.weight"].norm() < 20, "it began with 3"
+    assert weights["3.weight"].norm() < 20, "it began with 2"
+
+
 def test_fedrts_votes_and_updates_its_betas() -> None:
     method = FedRTS(0.5, interval=10, rate=0.5, scale=10.0)
     plan = fl.Plan(EIGHT, lambda key: torch.arange(1.0, 10.0), 1, 10, 4, 2)

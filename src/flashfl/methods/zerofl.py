@@ -13,8 +13,8 @@ from ..aggregate import wfa
 from ..core.client import Clients, Part, Rows
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
-from ..core.layout import Layout
-from ..core.mask import Weights
+from ..core.layout import Layer, Layout
+from ..core.mask import Mask, Weights
 from ..core.method import Method
 from ..core.parts import part
 from ..core.state import Plan, State
@@ -28,7 +28,10 @@ Upload = Literal["weights", "changes of the largest weights", "largest changes"]
 @part
 @dataclass(frozen=True)
 class Swat(Part):
-    """The forward pass sees the largest weights of each layer, chosen anew in each step; inputs are pruned alike."""
+    """The forward pass sees the largest weights of each layer, chosen anew in each step; inputs are pruned alike.
+
+    Every output of a layer keeps its largest weight, also where that makes a few weights more than the density.
+    """
 
     density: float = 0.05
 
@@ -36,8 +39,9 @@ class Swat(Part):
         return [self.density for _ in densities]
 
     def view(self, r: Rows, weights: Tensor) -> Tensor:
-        sizes = [span.stop - span.start for span in r.place.spans]
-        return keep_largest(weights, r.place.spans, [max(1, round(self.density * size)) for size in sizes])
+        layers, spans = r.place.layout.prunable, r.place.spans
+        seen = keep_largest(weights, spans, [max(1, round(self.density * layer.size)) for layer in layers])
+        return torch.where(largest_of_outputs(weights, layers, spans), weights, seen)
 
     def inputs(self, weight: Tensor) -> Tensor:
         return torch.full((), self.density, device=weight.device)
@@ -66,6 +70,19 @@ class Largest(Part):
         c.vectors = torch.cat([trained, c.vectors[:, layout.trained_size :]], 1)
 
 
+def largest_of_outputs(weights: Tensor, layers: Sequence[Layer], spans: Sequence[slice]) -> Tensor:
+    """A boolean mask like `weights` [rows, columns] of the largest weight of every output of these layers.
+
+    An output without weights is constant. BatchNorm would divide it by almost 0, and so would the gradient of all its
+    weights: several hundred times too large, it would push the weights of most other outputs out of the largest.
+    """
+    sizes, found = weights.abs(), torch.zeros_like(weights, dtype=torch.bool)
+    for layer, span in zip(layers, spans, strict=True):
+        own, out = (each[:, span].unflatten(1, (layer.shape[0], -1)) for each in (sizes, found))
+        torch.ge(own, own.amax(-1, keepdim=True), out=out)
+    return found
+
+
 @dataclass(frozen=True)
 class ZeroFL(Method):
     """ZeroFL (Qiu et al., ICLR 2022): SWAT-style sparse training on clients.
@@ -79,6 +96,8 @@ class ZeroFL(Method):
     Silent in the paper: how the server averages weights that only some send (over those who sent them; a weight that
     nobody sent keeps its value; changes are averaged over all); entries of large inputs are ranked by a sample of
     32,768; the model that is evaluated has the `density` largest weights of each layer, as the forward pass sees it.
+    Not in the paper: every output of a layer keeps its largest weight. Without weights an output is constant, and
+    BatchNorm makes its gradient several hundred times too large.
     Bytes: up density + mask_ratio with the mask. Down the whole model.
     When: clients lack arithmetic rather than bytes. Not to be confused with SparsyFed, whose server model gets sparse.
     """
@@ -106,5 +125,8 @@ class ZeroFL(Method):
         return s.next(Weights(s.mask, where_held(s, sums, wfa(sums))))
 
     def views(self, s: State) -> Mapping[str, Weights]:
-        budgets = allocate(s.layout, "uniform", self.density)
-        return {"after": s.weights.restrict(top_mask(s.layout, s.weights.vector, budgets))}
+        layers, vector = s.layout.prunable, s.weights.vector[: s.layout.prunable_size]
+        top = top_mask(s.layout, vector, allocate(s.layout, "uniform", self.density))
+        spans = [slice(layer.start, layer.stop) for layer in layers]
+        bits = top.bits | largest_of_outputs(vector[None], layers, spans)[0]
+        return {"after": s.weights.restrict(Mask(s.layout, bits))}
