@@ -36,7 +36,10 @@ _NOTES: Sequence[tuple[str, str, float | None, str]] = (
      "Settings are those of FedDST's public code, with two exceptions: ours applies softmax once, not twice, "
      "and readjusts a share of 0.05 of the weights. One run gives both rows of a method."),
     ("rivals", "cifar10", None, "SPDST and JMWST use the paper's learning rate. Each other system uses the best of "
-     "three, chosen on training images that no client has (`flashfl reproduce rivals_lr`)."),
+     "three, chosen on training images that no client has (`flashfl reproduce rivals_lr`). ZeroFL keeps the first "
+     "layer dense, as public code of it does."),
+    ("zerofl", "cifar10", None, "The paper took ZeroFL's figures from ZeroFL's own paper, which has another recipe. "
+     "ZeroFL keeps the first layer dense here, as public code of it does (`prunable = inner`)."),
     ("wfa", "cifar10", None, "FedAvg counts a missing weight as 0, so weights that few clients have stay small. "
      "Averaging over the clients that hold a weight avoids this."),
 )  # fmt: skip
