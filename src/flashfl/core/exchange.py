@@ -203,11 +203,6 @@ class Update:
         """The client's model, as a dense vector."""
         return None if self.mask is None or self.values is None else Weights.unpack(self.mask, self.values)
 
-    @property
-    def change(self) -> Tensor | None:
-        """How the weights changed from `start`."""
-        return None if self.start is None or self.values is None else self.values[: len(self.start)] - self.start
-
 
 @dataclass
 class Sums:

@@ -36,6 +36,7 @@ _FEW = 3  # fewer values than this cannot be trimmed
 _SUSPICIOUS = 10.0  # changes longer than this many times the median are named
 _ROUNDING = 1e-12  # changes that cancel each other out up to this have no direction
 _STRETCH = 32 << 20  # numbers that are ranked at a time, over all clients
+_PART = 1 << 16  # numbers of a change that a CPU works on at a time: they stay in its cache
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class Cohort:
         if self.robust.clip:
             # Whole numbers too, as the sender chooses the type. Only bits need no bound.
             tensors = {name: e.value + 0.0 for name, e in update.extra.items() if e.value.dtype != torch.bool}
-            if (change := update.change) is not None:
-                tensors[""] = change
-            for name, x in tensors.items():
-                norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+            norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
+            if update.start is not None:
+                norms[""] = _length(update)
+            for name, norm in norms.items():
                 self._norms.setdefault(name, {})[update.client] = norm
 
     def add(self, sums: Sums, updates: Iterable[Update]) -> None:
@@ -192,25 +193,29 @@ class Others:
 
     def add(self, update: Update, n: int, factor: float) -> None:
         """Add a change to the sum, `n` times."""
-        change, mask, k = update.change, update.mask, self.layout.prunable_size
-        if change is None or mask is None:
+        mask, k, times = update.mask, self.layout.prunable_size, n * factor
+        if update.start is None or mask is None:
             return
         if self._mask is None:
-            self._mask, self._total = mask, torch.zeros_like(change, dtype=torch.float64)
+            self._mask, self._total = mask, torch.zeros_like(update.start, dtype=torch.float64)
         if self._mask.equal(mask):
-            self._total.add_(change, alpha=n * factor)
+            for span, change in _change(update):
+                self._total[span].add_(change, alpha=times)
             return
-        full = Mask.full(self.layout, change.device)
+        full = Mask.full(self.layout, update.start.device)
         self._mask, self._total = full, repacked(self._total, self._mask, full)
-        self._total.index_add_(0, mask.places, change[: mask.active].double(), alpha=n * factor)
-        self._total[k:].add_(change[mask.active :], alpha=n * factor)
+        places = torch.cat([mask.places, torch.arange(k, len(self._total), device=mask.places.device)])
+        for span, change in _change(update):
+            self._total.index_add_(0, places[span], change, alpha=times)
 
     def compare(self, update: Update, n: int, factor: float) -> None:
         """Find how far a change goes along with the others."""
-        if (change := update.change) is None:
+        if update.start is None:
             return
-        change, weight = change.double(), n * factor
-        dot, square = float(change @ self._sum(update)), float(change @ change)
+        total, weight, dot, square = self._sum(update), n * factor, 0.0, 0.0
+        for span, change in _change(update):
+            dot += float(change @ total[span])
+            square += float(change @ change)
         whole = self._square = float(self._total @ self._total) if self._square is None else self._square
         others = whole - 2 * weight * dot + weight**2 * square  # the square of total - weight * change
         length = others**0.5 if others > _ROUNDING * (whole + weight**2 * square) else 0.0
@@ -224,20 +229,35 @@ class Others:
         """
         least = min(0.0, sorted(along for along, _ in self._along.values())[most])
         along, length = self._along.get(update.client, (0.0, 0.0))
-        if along >= least or not length or update.values is None or (change := update.change) is None:
+        if along >= least or not length or update.values is None:
             return update
-        change = change.double()
-        size = float(change.norm())
+        total, values, size = self._sum(update), update.values.clone(), _length(update)
         share = min(1.0, 2 * (least - along) / size)
-        direction = (self._sum(update) - update.n * change) * (size / length)
-        weights = update.values[: len(change)] + (share * (direction - change)).to(update.values.dtype)
-        return replace(update, values=torch.cat([weights, update.values[len(change) :]]))
+        for span, change in _change(update):
+            direction = (total[span] - update.n * change) * (size / length)
+            values[span] += (share * (direction - change)).to(values.dtype)
+        return replace(update, values=values)
 
     def _sum(self, update: Update) -> Tensor:
         """The sum of all changes where a client has weights, packed."""
         assert self._mask is not None
         assert update.mask is not None
         return repacked(self._total, self._mask, update.mask)
+
+
+def _change(update: Update) -> Iterator[tuple[slice, Tensor]]:
+    """How the weights of an update changed, in double precision: a part at a time, with its place."""
+    values, start = update.values, update.start
+    if values is None or start is None:
+        return
+    part = _PART if start.device.type == "cpu" else len(start)
+    for at in range(0, len(start), part):
+        span = slice(at, min(at + part, len(start)))
+        yield span, (values[span] - start[span]).double()
+
+
+def _length(update: Update) -> float:
+    return float(sum(float(change @ change) for _, change in _change(update)) ** 0.5)
 
 
 def most_samples(counts: Collection[int]) -> int:
@@ -259,8 +279,9 @@ def _scaled(update: Update, name: str, factor: float) -> Update:
         return replace(update, extra={**update.extra, name: replace(extra, value=extra.value * factor)})
     assert update.start is not None
     assert update.values is not None
-    weights, rest = update.values[: len(update.start)], update.values[len(update.start) :]
-    return replace(update, values=torch.cat([update.start.lerp(weights, factor), rest]))
+    values = update.values.clone()
+    torch.lerp(update.start, values[: len(update.start)], factor, out=values[: len(update.start)])
+    return replace(update, values=values)
 
 
 def _write(row: Tensor, update: Update) -> None:
