@@ -93,12 +93,12 @@ class ZeroFL(Method):
     density + `mask_ratio` of each layer: the largest weights (variant 1), the changes of the largest weights (2), or
     the largest changes (3).
 
-    Where the paper is silent, flashfl does this: A weight is averaged over the clients that sent it. One that nobody
-    sent keeps its value. Changes are averaged over all clients. In inputs with more than 32,768 entries, the threshold
-    comes from a sample of at most 32,768. The model that is evaluated has the largest weights only, as the forward
-    pass sees it. Every output of a layer keeps its largest weight: an output without weights is constant, and BatchNorm
-    would make its gradient several hundred times too large. All prunable layers are treated alike. Public code of
-    SWAT and ZeroFL keeps the first layer dense; `prunable = "inner"` does that.
+    Silent in the paper: a weight is averaged over the clients that sent it. One that nobody sent keeps its value.
+    Changes are averaged over all clients. In inputs with more than 32,768 entries, the threshold comes from a sample
+    of at most 32,768. The model that is evaluated has the largest weights only, as the forward pass sees it. Every
+    output of a layer keeps its largest weight: an output without weights is constant, and BatchNorm would make its
+    gradient several hundred times too large. All prunable layers are treated alike. Public code of SWAT and ZeroFL
+    keeps the first layer dense; `prunable = "inner"` does that.
 
     Bytes: up density + mask_ratio with the mask. Down the whole model.
     When: clients lack arithmetic rather than bytes. Not to be confused with SparsyFed, whose server model gets sparse.
