@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Iterable
+from numbers import Real
 from pathlib import Path
 from types import CodeType
 
@@ -41,6 +43,21 @@ def unknown(what: str, given: str, known: Iterable[str]) -> ConfigError:
     hints = [f"did you mean {near[0]!r}?"] if near else []
     hints += [f"known: {', '.join(names)}"] if len(names) <= 12 or not near else []
     return ConfigError(f"unknown {what} {given!r}: {' '.join(hints)}")
+
+
+def check_range(allowed: str, hint: str = "", **values: object) -> None:
+    """Refuse values outside an interval, written as in mathematics: "[0, 1)", or "[1, inf)" without a largest value.
+
+    A value that is no number, or NaN, lies outside every interval. `hint` is added to the message.
+    """
+    low, high = (float(end) for end in allowed[1:-1].split(","))
+    for name, value in values.items():
+        number = float(value) if isinstance(value, Real) else math.nan
+        if not (low < number < high or (number, allowed[0]) == (low, "[") or (number, allowed[-1]) == (high, "]")):
+            least = f"{'at least' if allowed[0] == '[' else 'above'} {low:g}"
+            most = f" and {'at most' if allowed[-1] == ']' else 'below'} {high:g}" if high < math.inf else ""
+            kind = "" if math.isfinite(number) else "a finite number, "
+            raise ConfigError(f"{name} = {value!r}: must be {kind}{least}{most}{'. ' + hint if hint else ''}")
 
 
 def _inside(code: CodeType) -> bool:
