@@ -98,17 +98,7 @@ def peak_memory(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_gzip_bomb_behind_idx_header_is_not_unpacked(tmp_path: Path) -> None:
-    published.mnist(tmp_path / "mnist")
-    file = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
-    file.write_bytes(gzip.compress(gzip.decompress(file.read_bytes()) + bytes(64 << 20)))
-    assert file.stat().st_size < 200_000
-    assert peak_memory(lambda: load("mnist", tmp_path, UNCHECKED)) < 8 << 20
-
-
-def test_gzip_bomb_whose_header_claims_its_size_is_not_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gzip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published.mnist(tmp_path / "mnist")
     file = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
     head = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (90_000, 28, 28))

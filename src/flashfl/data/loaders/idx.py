@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..augment import Normalise
 from ..dataset import DataSet, Files, Options, Pair, check_labels, images
-from ..files import damaged, read, read_start
+from ..files import damaged, read
 
 _UINT8, _INT32 = 0x08, 0x0C
 _TYPES = {_UINT8: ">u1", _INT32: ">i4"}
@@ -29,15 +29,14 @@ _WRITER = 2  # the column of QMNIST's labels that says who wrote; column 0 is th
 
 
 def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
-    """The array in an IDX file. No more is read than the file's header announces."""
-    start = 4 + 4 * dims
-    magic, head = bytes([0, 0, kind, dims]), read_start(path)[:start]
-    if head[:4] != magic:
-        raise damaged(path, f"it begins with {head[:4].hex() or 'nothing'}, expected {magic.hex()}")
-    shape = [int.from_bytes(head[at : at + 4], "big") for at in range(4, start, 4)]
+    """The array in an IDX file."""
+    data, start = read(path), 4 + 4 * dims
+    magic = bytes([0, 0, kind, dims])
+    if data[:4] != magic:
+        raise damaged(path, f"it begins with {data[:4].hex() or 'nothing'}, expected {magic.hex()}")
+    shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
     dtype = np.dtype(_TYPES[kind])
     wanted = start + prod(shape) * dtype.itemsize
-    data = read(path, most=wanted)
     if len(data) != wanted:
         raise damaged(path, f"it has {len(data)} bytes, but sizes {shape} need {wanted}")
     return np.frombuffer(data, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
