@@ -79,10 +79,10 @@ def texts(pairs: Sequence[Texts], classes: int, options: Options) -> DataSet:
     return DataSet(train, test[0] if test else None, classes, (options.length,), vocab=len(tokenizer))
 
 
-def check_labels(path: Path, labels: NDArray[np.integer], classes: int) -> None:
-    """Raise unless there are labels, and all of them are classes."""
-    if len(labels) == 0:
-        raise damaged(path, "it holds no samples")
+def check_labels(path: Path, labels: NDArray[np.integer], count: int, classes: int) -> None:
+    """Raise unless there are `count` labels, at least one, and all of them are classes."""
+    if not 0 < len(labels) == count:
+        raise damaged(path, f"it has {len(labels)} labels for {count} images")
     for label in (labels.min(), labels.max()):
         if not 0 <= label < classes:
             raise damaged(path, f"it has the label {label}, but labels run from 0 to {classes - 1}")

@@ -18,6 +18,17 @@ from .files import damaged
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def picture_files(folder: Path) -> list[Path]:
+    """The images in a folder and below it, at least one. Hidden files are an editor's or a system's."""
+    found = [f.relative_to(folder) for f in folder.rglob("*") if f.suffix.lower() in _ENDINGS and f.is_file()]
+    files = sorted(folder / f for f in found if not any(part.startswith(".") for part in f.parts))
+    if not files:
+        raise DataError(f"no images under {folder}: looked for {', '.join(_ENDINGS)}")
+    return files
+
 
 def read_picture(path: Path) -> Image:
     """The RGB picture in a file."""

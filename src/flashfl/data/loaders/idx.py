@@ -45,11 +45,7 @@ def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
 def _pair(pixels: Path, labels: Path) -> Pair:
     """The images of one file and the labels of another."""
     x, y = read_idx(pixels, _UINT8, 3), read_idx(labels, _UINT8, 1)
-    if x.shape[1:] != (28, 28):
-        raise damaged(pixels, f"its images have {x.shape[1]}x{x.shape[2]} pixels, expected 28x28")
-    if len(x) != len(y):
-        raise damaged(labels, f"{len(y)} labels for the {len(x)} images of {pixels.name}")
-    check_labels(labels, y, 10)
+    check_labels(labels, y, len(x), 10)
     return x[:, None], y
 
 
@@ -61,10 +57,8 @@ def _with_writers(paths: list[Path], options: Options) -> DataSet:
     """MNIST, with who wrote each training digit from QMNIST's labels of the same images."""
     mnist = MNIST.read(paths[:4], options)
     rows = read_idx(paths[4], _INT32, 2)
-    if rows.shape[1] <= _WRITER or len(rows) != len(mnist.train):
-        raise damaged(paths[4], f"it has a table of shape {rows.shape}, expected {len(mnist.train)} rows and 8 columns")
-    if not np.array_equal(rows[:, 0], mnist.labels):
-        raise damaged(paths[4], "its digits differ from MNIST's training labels")
+    if rows.shape[1:] != (8,) or not np.array_equal(rows[:, 0], mnist.labels):
+        raise damaged(paths[4], "expected a table of 8 columns, the first with the digits of MNIST's training images")
     return replace(mnist, writers=rows[:, _WRITER])
 
 
