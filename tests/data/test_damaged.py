@@ -256,7 +256,10 @@ def test_pickle_reader_reads_or_refuses_damaged_pickles(value: object, at: int, 
     [
         ([1, 2], "it is not a dict"),
         ({b"data": np.zeros((2, 3072)), b"labels": [0, 1]}, "another type than uint8"),
-        ({b"data": np.zeros((2, 3071), dtype=np.uint8), b"labels": [0, 1]}, "uint8 images of 3072 bytes as 'data', .*reshape"),
+        (
+            {b"data": np.zeros((2, 3071), dtype=np.uint8), b"labels": [0, 1]},
+            "uint8 images of 3072 bytes as 'data', .*reshape",
+        ),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0]}, "it has 1 labels for 2 images"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, "x"]}, "a list of labels as 'labels'"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8), b"labels": [0, 10**30]}, "a list of labels as 'labels'"),
@@ -323,7 +326,7 @@ def test_leaf_without_json(tmp_path: Path) -> None:
     published.leaf(tmp_path)
     for file in (tmp_path / "femnist" / "test").glob("*.json"):
         file.unlink()
-    with pytest.raises(DataError, match="no all_data_.*with users"):
+    with pytest.raises(DataError, match=r"no all_data_.*with users"):
         load("femnist", tmp_path)
 
 

@@ -261,7 +261,7 @@ def test_hub_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.test is not None
     assert data.test.target.min() == 0
     fake_hub(monkeypatch, {"other": held})
-    with pytest.raises(DataError, match="needs a split 'train', and its splits are other"):
+    with pytest.raises(DataError, match="needs a split 'train' with samples, and its splits are other"):
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
@@ -300,19 +300,19 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("train", "test", "what"),
     [
-        ({"premise": THREE, "hypothesis": THREE}, {}, "several columns of texts, .*: premise, hypothesis\\."),
-        ({"question": THREE, "sentence": THREE}, {}, "several columns of texts, .*: question, sentence\\."),
-        ({"id": THREE}, {}, "neither images nor texts"),
+        ({"premise": THREE, "hypothesis": THREE}, {}, "exactly one of texts.* in: premise, hypothesis\\."),
+        ({"question": THREE, "sentence": THREE}, {}, "exactly one of texts.* in: question, sentence\\."),
+        ({"id": THREE}, {}, "texts are in: none"),
         ({"text": [None, "a", "b"]}, {}, "split 'train' has no text in row 0"),
         (
             {"text": THREE, "label": [-1, 0, 1]},
             {},
-            "split 'train': 'label' is missing or unknown in 1 of 3 rows: row 0 has -1",
+            "'label' is missing or unknown in 1 of 3 rows of split 'train': row 0 has -1",
         ),
         (
             {"text": THREE, "label": [0, None, 1]},
             {},
-            "split 'train': 'label' is missing .* 1 of 3 rows: row 1 has None",
+            "'label' is missing .* 1 of 3 rows of split 'train': row 1 has None",
         ),
         ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
         ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
@@ -320,12 +320,12 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
         (
             {"text": THREE, "label": ["a", "b", "a"]},
             {"label": ["a", "c", "a"]},
-            "split 'test': 'label' is missing .* row 1 has 'c'",
+            "'label' is missing .* of split 'test': row 1 has 'c'",
         ),
-        ({"text": THREE}, {"label": [0, None, 1]}, "split 'test': 'label' is missing or unknown in 1 of 3 rows"),
+        ({"text": THREE}, {"label": [0, None, 1]}, "'label' is missing or unknown in 1 of 3 rows of split 'test'"),
         ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),
-        ({"text": [], "label": []}, {}, "no training samples"),
-        ({"text": THREE, "label": [None] * 3}, {}, "split 'train': 'label' is missing or unknown in 3 of 3 rows"),
+        ({"text": [], "label": []}, {}, "it needs a split 'train' with samples"),
+        ({"text": THREE, "label": [None] * 3}, {}, "'label' is missing or unknown in 3 of 3 rows of split 'train'"),
     ],
 )
 def test_hub_data_that_cannot_be_read_is_an_error(

@@ -84,7 +84,7 @@ def stack(
         if found != size:
             raise DataError(
                 f"{where} has {found[0]}x{found[1]} pixels, expected {size[0]}x{size[1]}. To scale the images of a "
-                "folder or the hub to one size, set --size N (task.size)."
+                "folder or the hub to one size, set --size N (task.size)"
             )
         held.append(array)
     return np.stack(held)
