@@ -176,7 +176,7 @@ def test_model_factory_can_be_pickled() -> None:
         ({"dataset": "hub:x", "synthetic": True}, "does not know the shapes of 'hub:x'"),
         ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
         ({"model": "tiny-transformer"}, "does not take 'channels'"),
-        ({"clients": 2000}, "must lie between 1 and the number of samples, 1437"),
+        ({"clients": 2000}, "must be at least 1 and at most 1437"),
         ({"prunable": "nothing.*"}, "matches no parameter"),
     ],
 )
