@@ -172,10 +172,10 @@ def test_model_factory_can_be_pickled() -> None:
         ({"clients": -1}, "clients = -1: must be at least 0"),
         *(({"length": n}, f"length = {n}: must be at least 3") for n in (2, 1, 0, -3)),
         ({"vocab_size": 2}, "vocab_size = 2: must be at least 5"),
-        ({"tokens": "letters"}, "expected auto, wordpiece or words"),
+        ({"tokens": "letters"}, "expected one of 'auto', 'wordpiece', 'words'"),
         ({"dataset": "hub:x", "synthetic": True}, "does not know the shapes of 'hub:x'"),
-        ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
-        ({"model": "tiny-transformer"}, "does not take 'channels'"),
+        ({"model": "vgg16"}, "size = 8: must be at least 32. vgg16 needs larger images"),
+        ({"model": "tiny-transformer"}, "does not take channels, size"),
         ({"clients": 2000}, "must be at least 1 and at most 1437"),
         ({"prunable": "nothing.*"}, "matches no parameter"),
     ],
@@ -201,7 +201,7 @@ def test_images_that_are_not_square(tmp_path: Path) -> None:
     for model in ("mnistnet", "leafcnn"):
         with pytest.raises(ConfigError, match=f"{model} needs square images, not 40x20"):
             build_task(replace(config, model=model))
-    with pytest.raises(ConfigError, match="vgg16 needs images of at least 32 pixels a side, not 20"):
+    with pytest.raises(ConfigError, match="size = 20: must be at least 32"):
         _ = build_task(replace(config, model="vgg16")).layout
     task = build_task(config)
     assert task.build(0)(task.train[0].fetch(torch.arange(2))[0][0]).shape == (2, 2)

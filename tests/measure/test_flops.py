@@ -11,7 +11,7 @@ import flashfl as fl
 from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout
 from flashfl.data.task import Task
-from flashfl.measure.flops import Cost, layer_costs, order_flops, sample_flops, samples_of, task_costs
+from flashfl.measure.flops import Cost, layer_costs, order_flops, sample_flops, task_costs
 from flashfl.models import build_model
 from flashfl.sparsity import PruneRegrow
 from tests.conftest import blobs
@@ -100,10 +100,12 @@ def test_clients_of_several_densities_are_counted_separately() -> None:
     assert run.history[0].flops == pytest.approx(expected, rel=1e-5)
 
 
-def test_samples_of_an_order() -> None:
-    assert samples_of(Local(epochs=3), 10) == 30
-    assert samples_of(Local(epochs=2, batch=4, max_steps=2), 10) == 16
-    assert samples_of(Local(epochs=5, report="statistics"), 10) == 10
+@pytest.mark.parametrize(("local", "samples"), [(Local(epochs=3), 30), (Local(epochs=2, batch=4, max_steps=2), 16)])
+def test_samples_of_an_order(local: Local, samples: int) -> None:
+    module = net()
+    layout = Layout.of(module, "conv")
+    costs = layer_costs(module, layout, (torch.zeros(1, 1, 4, 4),))
+    assert order_flops(layout, costs, local, 10, [0.5, 0.5]) == samples * sample_flops(layout, costs, [0.5, 0.5])
 
 
 @pytest.mark.parametrize(("name", "options", "shape"), [

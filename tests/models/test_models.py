@@ -106,7 +106,7 @@ def test_unknown_model_names_the_nearest() -> None:
 
 
 def test_text_model_does_not_take_images() -> None:
-    with pytest.raises(ConfigError, match="'tiny-transformer' does not take 'channels'"):
+    with pytest.raises(ConfigError, match="'tiny-transformer' does not take channels, size"):
         build_model("tiny-transformer", classes=2, channels=3, size=32)
 
 
@@ -128,7 +128,7 @@ def test_tiny_transformer_ignores_padding() -> None:
 
 
 def test_too_small_images_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="mnistnet needs images of at least 13 pixels a side, not 8"):
+    with pytest.raises(ConfigError, match=r"size = 8: must be at least 13\. mnistnet needs larger"):
         build_model("mnistnet", size=8)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..core.errors import ConfigError, DataError, warn
+from ..core.errors import ConfigError, DataError, check_range, warn
 from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
@@ -233,10 +233,9 @@ def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[S
 
     A client with a single sample only trains.
     """
+    check_range("[0, 1)", holdout=share)
     if share == 0:
         return sources, [], []
-    if not 0 < share < 1:
-        raise ConfigError(f"holdout = {share}: must be at least 0 and below 1")
     train: list[Source] = []
     held: dict[int, Source] = {}
     for i, s in enumerate(sources):

@@ -109,12 +109,9 @@ def _attention(
 
 
 def task_costs(task: Any) -> dict[str, Cost]:
-    """`layer_costs` of a task's model on one of its samples; empty where there is no sample to try."""
-    for source in [*task.evaluation, *task.train]:
-        if len(source):
-            inputs, _ = source.fetch(torch.arange(1))
-            return layer_costs(task.build(), task.layout, tuple(x.to("cpu") for x in inputs))
-    return {}
+    """`layer_costs` of a task's model on one of its samples."""
+    inputs, _ = [*task.evaluation, *task.train][0].fetch(torch.arange(1))
+    return layer_costs(task.build(), task.layout, tuple(x.to("cpu") for x in inputs))
 
 
 def weight_flops(task: Any) -> tuple[float, ...]:
@@ -132,16 +129,10 @@ def sample_flops(
     return sum(cost.step(density.get(name, 1.0), dense_gradient and name in density) for name, cost in costs.items())
 
 
-def samples_of(local: Local, n: int) -> int:
-    """How many samples a client that has `n` of them trains on in one round."""
-    if local.report == "statistics":
-        return n
-    return local.epochs * (min(n, local.max_steps * local.batch) if local.max_steps else n)
-
-
 def order_flops(layout: Layout, costs: Mapping[str, Cost], local: Local, n: int, densities: Sequence[float]) -> float:
-    """FLOPs of a client in one round. Gathering statistics takes only a forward pass."""
+    """FLOPs in one round of a client with `n` samples. Gathering statistics takes one forward pass."""
     if local.report == "statistics":
-        costs = {name: Cost(cost.fwd) for name, cost in costs.items()}
+        return n * sample_flops(layout, {name: Cost(cost.fwd) for name, cost in costs.items()}, densities)
+    samples = local.epochs * (min(n, local.max_steps * local.batch) if local.max_steps else n)
     dense_gradient = local.adapt is not None and local.adapt.dense_gradient
-    return samples_of(local, n) * sample_flops(layout, costs, densities, dense_gradient)
+    return samples * sample_flops(layout, costs, densities, dense_gradient)
