@@ -118,7 +118,10 @@ def test_local_bert_keeps_its_weights_and_reads_pieces(tmp_path: Path) -> None:
 
     published.sst2(tmp_path)
     published.vocabulary(tmp_path / "small")
-    build_model("bert-scratch", vocab=13, length=8, width=16, depth=1, heads=2).net.save_pretrained(tmp_path / "small")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(sizes))
+    model = build_model("bert-scratch", vocab=13, length=8, path=str(tmp_path / "small"))
+    model.net.save_pretrained(tmp_path / "small")
     config = TaskConfig(dataset="sst2", data_root=str(tmp_path), model_path="small", length=8, clients=2)
     task = build_task(config)
     assert task.pretrained
