@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import pickletools
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from ..augment import CropFlip, Normalise
 from ..dataset import DataSet, Files, Options, Pair, check_labels, images
 from ..files import damaged, read
-from ..pickles import loads
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
+_ORDERS: dict[str, Literal["C", "F"]] = {"NEWFALSE": "C", "NEWTRUE": "F"}  # is an array's content column by column?
 _NORMS = {
     10: Normalise((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     100: Normalise((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -21,13 +23,28 @@ _NORMS = {
 
 
 def _python(path: Path, classes: int) -> Pair:
-    """A file of the python version: a pickled dict with an N by 3072 array and a list of labels."""
-    held, key = loads(read(path), path), "labels" if classes == 10 else "fine_labels"
+    """A file of the python version: a pickled dict with an N by 3072 array and a list of labels.
+
+    To unpickle a file may run code. So its instructions are listed, not carried out. The longest string is the array's
+    content, and the instruction before it says whether it lies column by column. Labels follow their list's name.
+    """
+    key, before = b"labels" if classes == 10 else b"fine_labels", ""
+    strings: dict[bytes, tuple[str, list[Any]]] = {}  # each with the instruction before it, and the numbers after it
+    numbers: list[Any] = []
     try:
-        x, y = np.asarray(held["data"]), np.asarray(held[key])
-        return x.astype(np.uint8, casting="safe").reshape(-1, *_SHAPE), y.astype(np.int64, casting="safe")
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"it must hold uint8 images of {_PIXELS} bytes as 'data', and a list of labels as {key!r}"
+        for instruction, value, _ in pickletools.genops(read(path)):
+            if isinstance(value, str | bytes):
+                numbers = []
+                strings[value.encode("latin1", "replace") if isinstance(value, str) else value] = before, numbers
+            elif instruction.name.startswith("BININT"):
+                numbers.append(value)
+            before = instruction.name
+        pixels = max(strings, key=len)
+        order = _ORDERS[strings[pixels][0]]
+        x = np.frombuffer(pixels, np.uint8).reshape((-1, _PIXELS), order=order)
+        return x.reshape(-1, *_SHAPE), np.array(strings[key][1])
+    except (ValueError, KeyError) as error:
+        what = f"it must be a pickled dict with uint8 images of {_PIXELS} bytes, and labels as {key.decode()!r}"
         raise damaged(path, f"{what} ({type(error).__name__}: {error})") from None
 
 
