@@ -279,7 +279,7 @@ def test_damaged_sst2(tmp_path: Path, text: bytes, what: str) -> None:
 def test_damaged_vocabulary(tmp_path: Path) -> None:
     published.sst2(tmp_path)
     (tmp_path / "vocab.txt").write_text("a\nb\n")
-    with pytest.raises(DataError, match=r"vocab\.txt is damaged: it lacks \[PAD\]"):
+    with pytest.raises(DataError, match=r"vocab\.txt is damaged: a WordPiece vocabulary begins with \[PAD\]"):
         load("sst2", tmp_path, Options(vocab=str(tmp_path / "vocab.txt")))
     (tmp_path / "vocab.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"vocab\.txt is damaged: not UTF-8"):

@@ -75,6 +75,21 @@ def test_costs_of_attention_and_recurrent_layers_by_hand() -> None:
     assert costs["across.out_proj.weight"].fwd == 2 * 36
 
 
+def test_attention_across_sequences_of_unequal_lengths() -> None:
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.across = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.across(x[:, :2], x, x)[0]
+            return out
+
+    module = Across()
+    costs = layer_costs(module, Layout.of(module, "*weight"), (torch.zeros(1, 5, 4),))
+    assert costs["across.in_proj_weight"].fwd == 2 * 16 * (2 + 5 + 5)
+
+
 def test_only_growth_by_score_needs_the_dense_gradient() -> None:
     module = net()
     layout = Layout.of(module, "conv")

@@ -95,7 +95,9 @@ def test_pretrained_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> Non
 
 def test_folder_without_weights_says_what_to_put_there(tmp_path: Path) -> None:
     small(tmp_path).net.config.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"no encoder could be loaded .*config\.json and model\.safetensors"):
+    with pytest.raises(
+        DataError, match=r"no encoder could be loaded .*config\.json, vocab\.txt and model\.safetensors"
+    ):
         build_model("bert", path=str(tmp_path))
 
 

@@ -111,15 +111,15 @@ def test_text_model_does_not_take_images() -> None:
 
 
 def test_tiny_transformer_prunes_matrices_of_its_layers() -> None:
-    model = build_model("tiny-transformer", classes=2, vocab=50, length=12, width=16, depth=2, heads=2)
+    model = build_model("tiny-transformer", classes=2, vocab=50, length=12)
     layout = Layout.of(model)
-    assert layout.prunable_size == 2 * (4 * 16 * 16 + 2 * 16 * 64)
+    assert layout.prunable_size == 2 * (4 * 64 * 64 + 2 * 64 * 256)
     assert len(layout.prunable) == 2 * 6
     assert not layout.of_kind("fixed", "statistic")
 
 
 def test_tiny_transformer_ignores_padding() -> None:
-    model = build_model("tiny-transformer", vocab=50, length=12, width=16, depth=2, heads=2)
+    model = build_model("tiny-transformer", vocab=50, length=12)
     ids = torch.arange(1, 25).view(2, 12)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -26,10 +27,8 @@ def value_of(value: object) -> object:
     if is_picture(value):
         return as_tensor(value)
     if isinstance(value, list):
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):  # no numbers, or rows of different lengths
             return torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):  # no numbers, or rows of different lengths
-            return value
     return value
 
 

@@ -73,9 +73,8 @@ def texts(pairs: Sequence[Texts], classes: int, options: Options) -> DataSet:
         tokenizer = Tokenizer.wordpiece(Path(options.vocab))
     else:
         tokenizer = Tokenizer.of_words(pairs[0][0], options.vocab_size)
-    ids = [torch.from_numpy(tokenizer.encode(held, options.length)) for held, _ in pairs]
-    labels = [torch.tensor(y, dtype=torch.int64) for _, y in pairs]
-    train, *test = (Arrays((x,), y, tokens) for x, y in zip(ids, labels, strict=True))
+    encoded = [(torch.from_numpy(tokenizer.encode(held, options.length)), torch.tensor(y)) for held, y in pairs]
+    train, *test = (Arrays((ids,), labels.long(), tokens) for ids, labels in encoded)
     return DataSet(train, test[0] if test else None, classes, (options.length,), vocab=len(tokenizer))
 
 

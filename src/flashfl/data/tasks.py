@@ -180,12 +180,8 @@ def _named(dataset: str, clients: int, **more: Any) -> Callable[..., Task]:
     """The function that makes the task of one data set."""
 
     def task(root: str | Path = "", clients: int = clients, alpha: float = 1.0, seed: int = 0, **settings: Any) -> Task:
-        if not isinstance(root, str | Path):
-            raise ConfigError(
-                f"root = {root!r}: expected the folder of the data. To set the number of clients, write "
-                f"clients={root!r}."
-            )
-        values = {**more, **settings, "dataset": dataset, "data_root": str(root), "clients": clients, "alpha": alpha}
+        folder = str(root) if isinstance(root, Path) else root
+        values = {**more, **settings, "dataset": dataset, "data_root": folder, "clients": clients, "alpha": alpha}
         return build_task(build(TaskConfig, values, "task"), fold(seed, "task"))
 
     task.__name__ = task.__qualname__ = dataset

@@ -50,9 +50,9 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
 
     def watch(name: str) -> Any:
         def hook(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            for leaf, (given, products) in _uses(part, [*args, *named.values()], output).items():
-                flops = 2 * products // max(1, len(inputs[0]))
+            for leaf, (given, places) in _uses(part, [*args, *named.values()], output).items():
                 weight = part.get_parameter(leaf)
+                flops = round(2 * weight.numel() * places) // len(inputs[0])
                 cost = Cost(flops, flops * (given is None or given.requires_grad), flops * weight.requires_grad)
                 key = f"{name}.{leaf}" if name else leaf
                 costs[key] = costs.get(key, Cost()) + cost
@@ -72,40 +72,28 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
     return costs
 
 
-def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple[Tensor | None, int]]:
-    """Each weight matrix of a layer: its input (None: computed inside the layer) and its number of multiplications.
+def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple[Tensor | None, float]]:
+    """Each weight matrix of a layer: its input (None: computed inside the layer), and how often it is used.
 
     Every weight is used once for each position of a feature map, or each step of a sequence.
     """
-    if isinstance(part, nn.MultiheadAttention):
-        return _attention(part, *given[:3])
     first = given[0]
+    if isinstance(part, nn.MultiheadAttention):
+        places = [x.numel() // x.shape[-1] for x in given[:3]]
+        if part._qkv_same_embed_dim:  # a third of the matrix for each input
+            return {"in_proj_weight": (first, sum(places) / 3), "out_proj.weight": (None, places[0])}
+        each = zip("qkv", given, places, strict=False)
+        return {f"{which}_proj_weight": (x, n) for which, x, n in each} | {"out_proj.weight": (None, places[0])}
     if isinstance(part, nn.RNNBase | nn.RNNCellBase):
         first = first.data if isinstance(first, PackedSequence) else first
         steps = first.numel() // part.input_size
-        matrices = {leaf: p for leaf, p in part.named_parameters(recurse=False) if p.dim() > 1}
         entry = ("weight_ih", "weight_ih_l0", "weight_ih_l0_reverse")
-        return {leaf: (first if leaf in entry else None, p.numel() * steps) for leaf, p in matrices.items()}
-    weight = part.get_parameter("weight")
+        matrices = [leaf for leaf, p in part.named_parameters(recurse=False) if p.dim() > 1]
+        return {leaf: (first if leaf in entry else None, steps) for leaf in matrices}
     if isinstance(part, nn.Linear):
-        return {"weight": (first, weight.numel() * (output.numel() // part.out_features))}
+        return {"weight": (first, output.numel() // part.out_features)}
     map_ = first if isinstance(part, _TURNED) else output
-    places = map_.numel() // map_.shape[-1 - len(part.kernel_size)]  # type: ignore[arg-type]
-    return {"weight": (first, weight.numel() * places)}
-
-
-def _attention(
-    part: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
-) -> dict[str, tuple[Tensor | None, int]]:
-    """The four maps of an attention layer. Three of them may share one matrix."""
-    width, given = part.embed_dim, (query, key, value)
-    leaves = [f"{which}_proj_weight" for which in "qkv"]
-    places = [x.numel() // x.shape[-1] for x in given]
-    uses: dict[str, tuple[Tensor | None, int]] = {"out_proj.weight": (None, width * width * places[0])}
-    if part._qkv_same_embed_dim:
-        return {"in_proj_weight": (query, width * width * sum(places)), **uses}
-    each = zip(leaves, given, places, strict=True)
-    return uses | {leaf: (x, part.get_parameter(leaf).numel() * n) for leaf, x, n in each}
+    return {"weight": (first, map_.numel() // map_.shape[-1 - len(part.kernel_size)])}  # type: ignore[arg-type]
 
 
 def task_costs(task: Any) -> dict[str, Cost]:

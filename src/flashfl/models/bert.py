@@ -13,6 +13,12 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError, DataError, check_range
 
+_HOW = (
+    "Set model_path to a folder with config.json, vocab.txt and model.safetensors (such as that of `hf download "
+    "google-bert/bert-base-uncased`), or to the name of a model on the hub. To train from random weights, set "
+    "model = 'bert-scratch' or 'tiny-transformer'."
+)
+
 
 class Bert(nn.Module):
     """An encoder with a classifier on top, from token ids and an attention mask to logits.
@@ -87,10 +93,7 @@ def _load(path: str, classes: int) -> tuple[Any, list[str]]:
         )
     except Exception as error:  # damaged files raise many kinds
         raise DataError(
-            f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} "
-            "Set model_path to a folder with config.json and model.safetensors (such as that of `hf download "
-            "google-bert/bert-base-uncased`), or to the name of a model on the hub. To train from random weights, set "
-            "model = 'bert-scratch'."
+            f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} {_HOW}"
         ) from None
     finally:
         logging.set_verbosity(level)
@@ -105,11 +108,7 @@ def vocabulary(path: str) -> Path:
     try:
         return Path(_transformers().utils.cached_file(path, "vocab.txt"))
     except (OSError, ValueError) as error:  # ValueError: no name that the hub could have
-        raise DataError(
-            f"no vocab.txt for {path!r}, neither under the data root nor on the hub: {str(error).splitlines()[0]} Set "
-            "model_path to a folder with config.json, vocab.txt and model.safetensors. To train from random weights, "
-            "set model = 'bert-scratch' or 'tiny-transformer'."
-        ) from None
+        raise DataError(f"no vocab.txt for {path!r} on the hub: {str(error).splitlines()[0]} {_HOW}") from None
 
 
 def scratch(classes: int = 2, vocab: int = 30522, length: int = 64, path: str = "", freeze: bool = False) -> Bert:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,20 +42,18 @@ def _split(folder: Path) -> Arrays:
     return cached(folder, "", files, ["images", "labels", "writers"], make)
 
 
-def _users(file: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
+def _users(file: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """The users of a file: name, uint8 images, labels."""
-    out = []
     try:
         held = json.loads(read(file))
         for user in held["users"]:
             data = held["user_data"][user]
             x, y = np.asarray(data["x"], dtype=np.float32), np.asarray(data["y"], dtype=np.int64)
             check_labels(file, y, len(x), _CLASSES)
-            out.append((str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8).reshape(len(y), 1, 28, 28), y))
+            yield str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8).reshape(len(y), 1, 28, 28), y
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"expected JSON from LEAF with `users` and `user_data` ({type(error).__name__}: {error})"
         raise damaged(file, what) from None
-    return out
 
 
 FEMNIST = Files(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +20,7 @@ _NO_LABEL = (None, -1)
 _CLASSES = 1 << 16  # that whole numbers may name: a model has an output for each
 
 
-class Rows(Protocol):
-    """A split, as the `datasets` package gives it."""
-
-    features: Mapping[str, Any]
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, column: str) -> Iterable[Any]: ...
+Rows = Any  # a split, as the `datasets` package gives it: rows[column], and rows.features by column
 
 
 def load(name: str, options: Options) -> DataSet:
@@ -68,7 +62,7 @@ def _read(splits: Mapping[str, Rows], options: Options) -> DataSet:
     classes = _classes(train, label)
     labelled = [s for s in _TESTS if s in splits and label in splits[s].features]
     tests = [s for s in labelled if any(x not in _NO_LABEL for x in splits[s][label])][:1]
-    pictures = [column for column, feature in train.features.items() if _kind(feature) == "Image"]
+    pictures = [column for column, feature in train.features.items() if type(feature).__name__ == "Image"]
     column = pictures[0] if pictures else _text(train, label)
     pairs: list[Pair] = []
     held: list[Texts] = []
@@ -89,13 +83,9 @@ def _read(splits: Mapping[str, Rows], options: Options) -> DataSet:
     return images(pairs, len(classes), IMAGENET, CropFlip())
 
 
-def _kind(feature: object) -> str:
-    return type(feature).__name__
-
-
 def _label(train: Rows) -> str:
     """The column of labels."""
-    labels = [column for column, feature in train.features.items() if _kind(feature) == "ClassLabel"]
+    labels: list[str] = [column for column, feature in train.features.items() if type(feature).__name__ == "ClassLabel"]
     labels += [column for column in LABELS if column in train.features]
     if not labels:
         raise DataError(
@@ -107,7 +97,7 @@ def _label(train: Rows) -> str:
 
 def _classes(train: Rows, label: str) -> dict[object, int]:
     """The class of each label: whole numbers are their own, strings are numbered in the order of the alphabet."""
-    if _kind(train.features[label]) == "ClassLabel":
+    if type(train.features[label]).__name__ == "ClassLabel":
         return {i: i for i in range(int(train.features[label].num_classes))}
     given = [value for value in train[label] if value not in _NO_LABEL]
     if all(isinstance(value, str) for value in given):

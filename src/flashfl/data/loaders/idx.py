@@ -15,8 +15,7 @@ from ..augment import Normalise
 from ..dataset import DataSet, Files, Options, Pair, check_labels, images
 from ..files import damaged, read
 
-_UINT8, _INT32 = 0x08, 0x0C
-_TYPES = {_UINT8: ">u1", _INT32: ">i4"}
+_TYPES = {8: ">u1", 12: ">i4"}
 _MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -28,8 +27,8 @@ _FILES = tuple(_MD5)[:4]
 _WRITER = 2  # the column of QMNIST's labels that says who wrote; column 0 is the digit
 
 
-def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
-    """The array in an IDX file."""
+def read_idx(path: Path, dims: int, kind: int = 8) -> NDArray[Any]:
+    """The array in an IDX file: `kind` is the file's number for the type of its values."""
     data, start = read(path), 4 + 4 * dims
     magic = bytes([0, 0, kind, dims])
     if data[:4] != magic:
@@ -44,7 +43,7 @@ def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
 
 def _pair(pixels: Path, labels: Path) -> Pair:
     """The images of one file and the labels of another."""
-    x, y = read_idx(pixels, _UINT8, 3), read_idx(labels, _UINT8, 1)
+    x, y = read_idx(pixels, 3), read_idx(labels, 1)
     check_labels(labels, y, len(x), 10)
     return x[:, None], y
 
@@ -56,7 +55,7 @@ def _load(norm: Normalise, paths: list[Path], options: Options) -> DataSet:
 def _with_writers(paths: list[Path], options: Options) -> DataSet:
     """MNIST, with who wrote each training digit from QMNIST's labels of the same images."""
     mnist = MNIST.read(paths[:4], options)
-    rows = read_idx(paths[4], _INT32, 2)
+    rows = read_idx(paths[4], 2, kind=12)
     if rows.shape[1:] != (8,) or not np.array_equal(rows[:, 0], mnist.labels):
         raise damaged(paths[4], "expected a table of 8 columns, the first with the digits of MNIST's training images")
     return replace(mnist, writers=rows[:, _WRITER])
