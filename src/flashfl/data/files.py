@@ -102,11 +102,10 @@ def _digest(parts: Sequence[str]) -> str:
 
 def _stamp(file: Path, folder: Path) -> str:
     """A file's name, size and time: they change when it is written again."""
-    try:
+    with suppress(OSError):  # a missing file is reported when it is read
         held = file.stat()
-    except OSError:
-        raise DataError(f"{file} is missing, but the data set lists it. Fetch the data set again") from None
-    return f"{file.relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
+        return f"{file.relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
+    return ""
 
 
 def _mapped(paths: Mapping[str, Path]) -> Arrays:

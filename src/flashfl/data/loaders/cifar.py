@@ -71,21 +71,18 @@ def _join(pairs: list[Pair]) -> Pair:
 
 
 _GET = "Unpack https://www.cs.toronto.edu/~kriz/cifar-{}-python.tar.gz (or cifar-{}-binary.tar.gz) there"
-_FILES = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch")
+_MD5 = {
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+}
 CIFAR10 = Files(
     read=partial(_load, 10),
-    forms=(
-        tuple(f"cifar-10-batches-py/{file}" for file in _FILES),
-        tuple(f"cifar-10-batches-bin/{file}.bin" for file in _FILES),
-    ),
-    md5={
-        "data_batch_1": "c99cafc152244af753f735de768cd75f",
-        "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-        "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-        "data_batch_4": "634d18415352ddfa80567beed471001a",
-        "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-        "test_batch": "40351d587109b95175f43aff81a1287e",
-    },
+    forms=(tuple(f"cifar-10-batches-py/{f}" for f in _MD5), tuple(f"cifar-10-batches-bin/{f}.bin" for f in _MD5)),
+    md5=_MD5,
     get=_GET.format(10, 10),
 )
 CIFAR100 = Files(
