@@ -176,7 +176,7 @@ def test_model_factory_can_be_pickled() -> None:
         *(({"length": n}, f"length = {n}: must be at least 3") for n in (2, 1, 0, -3)),
         ({"vocab_size": 2}, "vocab_size = 2: must be at least 5"),
         ({"tokens": "letters"}, "expected one of 'auto', 'wordpiece', 'words'"),
-        ({"dataset": "hub:x", "synthetic": True}, "does not know the shapes of 'hub:x'"),
+        ({"dataset": "hub:x", "synthetic": True}, "the shapes of 'hub:x' are not known"),
         ({"model": "vgg16"}, "size = 8: must be at least 32. vgg16 needs larger images"),
         ({"model": "tiny-transformer"}, "does not take channels, size"),
         ({"clients": 2000}, "must be at least 1 and at most 1437"),
@@ -303,9 +303,9 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("train", "test", "what"),
     [
-        ({"premise": THREE, "hypothesis": THREE}, {}, "exactly one of texts.* in: premise, hypothesis\\."),
-        ({"question": THREE, "sentence": THREE}, {}, "exactly one of texts.* in: question, sentence\\."),
-        ({"id": THREE}, {}, "texts are in: none"),
+        ({"premise": THREE, "hypothesis": THREE}, {}, "exactly one of texts.* Its texts: premise, hypothesis\\."),
+        ({"question": THREE, "sentence": THREE}, {}, "exactly one of texts.* Its texts: question, sentence\\."),
+        ({"id": THREE}, {}, "Its texts: none"),
         ({"text": [None, "a", "b"]}, {}, "split 'train' has no text in row 0"),
         (
             {"text": THREE, "label": [-1, 0, 1]},
@@ -317,9 +317,9 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
             {},
             "'label' is missing .* 1 of 3 rows of split 'train': row 1 has None",
         ),
-        ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
-        ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
-        ({"text": THREE, "label": [0, 1, 10**12]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
+        ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be whole numbers from 0 to 65535, or strings"),
+        ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be whole numbers from 0 to 65535, or strings"),
+        ({"text": THREE, "label": [0, 1, 10**12]}, {}, "must be whole numbers from 0 to 65535, or strings"),
         (
             {"text": THREE, "label": ["a", "b", "a"]},
             {"label": ["a", "c", "a"]},

@@ -23,7 +23,6 @@ class Options:
     """How a data set is read."""
 
     verify: bool = True  # compare files with the published checksums
-    augment: bool = True
     length: int = 64  # tokens that a text is cut or padded to
     vocab: str = ""  # a WordPiece vocab.txt; empty: the most frequent words of the training texts
     vocab_size: int = 8192  # how many of those words
@@ -135,5 +134,4 @@ class Info:
         for path in paths:
             if options.verify and (md5 := self.files.checksum(path)):
                 verify(path, md5)
-        data = self.files.read(paths, options)
-        return data if options.augment else replace(data, train=replace(data.train, augment=None))
+        return self.files.read(paths, options)

@@ -145,10 +145,7 @@ def _by_owner(owner: Ints, clients: int) -> Partition:
 def natural(ids: Ints | None, clients: int, key: int) -> Partition:
     """One client for each id (a writer, a user), in order. 0 clients: all ids; fewer: a random choice."""
     if ids is None:
-        raise ConfigError(
-            "partition = 'natural': this data set does not say who made each sample. Choose lda, dirichlet, shards or "
-            "iid, or the data set mnist-writers or femnist"
-        )
+        raise ConfigError("this data set does not say who made each sample: choose another partition than 'natural'")
     names, owner = np.unique(ids, return_inverse=True)
     clients = clients or len(names)
     _check(clients, len(names), "writers or users; 0 takes them all")

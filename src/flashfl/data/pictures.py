@@ -83,8 +83,7 @@ def stack(
         found, size = array.shape[1:], size or array.shape[1:]
         if found != size:
             raise DataError(
-                f"{where} has {found[0]}x{found[1]} pixels, expected {size[0]}x{size[1]}. To scale the images of a "
-                "folder or the hub to one size, set --size N (task.size)"
+                f"{where} has height and width {found}, expected {size}: --size N (task.size) scales images"
             )
         held.append(array)
     return np.stack(held)

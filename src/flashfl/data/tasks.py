@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,17 +75,16 @@ def load_data(config: TaskConfig) -> DataSet:
     """The data set of a config."""
     pieces = config.tokens == "wordpiece" or (config.tokens == "auto" and config.model_name in PRETRAINED)
     vocab = str(bert.vocabulary(config.encoder)) if pieces and not config.synthetic else ""
-    options = Options(config.verify, config.augment, config.length, vocab, config.vocab_size, config.size)
+    options = Options(config.verify, config.length, vocab, config.vocab_size, config.size)
     info = registry.info(config.dataset)
-    if not config.synthetic:
-        return info.load(data_root(config.data_root), options)
-    if not info.shape:
-        raise ConfigError(
-            f"synthetic = true: flashfl does not know the shapes of {config.dataset!r}. Choose a data set that "
-            "`flashfl data list` names, such as mnist"
-        )
-    samples = config.limit or max(16 * config.clients, 256)
-    return make(info, max(samples, config.clients), config.clients, options)
+    if config.synthetic and not info.shape:
+        raise ConfigError(f"synthetic = true: the shapes of {config.dataset!r} are not known. Choose another data set")
+    if config.synthetic:
+        samples = max(config.limit or max(16 * config.clients, 256), config.clients)
+        data = make(info, samples, config.clients, options)
+    else:
+        data = info.load(data_root(config.data_root), options)
+    return data if config.augment else replace(data, train=replace(data.train, augment=None))
 
 
 def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) -> Task:

@@ -48,9 +48,8 @@ def _fetch(name: str) -> Mapping[str, Rows]:
     try:
         splits: Mapping[str, Rows] = datasets.load_dataset(repository, config or None)
     except Exception as error:  # the package raises many kinds: no such name, no network, no such config
-        raise DataError(
-            f"hub:{name} could not be fetched ({type(error).__name__}: {error}). Check the name and the network."
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(f"hub:{name} could not be fetched ({why}). Check the name and the network.") from None
     return splits
 
 
@@ -89,8 +88,7 @@ def _label(train: Rows) -> str:
     labels += [column for column in LABELS if column in train.features]
     if not labels:
         raise DataError(
-            f"its columns are {', '.join(train.features)}, and one must be of the type ClassLabel or called "
-            f"{', '.join(LABELS)}"
+            f"no column is of the type ClassLabel, or called {', '.join(LABELS)}: {', '.join(train.features)}"
         )
     return labels[0]
 
@@ -104,10 +102,7 @@ def _classes(train: Rows, label: str) -> dict[object, int]:
         return {value: i for i, value in enumerate(sorted(set(given)))}
     if all(isinstance(value, int | float) and 0 <= value < _CLASSES and value == int(value) for value in given):
         return {i: i for i in range(int(max(given)) + 1)}
-    raise DataError(
-        f"the labels in {label!r} must be all whole numbers from 0 to {_CLASSES - 1}, or all strings; the first are "
-        f"{given[:3]}"
-    )
+    raise DataError(f"labels must be whole numbers from 0 to {_CLASSES - 1}, or strings: {label!r} has {given[:3]}")
 
 
 def _values(rows: Rows, column: str, split: str) -> Iterator[Any]:
@@ -125,7 +120,4 @@ def _text(train: Rows, label: str) -> str:
     liked = [column for column in _TEXTS if column in columns]
     if len(columns) == 1 or (liked and not set(columns) & set(_SECOND)):
         return (liked or columns)[0]
-    raise DataError(
-        f"it needs a column of images, or exactly one of texts; its columns are {', '.join(train.features)}, and "
-        f"texts are in: {', '.join(columns) or 'none'}"
-    )
+    raise DataError(f"it needs a column of images, or exactly one of texts. Its texts: {', '.join(columns) or 'none'}")
