@@ -300,7 +300,7 @@ def test_incomplete_image_folders(tmp_path: Path) -> None:
         load(f"folder:{tmp_path}", tmp_path)
     published.picture(tmp_path / "a" / "1.png", (1, 1, 1), (8, 8))
     published.picture(tmp_path / "b" / "1.png", (1, 1, 1), (9, 8))
-    with pytest.raises(DataError, match=r"height and width \(9, 8\), expected \(8, 8\).*--size N"):
+    with pytest.raises(DataError, match=r"height and width \(8, 9\), expected \(8, 8\).*--size N"):
         load(f"folder:{tmp_path}", tmp_path)
 
 

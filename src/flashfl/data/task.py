@@ -81,8 +81,7 @@ class Task:
                 "Task(model, clients, test)."
             )
         _check_function("loss", loss)
-        if metric is not None:
-            _check_function("metric", metric)
+        _check_function("metric", accuracy if metric is None else metric)
         sources = _sources(clients)
         if not sources:
             raise DataError(f"the task has no clients. {_CLIENTS}")

@@ -87,9 +87,7 @@ def _label(train: Rows) -> str:
     labels: list[str] = [column for column, feature in train.features.items() if type(feature).__name__ == "ClassLabel"]
     labels += [column for column in LABELS if column in train.features]
     if not labels:
-        raise DataError(
-            f"no column is of the type ClassLabel, or called {', '.join(LABELS)}: {', '.join(train.features)}"
-        )
+        raise DataError(f"it has {', '.join(train.features)}, none a ClassLabel or called {', '.join(LABELS)}")
     return labels[0]
 
 

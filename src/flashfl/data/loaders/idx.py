@@ -24,7 +24,6 @@ _MD5 = {
     "qmnist-train-labels-idx2-int": "1d43300e7f41ddcbf7fd006cbe865af9",
 }
 _FILES = tuple(_MD5)[:4]
-_WRITER = 2  # the column of QMNIST's labels that says who wrote; column 0 is the digit
 
 
 def read_idx(path: Path, dims: int, kind: int = 8) -> NDArray[Any]:
@@ -53,12 +52,12 @@ def _load(norm: Normalise, paths: list[Path], options: Options) -> DataSet:
 
 
 def _with_writers(paths: list[Path], options: Options) -> DataSet:
-    """MNIST, with who wrote each training digit from QMNIST's labels of the same images."""
+    """MNIST, with who wrote each training digit: column 2 of QMNIST's labels of the same images."""
     mnist = MNIST.read(paths[:4], options)
     rows = read_idx(paths[4], 2, kind=12)
     if rows.shape[1:] != (8,) or not np.array_equal(rows[:, 0], mnist.labels):
-        raise damaged(paths[4], "expected a table of 8 columns, the first with the digits of MNIST's training images")
-    return replace(mnist, writers=rows[:, _WRITER])
+        raise damaged(paths[4], "expected 8 columns, the first with the digits of MNIST's training images")
+    return replace(mnist, writers=rows[:, 2])
 
 
 def _forms(*folders: str) -> tuple[tuple[str, ...], ...]:

@@ -25,11 +25,9 @@ def _load(paths: list[Path], options: Options) -> DataSet:
     """The test images are those of the validation folder: the test folder has no labels."""
     wnids, train, annotations = paths
     classes = {name: i for i, name in enumerate(read_text(wnids).split())}
-    found = {
-        "train": [(path, label) for name, label in classes.items() for path in picture_files(train / name)],
-        "val": _validation(annotations, classes),
-    }
-    pairs = [_decoded(f"{split}-", files, wnids.parent) for split, files in found.items()]
+    listed = [(path, label) for name, label in classes.items() for path in picture_files(train / name)]
+    tests = _validation(annotations, classes)
+    pairs = [_decoded("train-", listed, wnids.parent), _decoded("val-", tests, wnids.parent)]
     return images(pairs, len(classes), _NORM, augment)
 
 
