@@ -152,6 +152,11 @@ def test_swapped_arguments_are_an_error(data: Any) -> None:
         Task(data, net())  # type: ignore[arg-type]
 
 
+def test_prunable_none_is_an_error_that_names_the_choices() -> None:
+    with pytest.raises(ConfigError, match="prunable = None: leave it out, or write prunable='none'"):
+        Task(net, [(X, Y)], prunable=None)  # type: ignore[arg-type]
+
+
 def test_test_set_without_targets_or_samples_is_an_error() -> None:
     with pytest.raises(
         DataError,

@@ -80,6 +80,8 @@ class Task:
                 f"the model is a {type(model).__name__}: expected a torch module, or a function that makes one. Write "
                 "Task(model, clients, test)."
             )
+        if prunable is None:
+            raise ConfigError("prunable = None: leave it out, or write prunable='none' to keep all weights dense")
         _check_function("loss", loss)
         _check_function("metric", accuracy if metric is None else metric)
         sources = _sources(clients)
