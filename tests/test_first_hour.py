@@ -291,7 +291,7 @@ def test_loss_or_metric_that_is_no_function_is_refused(role: str, given: Any) ->
 
 
 def test_number_in_place_of_the_data_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="task.data_root = 10: expected str, got int"):
+    with pytest.raises(ConfigError, match=r"task\.data_root = 10: expected str, got int"):
         fl.tasks.digits(10)
 
 
