@@ -14,7 +14,6 @@ from ..core.errors import DataError
 from .columns import NUMBERS, parts_of, value_of
 
 _CHUNK = 1000  # samples of a custom data set that are fetched at a time, to read their targets
-_NONE = torch.zeros(0, dtype=torch.int64)
 _WRAP = (
     "each a tensor or an array. If the model takes a dict or a list, wrap it in a module that takes the inputs as "
     "separate arguments"
@@ -144,7 +143,7 @@ def below(data: Source, index: Tensor) -> tuple[Source, Tensor]:
 
 def in_memory(data: Source) -> bool:
     """Whether a source holds its samples as arrays, so that no code of the user's runs when they are fetched."""
-    return isinstance(below(data, _NONE)[0], Arrays)
+    return isinstance(below(data, torch.arange(0))[0], Arrays)
 
 
 def classes_of(data: Source) -> Tensor | None:
