@@ -19,7 +19,7 @@ OWN: dict[str, tuple[dict[str, Any], str]] = {
     "resnet18": ({}, "1c5b0b08fe5055c8"),
     "vgg16": ({}, "dd96005176562f85"),
     "tiny-transformer": ({}, "8b3ca8ca4d6c590b"),
-    "bert-scratch": ({"width": 32, "depth": 2, "heads": 2, "vocab": 100}, "4f3bcfa17560f000"),
+    "bert-scratch": ({}, "c41c0d11bed31fc5"),
 }
 
 
@@ -29,7 +29,8 @@ def test_our_own_models_are_laid_out_as_they_always_were(name: str) -> None:
     if name == "bert-scratch":
         pytest.importorskip("transformers")
     options, known = OWN[name]
-    assert Layout.of(build_model(name, **options)).hash == known
+    with torch.device("meta"):
+        assert Layout.of(build_model(name, **options)).hash == known
 
 
 def prunable(model: nn.Module, rule: str = "auto") -> list[str]:

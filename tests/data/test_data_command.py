@@ -127,7 +127,7 @@ def test_data_partition_plot(tmp_path: Path, capsys: Said) -> None:
         (["partition", "digits", "--partition", "ldaa"], "did you mean 'lda'?"),
         (["partition", "digits", "--partition", "natural"], "does not say who made each sample"),
         (["partition", "digits", "--rows", "0"], "--rows 0"),
-        (["partition", "digits", "--partition_file", "none.npz"], "no partition at none.npz"),
+        (["partition", "digits", "--partition_file", "none.npz"], "none.npz is not a saved partition"),
         (["partition", "none.toml"], "cannot read the configuration none.toml"),
         (["check", "digits", "--save", "x"], "belong to `flashfl data partition`"),
     ],

@@ -66,7 +66,9 @@ def test_dict_samples_are_read_if_columns_are_obvious(sample: Any, shapes: list[
     ],
 )
 def test_dict_samples_with_unclear_columns_name_them_and_how_to_choose(sample: Any) -> None:
-    with pytest.raises(DataError, match=r"client 0: a sample is a dict with the columns .*Give pairs instead") as error:
+    with pytest.raises(
+        DataError, match=r"clients\[0\]: a sample is a dict with the columns .*Give pairs instead"
+    ) as error:
         Task(net, [[sample] * 4])
     assert all(f"{column} (" in str(error.value) for column in sample)
     with pytest.raises(DataError, match="the test set: a sample is a dict"):
@@ -107,23 +109,29 @@ def test_hugging_face_data_sets_are_clients() -> None:
 @pytest.mark.parametrize(
     ("clients", "what"),
     [
-        (TensorDataset(X, Y), r"`clients` is one data set \(TensorDataset\).*random_split"),
-        (HubRows(), r"`clients` is one data set \(HubRows\)"),
-        (Arrays((X,), Y), r"`clients` is one data set \(Arrays\)"),
-        ([(X[0], 1), (X[1], 0)], r"`clients` is one data set \(list\)"),
-        ([(X[0], Y[0]), (X[1], Y[1])], r"`clients` is one data set \(list\)"),
-        ((X, Y), r"`clients` is a tuple of tensors\. .*for a single client, \[\(x, y\)\]"),
-        ((X.numpy(), Y.numpy()), "`clients` is a tuple of tensors"),
-        ([X, X], "`clients` is a list of tensors"),
-        (X, r"`clients` is one tensor, of shape \(4, 2\), without targets"),
-        ({"a": (X, Y)}, "`clients` is a dict"),
-        (net(), "`clients` is a Linear"),
-        (torch.nn.Sequential(net()), "`clients` is a Sequential"),
+        (TensorDataset(X, Y), r"`clients` is a TensorDataset.*random_split"),
+        (Arrays((X,), Y), r"`clients` is a Arrays.*for a single client, \[\(x, y\)\]"),
         (3, "`clients` is a int"),
+        (net(), "`clients` is a Linear"),
+        (HubRows(), r"clients\[0\]: cannot read samples from a dict"),
+        ([(X[0], 1), (X[1], 0)], r"clients\[0\]: cannot read samples from a tuple"),
+        ([("picture", 1), ("picture", 0)], r"clients\[0\]: cannot read a sample of \(str\)"),
+        ([(X[0], Y[0]), (X[1], Y[1])], r"clients\[0\]: inputs and targets must have the same length"),
+        (
+            (X, Y),
+            r"clients\[0\]: cannot read samples from a tensor of shape \(4, 2\): give a torch Dataset, or a tuple",
+        ),
+        ((X.numpy(), Y.numpy()), r"clients\[0\]: cannot read samples from a ndarray"),
+        (X, r"clients\[0\]: cannot read samples from a tensor of shape \(2,\)"),
+        ({"a": (X, Y)}, r"clients\[0\]: cannot read samples from a str"),
+        (torch.nn.Sequential(net()), r"clients\[0\]: cannot read samples from a Linear"),
         ([], "the task has no clients"),
-        ([(X, Y), 3], "client 1: cannot read samples from a int"),
-        ([(X, Y), (X, Y[:2])], "client 1: inputs and targets differ in length"),
-        ([(X, Y), (X[:0], Y[:0])], "client 1 has no samples"),
+        ([(X, Y), 3], r"clients\[1\]: cannot read samples from a int"),
+        (
+            [(X, Y), (X, Y[:2])],
+            r"clients\[1\]: inputs and targets must have the same length; their shapes are \(4, 2\), \(2,\)",
+        ),
+        ([(X, Y), (X[:0], Y[:0])], r"clients\[1\] has no samples"),
     ],
 )
 def test_mistakes_in_clients_get_one_clear_sentence(clients: Any, what: str) -> None:

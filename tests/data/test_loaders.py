@@ -14,6 +14,7 @@ from published import load
 from flashfl.core.errors import ConfigError, DataError
 from flashfl.data.dataset import DataSet, Options
 from flashfl.data.registry import DATASETS
+from flashfl.data.tasks import TaskConfig, load_data
 
 UNCHECKED = Options(verify=False)
 
@@ -64,9 +65,9 @@ def test_cifar(tmp_path: Path, classes: int, write: object) -> None:
     assert data.test is not None
     assert np.array_equal(data.train.inputs[0].numpy().reshape(-1, 3072), np.concatenate(made[:-1]))
     assert np.array_equal(data.test.inputs[0].numpy().reshape(-1, 3072), made[-1])
-    plain = load(f"cifar{classes}", tmp_path, Options(verify=False, augment=False))
+    config = TaskConfig(f"cifar{classes}", data_root=str(tmp_path), verify=False, augment=False)
     assert data.train.augment is not None
-    assert plain.train.augment is None
+    assert load_data(config).train.augment is None
     assert data.test.augment is None
 
 

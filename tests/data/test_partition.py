@@ -46,7 +46,7 @@ def test_partition_has_every_sample_once_and_no_empty_client(
 def test_shards_hold_few_classes(labels: np.ndarray, key: int, each: int, data: st.DataObject) -> None:
     clients = data.draw(st.integers(1, len(labels)))
     if clients * each > len(labels):
-        with pytest.raises(ConfigError, match="shards"):
+        with pytest.raises(ConfigError, match="no more classes than samples"):
             partition.shards(labels, clients, key, each)
         return
     parts = partition.shards(labels, clients, key, each)
@@ -82,7 +82,7 @@ def test_natural_with_fewer_clients_chooses_whole_ids() -> None:
     assert all(len(part) == 3 for part in parts)
     other = partition.natural(ids, 20, 5)
     assert {int(ids[p[0]]) for p in parts} != {int(ids[p[0]]) for p in other}
-    with pytest.raises(ConfigError, match="the number of writers or users, 50"):
+    with pytest.raises(ConfigError, match="There are 50 writers or users; 0 takes them all"):
         partition.natural(ids, 51, 0)
 
 
@@ -131,7 +131,7 @@ def test_partition_for_thousands_of_clients_is_quick(scheme: str) -> None:
 
 def test_impossible_partitions_are_errors() -> None:
     labels = np.arange(10) % 2
-    with pytest.raises(ConfigError, match="clients = 11: must lie between 1 and the number of samples, 10"):
+    with pytest.raises(ConfigError, match=r"clients = 11: must be at least 1 and at most 10. There are 10 samples"):
         partition.lda(labels, 11, 0)
     with pytest.raises(ConfigError, match="clients = 0"):
         partition.iid(10, 0, 0)
@@ -154,7 +154,7 @@ def test_partition_save_and_load(tmp_path: Path) -> None:
     for other in (np.arange(200) % 10, labels[::-1]):  # the indices fit these, too
         with pytest.raises(DataError, match="it was saved for other samples or other labels"):
             partition.load(tmp_path / "split", other)
-    with pytest.raises(DataError, match="no partition at"):
+    with pytest.raises(DataError, match=r"nothing is not a saved partition .* No such file"):
         partition.load(tmp_path / "nothing", labels)
     np.savez(tmp_path / "older.npz", index=[3, 1, 2], ends=[1, 3])
     assert [part.tolist() for part in partition.load(tmp_path / "older.npz", labels)] == [[3], [1, 2]]
@@ -164,7 +164,7 @@ def test_partition_save_and_load(tmp_path: Path) -> None:
     ("index", "ends", "what"),
     [
         ([0, 1, 2], [1, 1, 3], "empty"),
-        ([0, 1, 2], [1, 2], "belong to no client"),
+        ([0, 1, 2], [1, 2], "empty"),
         ([0, 0, 2], [1, 3], "twice"),
         ([0, -1, 2], [1, 3], "out of range"),
         ([0, 1, 2], [5, 3], "empty"),

@@ -118,7 +118,10 @@ def test_local_bert_keeps_its_weights_and_reads_pieces(tmp_path: Path) -> None:
 
     published.sst2(tmp_path)
     published.vocabulary(tmp_path / "small")
-    build_model("bert-scratch", vocab=13, length=8, width=16, depth=1, heads=2).net.save_pretrained(tmp_path / "small")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(sizes))
+    model = build_model("bert-scratch", vocab=13, length=8, path=str(tmp_path / "small"))
+    model.net.save_pretrained(tmp_path / "small")
     config = TaskConfig(dataset="sst2", data_root=str(tmp_path), model_path="small", length=8, clients=2)
     task = build_task(config)
     assert task.pretrained
@@ -172,11 +175,11 @@ def test_model_factory_can_be_pickled() -> None:
         ({"clients": -1}, "clients = -1: must be at least 0"),
         *(({"length": n}, f"length = {n}: must be at least 3") for n in (2, 1, 0, -3)),
         ({"vocab_size": 2}, "vocab_size = 2: must be at least 5"),
-        ({"tokens": "letters"}, "expected auto, wordpiece or words"),
-        ({"dataset": "hub:x", "synthetic": True}, "does not know the shapes of 'hub:x'"),
-        ({"model": "vgg16"}, "vgg16 needs images of at least 32 pixels"),
-        ({"model": "tiny-transformer"}, "does not take 'channels'"),
-        ({"clients": 2000}, "must lie between 1 and the number of samples, 1437"),
+        ({"tokens": "letters"}, "expected one of 'auto', 'wordpiece', 'words'"),
+        ({"dataset": "hub:x", "synthetic": True}, "the shapes of 'hub:x' are not known"),
+        ({"model": "vgg16"}, "size = 8: must be at least 32. vgg16 needs larger images"),
+        ({"model": "tiny-transformer"}, "does not take channels, size"),
+        ({"clients": 2000}, "must be at least 1 and at most 1437"),
         ({"prunable": "nothing.*"}, "matches no parameter"),
     ],
 )
@@ -201,7 +204,7 @@ def test_images_that_are_not_square(tmp_path: Path) -> None:
     for model in ("mnistnet", "leafcnn"):
         with pytest.raises(ConfigError, match=f"{model} needs square images, not 40x20"):
             build_task(replace(config, model=model))
-    with pytest.raises(ConfigError, match="vgg16 needs images of at least 32 pixels a side, not 20"):
+    with pytest.raises(ConfigError, match="size = 20: must be at least 32"):
         _ = build_task(replace(config, model="vgg16")).layout
     task = build_task(config)
     assert task.build(0)(task.train[0].fetch(torch.arange(2))[0][0]).shape == (2, 2)
@@ -261,7 +264,7 @@ def test_hub_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data.test is not None
     assert data.test.target.min() == 0
     fake_hub(monkeypatch, {"other": held})
-    with pytest.raises(DataError, match="needs a split 'train', and its splits are other"):
+    with pytest.raises(DataError, match="needs a split 'train' with samples, and its splits are other"):
         load_data(TaskConfig(dataset="hub:someone/things"))
 
 
@@ -300,32 +303,32 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("train", "test", "what"),
     [
-        ({"premise": THREE, "hypothesis": THREE}, {}, "several columns of texts, .*: premise, hypothesis\\."),
-        ({"question": THREE, "sentence": THREE}, {}, "several columns of texts, .*: question, sentence\\."),
-        ({"id": THREE}, {}, "neither images nor texts"),
+        ({"premise": THREE, "hypothesis": THREE}, {}, "exactly one of texts.* Its texts: premise, hypothesis\\."),
+        ({"question": THREE, "sentence": THREE}, {}, "exactly one of texts.* Its texts: question, sentence\\."),
+        ({"id": THREE}, {}, "Its texts: none"),
         ({"text": [None, "a", "b"]}, {}, "split 'train' has no text in row 0"),
         (
             {"text": THREE, "label": [-1, 0, 1]},
             {},
-            "split 'train': 'label' is missing or unknown in 1 of 3 rows: row 0 has -1",
+            "'label' is missing or unknown in 1 of 3 rows of split 'train': row 0 has -1",
         ),
         (
             {"text": THREE, "label": [0, None, 1]},
             {},
-            "split 'train': 'label' is missing .* 1 of 3 rows: row 1 has None",
+            "'label' is missing .* 1 of 3 rows of split 'train': row 1 has None",
         ),
-        ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
-        ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
-        ({"text": THREE, "label": [0, 1, 10**12]}, {}, "must be all whole numbers from 0 to 65535, or all strings"),
+        ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be whole numbers from 0 to 65535, or strings"),
+        ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be whole numbers from 0 to 65535, or strings"),
+        ({"text": THREE, "label": [0, 1, 10**12]}, {}, "must be whole numbers from 0 to 65535, or strings"),
         (
             {"text": THREE, "label": ["a", "b", "a"]},
             {"label": ["a", "c", "a"]},
-            "split 'test': 'label' is missing .* row 1 has 'c'",
+            "'label' is missing .* of split 'test': row 1 has 'c'",
         ),
-        ({"text": THREE}, {"label": [0, None, 1]}, "split 'test': 'label' is missing or unknown in 1 of 3 rows"),
+        ({"text": THREE}, {"label": [0, None, 1]}, "'label' is missing or unknown in 1 of 3 rows of split 'test'"),
         ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),
-        ({"text": [], "label": []}, {}, "no training samples"),
-        ({"text": THREE, "label": [None] * 3}, {}, "split 'train': 'label' is missing or unknown in 3 of 3 rows"),
+        ({"text": [], "label": []}, {}, "it needs a split 'train' with samples"),
+        ({"text": THREE, "label": [None] * 3}, {}, "'label' is missing or unknown in 3 of 3 rows of split 'train'"),
     ],
 )
 def test_hub_data_that_cannot_be_read_is_an_error(

@@ -11,7 +11,7 @@ import flashfl as fl
 from flashfl.core.exchange import Local
 from flashfl.core.layout import Layout
 from flashfl.data.task import Task
-from flashfl.measure.flops import Cost, layer_costs, order_flops, sample_flops, samples_of, task_costs
+from flashfl.measure.flops import Cost, layer_costs, order_flops, sample_flops, task_costs
 from flashfl.models import build_model
 from flashfl.sparsity import PruneRegrow
 from tests.conftest import blobs
@@ -75,6 +75,21 @@ def test_costs_of_attention_and_recurrent_layers_by_hand() -> None:
     assert costs["across.out_proj.weight"].fwd == 2 * 36
 
 
+def test_attention_across_sequences_of_unequal_lengths() -> None:
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.across = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.across(x[:, :2], x, x)[0]
+            return out
+
+    module = Across()
+    costs = layer_costs(module, Layout.of(module, "*weight"), (torch.zeros(1, 5, 4),))
+    assert costs["across.in_proj_weight"].fwd == 2 * 16 * (2 + 5 + 5)
+
+
 def test_only_growth_by_score_needs_the_dense_gradient() -> None:
     module = net()
     layout = Layout.of(module, "conv")
@@ -100,10 +115,12 @@ def test_clients_of_several_densities_are_counted_separately() -> None:
     assert run.history[0].flops == pytest.approx(expected, rel=1e-5)
 
 
-def test_samples_of_an_order() -> None:
-    assert samples_of(Local(epochs=3), 10) == 30
-    assert samples_of(Local(epochs=2, batch=4, max_steps=2), 10) == 16
-    assert samples_of(Local(epochs=5, report="statistics"), 10) == 10
+@pytest.mark.parametrize(("local", "samples"), [(Local(epochs=3), 30), (Local(epochs=2, batch=4, max_steps=2), 16)])
+def test_samples_of_an_order(local: Local, samples: int) -> None:
+    module = net()
+    layout = Layout.of(module, "conv")
+    costs = layer_costs(module, layout, (torch.zeros(1, 1, 4, 4),))
+    assert order_flops(layout, costs, local, 10, [0.5, 0.5]) == samples * sample_flops(layout, costs, [0.5, 0.5])
 
 
 @pytest.mark.parametrize(("name", "options", "shape"), [

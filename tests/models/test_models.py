@@ -106,20 +106,20 @@ def test_unknown_model_names_the_nearest() -> None:
 
 
 def test_text_model_does_not_take_images() -> None:
-    with pytest.raises(ConfigError, match="'tiny-transformer' does not take 'channels'"):
+    with pytest.raises(ConfigError, match="'tiny-transformer' does not take channels, size"):
         build_model("tiny-transformer", classes=2, channels=3, size=32)
 
 
 def test_tiny_transformer_prunes_matrices_of_its_layers() -> None:
-    model = build_model("tiny-transformer", classes=2, vocab=50, length=12, width=16, depth=2, heads=2)
+    model = build_model("tiny-transformer", classes=2, vocab=50, length=12)
     layout = Layout.of(model)
-    assert layout.prunable_size == 2 * (4 * 16 * 16 + 2 * 16 * 64)
+    assert layout.prunable_size == 2 * (4 * 64 * 64 + 2 * 64 * 256)
     assert len(layout.prunable) == 2 * 6
     assert not layout.of_kind("fixed", "statistic")
 
 
 def test_tiny_transformer_ignores_padding() -> None:
-    model = build_model("tiny-transformer", vocab=50, length=12, width=16, depth=2, heads=2)
+    model = build_model("tiny-transformer", vocab=50, length=12)
     ids = torch.arange(1, 25).view(2, 12)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
@@ -128,7 +128,7 @@ def test_tiny_transformer_ignores_padding() -> None:
 
 
 def test_too_small_images_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="mnistnet needs images of at least 13 pixels a side, not 8"):
+    with pytest.raises(ConfigError, match=r"size = 8: must be at least 13\. mnistnet needs larger"):
         build_model("mnistnet", size=8)
 
 

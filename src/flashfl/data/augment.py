@@ -38,7 +38,6 @@ class CropFlip:
     """Shift each image by up to `padding` pixels in both directions, filling in black, and mirror half of them."""
 
     padding: int = 4
-    flip: bool = True
 
     def __call__(self, inputs: Inputs, key: int, at: int) -> Inputs:
         images, *rest = inputs
@@ -48,9 +47,7 @@ class CropFlip:
         height, width = images.shape[-2:]
         y = torch.arange(height, device=images.device) + (place // places).unsqueeze(1)
         x = torch.arange(width, device=images.device).expand(len(images), -1)
-        if self.flip:
-            x = torch.where((words & 1).to(torch.bool).unsqueeze(1), width - 1 - x, x)
-        x = x + (place % places).unsqueeze(1)
+        x = torch.where((words & 1).to(torch.bool).unsqueeze(1), width - 1 - x, x) + (place % places).unsqueeze(1)
         padded = torch.nn.functional.pad(images, [self.padding] * 4)
         out = _take(padded, y.unsqueeze(2), x.unsqueeze(1))
         return (out, *rest)

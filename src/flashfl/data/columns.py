@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from ..core.errors import DataError
 from .pictures import as_tensor, is_picture
 
 LABELS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
-_NUMBERS = (int, float, np.generic, np.ndarray, Tensor)
+NUMBERS = (int, float, np.generic, np.ndarray, Tensor)
 _IDS = ("id", "idx", "uid", "guid", "uuid")
 
 
@@ -26,10 +27,8 @@ def value_of(value: object) -> object:
     if is_picture(value):
         return as_tensor(value)
     if isinstance(value, list):
-        try:
+        with suppress(TypeError, ValueError, RuntimeError):  # no numbers, or rows of different lengths
             return torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):  # no numbers, or rows of different lengths
-            return value
     return value
 
 
@@ -40,7 +39,7 @@ def parts_of(sample: Mapping[str, object]) -> tuple[object, ...]:
     with a picture, a tensor, an array or a list of numbers.
     """
     values = {column: value_of(value) for column, value in sample.items()}
-    shapes = {c: np.shape(value) for c, value in values.items() if isinstance(value, _NUMBERS) and not is_id(c)}
+    shapes = {c: np.shape(value) for c, value in values.items() if isinstance(value, NUMBERS) and not is_id(c)}
     labels = [c for c in LABELS if c in values][:1] or [c for c, shape in shapes.items() if not shape]
     inputs = [c for c, shape in shapes.items() if shape and c not in labels]
     if "input_ids" in inputs:

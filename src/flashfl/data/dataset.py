@@ -23,7 +23,6 @@ class Options:
     """How a data set is read."""
 
     verify: bool = True  # compare files with the published checksums
-    augment: bool = True
     length: int = 64  # tokens that a text is cut or padded to
     vocab: str = ""  # a WordPiece vocab.txt; empty: the most frequent words of the training texts
     vocab_size: int = 8192  # how many of those words
@@ -73,16 +72,15 @@ def texts(pairs: Sequence[Texts], classes: int, options: Options) -> DataSet:
         tokenizer = Tokenizer.wordpiece(Path(options.vocab))
     else:
         tokenizer = Tokenizer.of_words(pairs[0][0], options.vocab_size)
-    ids = [torch.from_numpy(tokenizer.encode(held, options.length)) for held, _ in pairs]
-    labels = [torch.tensor(y, dtype=torch.int64) for _, y in pairs]
-    train, *test = (Arrays((x,), y, tokens) for x, y in zip(ids, labels, strict=True))
+    encoded = [(torch.from_numpy(tokenizer.encode(held, options.length)), torch.tensor(y)) for held, y in pairs]
+    train, *test = (Arrays((ids,), labels.long(), tokens) for ids, labels in encoded)
     return DataSet(train, test[0] if test else None, classes, (options.length,), vocab=len(tokenizer))
 
 
-def check_labels(path: Path, labels: NDArray[np.integer], classes: int) -> None:
-    """Raise unless there are labels, and all of them are classes."""
-    if len(labels) == 0:
-        raise damaged(path, "it holds no samples")
+def check_labels(path: Path, labels: NDArray[np.integer], count: int, classes: int) -> None:
+    """Raise unless there are `count` labels, at least one, and all of them are classes."""
+    if not 0 < len(labels) == count:
+        raise damaged(path, f"it has {len(labels)} labels for {count} images")
     for label in (labels.min(), labels.max()):
         if not 0 <= label < classes:
             raise damaged(path, f"it has the label {label}, but labels run from 0 to {classes - 1}")
@@ -136,5 +134,4 @@ class Info:
         for path in paths:
             if options.verify and (md5 := self.files.checksum(path)):
                 verify(path, md5)
-        data = self.files.read(paths, options)
-        return data if options.augment else replace(data, train=replace(data.train, augment=None))
+        return self.files.read(paths, options)

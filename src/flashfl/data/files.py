@@ -5,12 +5,10 @@ Errors say which file is meant, what is wrong with it and what to do.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
-import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,6 @@ from ..core.errors import DataError
 from ..core.files import put
 
 Arrays = dict[str, NDArray[Any]]
-_PIECE = 1 << 20
 _UNPACKED = 1 << 30  # bytes that a gzipped file may unpack to: published ones need a fifth of that
 
 
@@ -42,33 +39,22 @@ def damaged(path: Path, what: str) -> DataError:
     return DataError(f"{path} is damaged: {what}. Delete it and fetch it again")
 
 
-def _pieces(path: Path, most: int = sys.maxsize) -> Iterator[bytes]:
-    """A file's contents in pieces, unpacked if it is gzipped; an error if there are more than `most` bytes."""
-    zipped = path.suffix == ".gz"
-    left = most = min(most, _UNPACKED) if zipped else most
+def read(path: Path) -> bytes:
+    """A file's contents, unpacked if it is gzipped."""
     try:
-        with gzip.open(path) if zipped else path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                left -= len(piece)
-                if left < 0:
-                    raise damaged(path, f"it has more than the {most:,} bytes it should have")
-                yield piece
-    except EOFError:
-        raise damaged(path, "the gzip stream ends too early, the file is truncated") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise damaged(path, f"not readable as gzip ({error})") from None
+        held = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-
-
-def read(path: Path, most: int = sys.maxsize) -> bytes:
-    """A file's contents, unpacked if it is gzipped; an error if there are more than `most` bytes."""
-    return b"".join(_pieces(path, most))
-
-
-def read_start(path: Path) -> bytes:
-    """The first bytes of a file, unpacked if it is gzipped."""
-    return next(_pieces(path), b"")
+    if path.suffix != ".gz":
+        return held
+    stream = zlib.decompressobj(wbits=31)  # 31: gzip
+    try:
+        held = stream.decompress(held, _UNPACKED)
+    except zlib.error as error:
+        raise damaged(path, f"not readable as gzip ({error})") from None
+    if not stream.eof:
+        raise damaged(path, f"it is truncated, or unpacks to more than {_UNPACKED:,} bytes")
+    return held
 
 
 def read_text(path: Path) -> str:
@@ -81,11 +67,9 @@ def read_text(path: Path) -> str:
 
 def verify(path: Path, md5: str) -> None:
     """Raise unless a file has the published md5, which is that of its unpacked contents."""
-    found = hashlib.md5(usedforsecurity=False)
-    for piece in _pieces(path):
-        found.update(piece)
-    if found.hexdigest() != md5:
-        raise damaged(path, f"its md5 is {found.hexdigest()}, the published file's is {md5}")
+    found = hashlib.md5(read(path), usedforsecurity=False).hexdigest()
+    if found != md5:
+        raise damaged(path, f"its md5 is {found}, the published file's is {md5}")
 
 
 def cached(
@@ -118,11 +102,10 @@ def _digest(parts: Sequence[str]) -> str:
 
 def _stamp(file: Path, folder: Path) -> str:
     """A file's name, size and time: they change when it is written again."""
-    try:
+    with suppress(OSError):  # a missing file is reported when it is read
         held = file.stat()
-    except OSError:
-        raise DataError(f"{file} is missing, but the data set lists it. Fetch the data set again") from None
-    return f"{file.relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
+        return f"{file.relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
+    return ""
 
 
 def _mapped(paths: Mapping[str, Path]) -> Arrays:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import ConfigError, DataError, unknown
+from ..core.errors import ConfigError, DataError, check_range, unknown
 
 Ints = NDArray[np.int64]
 Partition = list[Ints]
@@ -50,11 +50,8 @@ def _rng(key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key))
 
 
-def _check(samples: int, clients: int, alpha: float = 1.0) -> None:
-    if not alpha > 0:
-        raise ConfigError(f"alpha = {alpha}: must be above 0")
-    if not 1 <= clients <= samples:
-        raise ConfigError(f"clients = {clients}: must lie between 1 and the number of samples, {samples}")
+def _check(clients: int, samples: int, what: str = "samples") -> None:
+    check_range(f"[1, {samples}]", f"There are {samples} {what}", clients=clients)
 
 
 def _pools(labels: Ints, rng: np.random.Generator) -> list[Ints]:
@@ -72,7 +69,7 @@ def _sizes(total: int, parts: int) -> Ints:
 
 def iid(samples: int, clients: int, key: int) -> Partition:
     """A uniformly random split into sizes that differ by at most one."""
-    _check(samples, clients)
+    _check(clients, samples)
     order = _rng(key).permutation(samples).astype(np.int64)
     return [np.sort(part) for part in np.split(order, np.cumsum(_sizes(samples, clients))[:-1])]
 
@@ -84,7 +81,8 @@ def lda(labels: Ints, clients: int, key: int, alpha: float = 1.0) -> Partition:
     proportions are renormalised over the classes that still have samples. The turns are in random order, so that a
     client's number does not say whether it takes the leftovers. An alpha of 100 or more counts as uniform.
     """
-    _check(len(labels), clients, alpha)
+    _check(clients, len(labels))
+    check_range("(0, inf]", alpha=alpha)
     if alpha >= _UNIFORM:
         return iid(len(labels), clients, key)
     rng = _rng(key)
@@ -123,7 +121,8 @@ def dirichlet(labels: Ints, clients: int, key: int, alpha: float = 1.0) -> Parti
 
     A client that would be empty gets one sample from the client that has most.
     """
-    _check(len(labels), clients, alpha)
+    _check(clients, len(labels))
+    check_range("(0, inf]", alpha=alpha)
     rng = _rng(key)
     owner = np.empty(len(labels), dtype=np.int64)
     for pool in _pools(labels, rng):
@@ -146,17 +145,10 @@ def _by_owner(owner: Ints, clients: int) -> Partition:
 def natural(ids: Ints | None, clients: int, key: int) -> Partition:
     """One client for each id (a writer, a user), in order. 0 clients: all ids; fewer: a random choice."""
     if ids is None:
-        raise ConfigError(
-            "partition = 'natural': this data set does not say who made each sample. Choose lda, dirichlet, shards or "
-            "iid, or a data set with writers: mnist-writers or femnist"
-        )
+        raise ConfigError("this data set does not say who made each sample: choose another partition than 'natural'")
     names, owner = np.unique(ids, return_inverse=True)
     clients = clients or len(names)
-    if not 1 <= clients <= len(names):
-        raise ConfigError(
-            f"clients = {clients}: with partition = 'natural', must lie between 1 and the number of writers or users, "
-            f"{len(names)}; 0 takes them all"
-        )
+    _check(clients, len(names), "writers or users; 0 takes them all")
     parts = _by_owner(owner.reshape(-1), len(names))
     if clients == len(names):
         return parts
@@ -170,15 +162,12 @@ def shards(labels: Ints, clients: int, key: int, classes_per_client: int = 2) ->
     shards of the classes that have most left, ties broken at random, so its shards are of different classes wherever
     that is possible. With more classes than shards, some classes are dropped.
     """
-    _check(len(labels), clients)
+    _check(clients, len(labels))
     rng = _rng(key)
     pools = _pools(labels, rng)
     wanted = clients * classes_per_client
-    if not 1 <= wanted <= len(labels):
-        raise ConfigError(
-            f"classes_per_client = {classes_per_client} with {clients} clients makes {wanted} shards. The number of "
-            f"shards must be from 1 to the number of samples, {len(labels)}: change classes_per_client or clients."
-        )
+    most = len(labels) // clients
+    check_range(f"[1, {most}]", "A client has no more classes than samples", classes_per_client=classes_per_client)
     if wanted < len(pools):
         pools = [pools[i] for i in np.sort(rng.choice(len(pools), wanted, replace=False))]
     cuts = _cut(np.array([len(pool) for pool in pools]), wanted)
@@ -213,7 +202,6 @@ def save(partition: Partition, path: str | Path, labels: Ints) -> None:
 
 def load(path: str | Path, labels: Ints) -> Partition:
     """A saved partition of the samples with these labels."""
-    fits = f"{path} is not a saved partition of these {len(labels)} samples"
     try:
         with np.load(path, allow_pickle=False) as stored:
             if sum(member.file_size for member in stored.zip.infolist()) > 16 * len(labels) + 4096:
@@ -224,14 +212,14 @@ def load(path: str | Path, labels: Ints) -> Partition:
         known = _fingerprint(labels)
         if any(name in held and not np.array_equal(held[name], value) for name, value in known.items()):
             raise ValueError("it was saved for other samples or other labels")
-        if ends[-1] != len(index) or not all(map(len, parts)):
-            raise ValueError("a client is empty, or samples belong to no client")
-        if index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
-            raise ValueError("an index is out of range, or occurs twice")
-    except FileNotFoundError:
-        raise DataError(f"no partition at {path}: `flashfl data partition --save {path}` writes one") from None
+        whole = ends[-1] == len(index) and all(map(len, parts))
+        if not whole or index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) != len(index):
+            raise ValueError("a client is empty, or an index is out of range or occurs twice")
     except Exception as error:  # numpy raises many kinds for files that are not its own
-        raise DataError(f"{fits}: {error}. `flashfl data partition --save {path}` writes a new one") from None
+        raise DataError(
+            f"{path} is not a saved partition of these {len(labels)} samples: {error}. "
+            f"`flashfl data partition --save {path}` writes one"
+        ) from None
     return parts
 
 

@@ -18,6 +18,17 @@ from .files import damaged
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+def picture_files(folder: Path) -> list[Path]:
+    """The images in a folder and below it, at least one. Hidden files are an editor's or a system's."""
+    found = [f.relative_to(folder) for f in folder.rglob("*") if f.suffix.lower() in _ENDINGS and f.is_file()]
+    files = sorted(folder / f for f in found if not any(part.startswith(".") for part in f.parts))
+    if not files:
+        raise DataError(f"no images under {folder}: looked for {', '.join(_ENDINGS)}")
+    return files
+
 
 def read_picture(path: Path) -> Image:
     """The RGB picture in a file."""
@@ -72,8 +83,7 @@ def stack(
         found, size = array.shape[1:], size or array.shape[1:]
         if found != size:
             raise DataError(
-                f"{where} has {found[0]}x{found[1]} pixels, expected {size[0]}x{size[1]}. To scale the images of a "
-                "folder or the hub to one size, set --size N (task.size)."
+                f"{where} has height and width {found}, expected {size}: --size N (task.size) scales images"
             )
         held.append(array)
     return np.stack(held)

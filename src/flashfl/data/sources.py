@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DataError
-from .columns import parts_of, value_of
+from .columns import NUMBERS, parts_of, value_of
 
 _CHUNK = 1000  # samples of a custom data set that are fetched at a time, to read their targets
-_NONE = torch.zeros(0, dtype=torch.int64)
 _WRAP = (
     "each a tensor or an array. If the model takes a dict or a list, wrap it in a module that takes the inputs as "
     "separate arguments"
@@ -57,9 +56,10 @@ class Arrays:
     augment: Augment | None = None
 
     def __post_init__(self) -> None:
-        lengths = {len(x) for x in (*self.inputs, self.target)}
-        if len(lengths) != 1:
-            raise DataError(f"inputs and targets differ in length: {sorted(lengths)}")
+        lengths = {x.shape[:1] for x in (*self.inputs, self.target)}
+        if len(lengths) != 1 or torch.Size() in lengths:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (*self.inputs, self.target))
+            raise DataError(f"inputs and targets must have the same length; their shapes are {shapes}")
 
     def __len__(self) -> int:
         return len(self.target)
@@ -89,10 +89,6 @@ class Lazy:
         from torch.utils.data import default_collate
 
         batch = default_collate([_sample(self.dataset[i]) for i in index.tolist()])
-        if not isinstance(batch, Sequence) or len(batch) < 2 or not all(isinstance(x, Tensor) for x in batch):
-            raise DataError(
-                f"cannot read a sample of {type(self.dataset).__name__}: it must be (input, ..., target), {_WRAP}"
-            )
         *inputs, target = (_single(x).to(self.device) for x in batch)
         return tuple(inputs), target
 
@@ -108,10 +104,16 @@ class Lazy:
         _sample(sample)
 
 
-def _sample(sample: object) -> object:
+def _sample(sample: object) -> tuple[object, ...]:
+    """A sample's inputs and target."""
     if isinstance(sample, Mapping):
-        return parts_of(sample)
-    return tuple(map(value_of, sample)) if isinstance(sample, tuple | list) else sample
+        parts = parts_of(sample)
+    else:
+        parts = tuple(map(value_of, sample)) if isinstance(sample, tuple | list) else (sample,)
+    if len(parts) < 2 or not all(isinstance(x, NUMBERS) for x in parts):
+        kinds = ", ".join(type(x).__name__ for x in parts)
+        raise DataError(f"cannot read a sample of ({kinds}): it must be (input, ..., target), {_WRAP}")
+    return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +143,7 @@ def below(data: Source, index: Tensor) -> tuple[Source, Tensor]:
 
 def in_memory(data: Source) -> bool:
     """Whether a source holds its samples as arrays, so that no code of the user's runs when they are fetched."""
-    return isinstance(below(data, _NONE)[0], Arrays)
+    return isinstance(below(data, torch.arange(0))[0], Arrays)
 
 
 def classes_of(data: Source) -> Tensor | None:
@@ -165,7 +167,7 @@ def source(data: object) -> Source:
         *inputs, target = (_single(torch.as_tensor(x)) for x in data)
         return Arrays(tuple(inputs), target)
     mixed = isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16])
-    if mixed or isinstance(data, Tensor | np.ndarray | Mapping) or not isinstance(data, Items):
+    if mixed or isinstance(data, Tensor | np.ndarray | Mapping | str) or not isinstance(data, Items):
         kind = f"a tensor of shape {tuple(data.shape)}" if isinstance(data, Tensor) else f"a {type(data).__name__}"
         raise DataError(
             f"cannot read samples from {kind}: give a torch Dataset, or a tuple (inputs, ..., targets), {_WRAP}"

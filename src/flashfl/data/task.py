@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..core.errors import ConfigError, DataError, warn
+from ..core.errors import ConfigError, DataError, check_range, warn
 from ..core.exchange import Client
 from ..core.layout import Layout, Rule
 from ..core.rng import fold, permutation
@@ -24,7 +23,7 @@ Metric = Callable[[Any, Tensor], Tensor | float]
 _LOWER = {"error", "loss", "mae", "mse", "rmse", "mape", "nll", "entropy", "perplexity", "ppl"}  # better if lower
 _CLIENTS = (
     "Give a list with the samples of each client, such as [(x0, y0), (x1, y1)] or [dataset0, dataset1]; for a single "
-    "client, [(x, y)]"
+    "client, [(x, y)]. torch.utils.data.random_split divides one data set"
 )
 
 
@@ -84,8 +83,7 @@ class Task:
         if prunable is None:
             raise ConfigError("prunable = None: leave it out, or write prunable='none' to keep all weights dense")
         _check_function("loss", loss)
-        if metric is not None:
-            _check_function("metric", metric)
+        _check_function("metric", accuracy if metric is None else metric)
         sources = _sources(clients)
         if not sources:
             raise DataError(f"the task has no clients. {_CLIENTS}")
@@ -168,49 +166,18 @@ class Task:
 
 def _check_function(role: str, given: object) -> None:
     """A loss or a metric must be a function of (output, targets), not a name or a class."""
-    wrong, write = f"of type {type(given).__name__}", "torch.nn.functional.mse_loss"
-    if isinstance(given, str):
-        names = {
-            name: f"torch.nn.functional.{name}" for name in (given, f"{given}_loss") if hasattr(nn.functional, name)
-        }
-        if given.endswith("Loss") and hasattr(nn, given):
-            names[given] = f"torch.nn.{given}()"
-        wrong = f"the text {given!r}"
-        write = "flashfl.accuracy" if given == "accuracy" else next(iter(names.values()), write)
-    elif isinstance(given, type):
-        wrong, write = f"the class {given.__name__}", f"{given.__name__}()"
-    elif callable(given):
-        return
-    raise ConfigError(f"{role} is {wrong}: expected a function of (output, targets), for instance {role}={write}")
+    if isinstance(given, type) or not callable(given):
+        raise ConfigError(
+            f"{role} = {given!r}: expected a function of (output, targets), such as torch.nn.functional.cross_entropy, "
+            "torch.nn.MSELoss() or flashfl.accuracy"
+        )
 
 
 def _sources(clients: Sequence[object]) -> list[Source]:
-    """Each client's samples as a source; an error that says what `clients` is, if it is no list of them."""
-    kind, wrong = type(clients).__name__, ""
-    first = (
-        clients[0]
-        if isinstance(clients, Items) and not isinstance(clients, Mapping | Dataset) and len(clients)
-        else None
-    )
-    if isinstance(clients, Tensor | np.ndarray):
-        wrong = f"one tensor, of shape {tuple(clients.shape)}, without targets"
-    elif isinstance(first, Tensor | np.ndarray):
-        wrong = f"a {kind} of tensors"
-    elif isinstance(clients, Dataset | Source) or _is_sample(first):
-        wrong = f"one data set ({kind}), which torch.utils.data.random_split can divide"
-    elif isinstance(clients, Mapping | nn.Module) or not isinstance(clients, Iterable | Items):
-        wrong = f"a {kind}"
-    if wrong:
-        raise DataError(f"`clients` is {wrong}. {_CLIENTS}")
-    return [_source(data, f"client {i}", check=i == 0) for i, data in enumerate(clients)]
-
-
-def _is_sample(value: object) -> bool:
-    """Whether this is one sample, a dict or (input, ..., label), where a client's samples belong."""
-    if isinstance(value, Mapping):
-        return True
-    last = value[-1] if isinstance(value, tuple | list) and len(value) > 1 else None
-    return isinstance(last, int | float) or (isinstance(last, np.generic | Tensor) and last.ndim == 0)
+    """Each client's samples as a source."""
+    if isinstance(clients, Dataset | Source) or not isinstance(clients, Iterable | Items):
+        raise DataError(f"`clients` is a {type(clients).__name__}. {_CLIENTS}")
+    return [_source(data, f"clients[{i}]", check=i == 0) for i, data in enumerate(clients)]
 
 
 def _source(data: object, who: str, check: bool = True) -> Source:
@@ -267,10 +234,9 @@ def _hold_out(sources: list[Source], share: float) -> tuple[list[Source], list[S
 
     A client with a single sample only trains.
     """
+    check_range("[0, 1)", holdout=share)
     if share == 0:
         return sources, [], []
-    if not 0 < share < 1:
-        raise ConfigError(f"holdout = {share}: must be at least 0 and below 1")
     train: list[Source] = []
     held: dict[int, Source] = {}
     for i, s in enumerate(sources):

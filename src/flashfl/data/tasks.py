@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, check_range
 from ..core.parts import build
 from ..core.rng import fold
 from ..models import PRETRAINED, SQUARE, bert, build_model
@@ -47,19 +47,16 @@ class TaskConfig:
     holdout: float = 0.2  # share of each client's samples to evaluate on, if the data set has no test samples
     held_out: int = 0  # evaluate on this many training samples instead of the test samples; no client gets them
     prunable: str = "auto"  # which weights may be zero (docs/data.md); auto: the model says
-    tokens: str = "auto"  # wordpiece or words; auto: wordpiece for a pretrained model
+    tokens: Literal["auto", "wordpiece", "words"] = "auto"  # auto: wordpiece for a pretrained model
     length: int = 64  # tokens of a text: longer ones are cut, shorter ones padded
     vocab_size: int = 8192  # with `tokens` words: the size of the vocabulary
     size: int = 0  # scale images of a folder or the hub to this many pixels a side; 0: as they are
 
     def __post_init__(self) -> None:
-        # A text has a start, a word and an end; a vocabulary the four special words and one more.
-        least = {"clients": 0, "per_client": 0, "limit": 0, "held_out": 0, "size": 0, "length": 3, "vocab_size": 5}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least {value}")
-        if self.tokens not in ("auto", "wordpiece", "words"):
-            raise ConfigError(f"tokens = {self.tokens!r}: expected auto, wordpiece or words")
+        check_range("[0, inf)", clients=self.clients, per_client=self.per_client, limit=self.limit)
+        check_range("[0, inf)", held_out=self.held_out, size=self.size)
+        check_range("[3, inf)", "A text has a start, a word and an end", length=self.length)
+        check_range("[5, inf)", "There are four special words", vocab_size=self.vocab_size)
 
     @property
     def model_name(self) -> str:
@@ -78,17 +75,16 @@ def load_data(config: TaskConfig) -> DataSet:
     """The data set of a config."""
     pieces = config.tokens == "wordpiece" or (config.tokens == "auto" and config.model_name in PRETRAINED)
     vocab = str(bert.vocabulary(config.encoder)) if pieces and not config.synthetic else ""
-    options = Options(config.verify, config.augment, config.length, vocab, config.vocab_size, config.size)
+    options = Options(config.verify, config.length, vocab, config.vocab_size, config.size)
     info = registry.info(config.dataset)
-    if not config.synthetic:
-        return info.load(data_root(config.data_root), options)
-    if not info.shape:
-        raise ConfigError(
-            f"synthetic = true: flashfl does not know the shapes of {config.dataset!r}. Choose a data set that "
-            "`flashfl data list` names, such as mnist"
-        )
-    samples = config.limit or max(16 * config.clients, 256)
-    return make(info, max(samples, config.clients), config.clients, options)
+    if config.synthetic and not info.shape:
+        raise ConfigError(f"synthetic = true: the shapes of {config.dataset!r} are not known. Choose another data set")
+    if config.synthetic:
+        samples = max(config.limit or max(16 * config.clients, 256), config.clients)
+        data = make(info, samples, config.clients, options)
+    else:
+        data = info.load(data_root(config.data_root), options)
+    return data if config.augment else replace(data, train=replace(data.train, augment=None))
 
 
 def build_task(config: TaskConfig, key: int = 0, data: DataSet | None = None) -> Task:
@@ -183,12 +179,8 @@ def _named(dataset: str, clients: int, **more: Any) -> Callable[..., Task]:
     """The function that makes the task of one data set."""
 
     def task(root: str | Path = "", clients: int = clients, alpha: float = 1.0, seed: int = 0, **settings: Any) -> Task:
-        if not isinstance(root, str | Path):
-            raise ConfigError(
-                f"root = {root!r}: expected the folder of the data. To set the number of clients, write "
-                f"clients={root!r}."
-            )
-        values = {**more, **settings, "dataset": dataset, "data_root": str(root), "clients": clients, "alpha": alpha}
+        folder = str(root) if isinstance(root, Path) else root
+        values = {**more, **settings, "dataset": dataset, "data_root": folder, "clients": clients, "alpha": alpha}
         return build_task(build(TaskConfig, values, "task"), fold(seed, "task"))
 
     task.__name__ = task.__qualname__ = dataset

@@ -44,11 +44,8 @@ class Tokenizer:
     def wordpiece(path: Path) -> Tokenizer:
         """The uncased WordPiece tokenizer of a vocab.txt with one piece a line."""
         vocab = {line.rstrip("\n"): i for i, line in enumerate(read_text(path).splitlines())}
-        lacking = [name for name in (PAD, UNKNOWN, START, END) if name not in vocab]
-        if lacking:
-            raise damaged(path, f"it lacks {', '.join(lacking)}, so it is not a WordPiece vocabulary")
-        if vocab[PAD] != 0:
-            raise damaged(path, f"{PAD} must be its first line")
+        if vocab.get(PAD) != 0 or not {UNKNOWN, START, END} <= vocab.keys():
+            raise damaged(path, f"a WordPiece vocabulary begins with {PAD} and has {UNKNOWN}, {START} and {END}")
         return Tokenizer(vocab)
 
     @staticmethod

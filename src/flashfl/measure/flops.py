@@ -50,9 +50,9 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
 
     def watch(name: str) -> Any:
         def hook(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            for leaf, (given, products) in _uses(part, [*args, *named.values()], output).items():
-                flops = 2 * products // max(1, len(inputs[0]))
+            for leaf, (given, places) in _uses(part, [*args, *named.values()], output).items():
                 weight = part.get_parameter(leaf)
+                flops = round(2 * weight.numel() * places) // len(inputs[0])
                 cost = Cost(flops, flops * (given is None or given.requires_grad), flops * weight.requires_grad)
                 key = f"{name}.{leaf}" if name else leaf
                 costs[key] = costs.get(key, Cost()) + cost
@@ -72,49 +72,34 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
     return costs
 
 
-def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple[Tensor | None, int]]:
-    """Each weight matrix of a layer: its input (None: computed inside the layer) and its number of multiplications.
+def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple[Tensor | None, float]]:
+    """Each weight matrix of a layer: its input (None: computed inside the layer), and how often it is used.
 
     Every weight is used once for each position of a feature map, or each step of a sequence.
     """
-    if isinstance(part, nn.MultiheadAttention):
-        return _attention(part, *given[:3])
     first = given[0]
+    if isinstance(part, nn.MultiheadAttention):
+        places = [x.numel() // x.shape[-1] for x in given[:3]]
+        if part._qkv_same_embed_dim:  # a third of the matrix for each input
+            return {"in_proj_weight": (first, sum(places) / 3), "out_proj.weight": (None, places[0])}
+        each = zip("qkv", given, places, strict=False)
+        return {f"{which}_proj_weight": (x, n) for which, x, n in each} | {"out_proj.weight": (None, places[0])}
     if isinstance(part, nn.RNNBase | nn.RNNCellBase):
         first = first.data if isinstance(first, PackedSequence) else first
         steps = first.numel() // part.input_size
-        matrices = {leaf: p for leaf, p in part.named_parameters(recurse=False) if p.dim() > 1}
         entry = ("weight_ih", "weight_ih_l0", "weight_ih_l0_reverse")
-        return {leaf: (first if leaf in entry else None, p.numel() * steps) for leaf, p in matrices.items()}
-    weight = part.get_parameter("weight")
+        matrices = [leaf for leaf, p in part.named_parameters(recurse=False) if p.dim() > 1]
+        return {leaf: (first if leaf in entry else None, steps) for leaf in matrices}
     if isinstance(part, nn.Linear):
-        return {"weight": (first, weight.numel() * (output.numel() // part.out_features))}
+        return {"weight": (first, output.numel() // part.out_features)}
     map_ = first if isinstance(part, _TURNED) else output
-    places = map_.numel() // map_.shape[-1 - len(part.kernel_size)]  # type: ignore[arg-type]
-    return {"weight": (first, weight.numel() * places)}
-
-
-def _attention(
-    part: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
-) -> dict[str, tuple[Tensor | None, int]]:
-    """The four maps of an attention layer. Three of them may share one matrix."""
-    width, given = part.embed_dim, (query, key, value)
-    leaves = [f"{which}_proj_weight" for which in "qkv"]
-    places = [x.numel() // x.shape[-1] for x in given]
-    uses: dict[str, tuple[Tensor | None, int]] = {"out_proj.weight": (None, width * width * places[0])}
-    if part._qkv_same_embed_dim:
-        return {"in_proj_weight": (query, width * width * sum(places)), **uses}
-    each = zip(leaves, given, places, strict=True)
-    return uses | {leaf: (x, part.get_parameter(leaf).numel() * n) for leaf, x, n in each}
+    return {"weight": (first, map_.numel() // map_.shape[-1 - len(part.kernel_size)])}  # type: ignore[arg-type]
 
 
 def task_costs(task: Any) -> dict[str, Cost]:
-    """`layer_costs` of a task's model on one of its samples; empty where there is no sample to try."""
-    for source in [*task.evaluation, *task.train]:
-        if len(source):
-            inputs, _ = source.fetch(torch.arange(1))
-            return layer_costs(task.build(), task.layout, tuple(x.to("cpu") for x in inputs))
-    return {}
+    """`layer_costs` of a task's model on one of its samples."""
+    inputs, _ = [*task.evaluation, *task.train][0].fetch(torch.arange(1))
+    return layer_costs(task.build(), task.layout, tuple(x.to("cpu") for x in inputs))
 
 
 def weight_flops(task: Any) -> tuple[float, ...]:
@@ -132,16 +117,10 @@ def sample_flops(
     return sum(cost.step(density.get(name, 1.0), dense_gradient and name in density) for name, cost in costs.items())
 
 
-def samples_of(local: Local, n: int) -> int:
-    """How many samples a client that has `n` of them trains on in one round."""
-    if local.report == "statistics":
-        return n
-    return local.epochs * (min(n, local.max_steps * local.batch) if local.max_steps else n)
-
-
 def order_flops(layout: Layout, costs: Mapping[str, Cost], local: Local, n: int, densities: Sequence[float]) -> float:
-    """FLOPs of a client in one round. Gathering statistics takes only a forward pass."""
+    """FLOPs in one round of a client with `n` samples. Gathering statistics takes one forward pass."""
     if local.report == "statistics":
-        costs = {name: Cost(cost.fwd) for name, cost in costs.items()}
+        return n * sample_flops(layout, {name: Cost(cost.fwd) for name, cost in costs.items()}, densities)
+    samples = local.epochs * (min(n, local.max_steps * local.batch) if local.max_steps else n)
     dense_gradient = local.adapt is not None and local.adapt.dense_gradient
-    return samples_of(local, n) * sample_flops(layout, costs, densities, dense_gradient)
+    return samples * sample_flops(layout, costs, densities, dense_gradient)

@@ -33,7 +33,6 @@ def build_model(name: str, **options: int | float | str | bool) -> nn.Module:
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     takes = inspect.signature(MODELS[name]).parameters
-    for option in options:
-        if option not in takes:
-            raise ConfigError(f"model {name!r} does not take {option!r}; it takes {', '.join(takes)}")
+    if others := options.keys() - takes.keys():
+        raise ConfigError(f"model {name!r} does not take {', '.join(sorted(others))}; it takes {', '.join(takes)}")
     return MODELS[name](**options)

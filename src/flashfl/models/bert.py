@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError, check_range
+
+_HOW = (
+    "Set model_path to a folder with config.json, vocab.txt and model.safetensors (such as that of `hf download "
+    "google-bert/bert-base-uncased`), or to the name of a model on the hub. To train from random weights, set "
+    "model = 'bert-scratch' or 'tiny-transformer'."
+)
 
 
 class Bert(nn.Module):
@@ -62,17 +68,13 @@ def pretrained(
     """
     net, drawn = _load(path, classes)
     if lost := sorted(n for n in drawn if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n):
-        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
-            f"the weights in {path} do not match its config.json: {', '.join(lost[:3])}{more} are missing or have "
-            "another shape. Download both files again."
+            f"the weights in {path} do not match its config.json: {lost[0]} and {len(lost) - 1} more are missing or "
+            "have another shape. Download both files again."
         )
-    for what, wanted, has in (("vocab", vocab, "vocab_size"), ("length", length, "max_position_embeddings")):
-        if wanted > getattr(net.config, has, wanted):
-            raise ConfigError(
-                f"{path}: its {has} is {getattr(net.config, has)}, but the texts need {what} = {wanted}: choose "
-                "another model with model_path, or lower the task's length or vocab_size"
-            )
+    check_range(f"[0, {net.config.vocab_size}]", f"{path} knows no more tokens: lower vocab_size", vocab=vocab)
+    longest = getattr(net.config, "max_position_embeddings", length)
+    check_range(f"[0, {longest}]", f"{path} reads no longer texts", length=length)
     return Bert(net.float(), freeze)
 
 
@@ -91,10 +93,7 @@ def _load(path: str, classes: int) -> tuple[Any, list[str]]:
         )
     except Exception as error:  # damaged files raise many kinds
         raise DataError(
-            f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} "
-            "Set model_path to a folder with config.json and model.safetensors (such as that of `hf download "
-            "google-bert/bert-base-uncased`), or to the name of a model on the hub. To train from random weights, set "
-            "model = 'bert-scratch'."
+            f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} {_HOW}"
         ) from None
     finally:
         logging.set_verbosity(level)
@@ -109,38 +108,13 @@ def vocabulary(path: str) -> Path:
     try:
         return Path(_transformers().utils.cached_file(path, "vocab.txt"))
     except (OSError, ValueError) as error:  # ValueError: no name that the hub could have
-        raise DataError(
-            f"no vocab.txt for {path!r}, neither under the data root nor on the hub: {str(error).splitlines()[0]} Set "
-            "model_path to a folder with config.json, vocab.txt and model.safetensors. To train from random weights, "
-            "set model = 'bert-scratch' or 'tiny-transformer'."
-        ) from None
+        raise DataError(f"no vocab.txt for {path!r} on the hub: {str(error).splitlines()[0]} {_HOW}") from None
 
 
-def scratch(
-    classes: int = 2,
-    vocab: int = 30522,
-    length: int = 64,
-    path: str = "",
-    freeze: bool = False,
-    width: int = 768,
-    depth: int = 12,
-    heads: int = 12,
-    dropout: float = 0.1,
-) -> Bert:
-    """A BERT of these sizes, or of those in `path`/config.json, with random weights."""
-    transformers = _transformers()
-    settings: dict[str, Any] = {
-        "hidden_size": width,
-        "num_hidden_layers": depth,
-        "num_attention_heads": heads,
-        "intermediate_size": 4 * width,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-        "max_position_embeddings": 512,
-    }
-    file = Path(path) / "config.json"
-    if path and file.is_file():
-        settings |= json.loads(file.read_text())
-    settings |= {"vocab_size": vocab, "num_labels": classes}
-    settings["max_position_embeddings"] = max(length, settings["max_position_embeddings"])
-    return Bert(transformers.BertForSequenceClassification(transformers.BertConfig(**settings)), freeze)
+def scratch(classes: int = 2, vocab: int = 30522, length: int = 64, path: str = "", freeze: bool = False) -> Bert:
+    """BERT base, or an encoder of the sizes in `path`/config.json, with random weights."""
+    transformers, file = _transformers(), Path(path) / "config.json"
+    sizes: dict[str, Any] = json.loads(file.read_text()) if path and file.is_file() else {}
+    config = transformers.BertConfig(**sizes | {"vocab_size": vocab, "num_labels": classes})
+    config.max_position_embeddings = max(length, config.max_position_embeddings)
+    return Bert(transformers.BertForSequenceClassification(config), freeze)

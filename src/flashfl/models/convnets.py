@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 
 
 def initialise(module: nn.Module) -> None:
@@ -19,12 +19,6 @@ def initialise(module: nn.Module) -> None:
             nn.init.normal_(part.weight, std=0.01)
         if isinstance(part, nn.Conv2d | nn.Linear) and part.bias is not None:
             nn.init.zeros_(part.bias)  # torch's BatchNorm begins with 1 and 0 by itself
-
-
-def _at_least(model: str, size: int, least: int) -> None:
-    """Raise unless images are large enough for a model."""
-    if size < least:
-        raise ConfigError(f"{model} needs images of at least {least} pixels a side, not {size}: choose another model")
 
 
 class _TwoConvolutions(nn.Module):
@@ -49,7 +43,7 @@ class MNISTNet(_TwoConvolutions):
     """The paper's network for MNIST: 5x5 convolutions without padding, 3x3 max-pools of stride 1, 50 hidden units."""
 
     def __init__(self, classes: int = 10, channels: int = 1, size: int = 28) -> None:
-        _at_least("mnistnet", size, 13)
+        check_range("[13, inf)", "mnistnet needs larger images", size=size)
         side = size - 12  # each convolution takes 4 pixels off a side, each pool 2
         first = [nn.Conv2d(channels, 10, 5), nn.MaxPool2d(3, stride=1), nn.ReLU()]
         second = [nn.Conv2d(10, 20, 5), nn.MaxPool2d(3, stride=1), nn.ReLU()]
@@ -60,7 +54,7 @@ class LeafCNN(_TwoConvolutions):
     """LEAF's network for FEMNIST: padded 5x5 convolutions, 2x2 max-pools, 2,048 hidden units."""
 
     def __init__(self, classes: int = 62, channels: int = 1, size: int = 28) -> None:
-        _at_least("leafcnn", size, 4)
+        check_range("[4, inf)", "leafcnn needs larger images", size=size)
         side = size // 4
         first = [nn.Conv2d(channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
         second = [nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
@@ -112,7 +106,7 @@ class VGG16(_Pooled):
     widths = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # a max-pool ends each group
 
     def __init__(self, classes: int = 10, channels: int = 3, size: int = 32) -> None:
-        _at_least("vgg16", size, 32)
+        check_range("[32, inf)", "vgg16 needs larger images", size=size)
         parts: list[nn.Module] = []
         for group in self.widths:
             for outside in group:

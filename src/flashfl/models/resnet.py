@@ -19,10 +19,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outside)
         self.shortcut = nn.Sequential()
         if stride != 1 or inside != outside:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inside, outside, 1, stride, bias=False),
-                nn.BatchNorm2d(outside),
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
         y = batch_norm(self.bn1, self.conv1(x))

@@ -34,22 +34,20 @@ class Layer(nn.Module):
 
 
 class TinyTransformer(nn.Module):
-    """Embeddings, a few layers, the mean over a sentence's tokens, one linear layer.
+    """Embeddings, two layers, the mean over a sentence's tokens, one linear layer.
 
     The layers' matrices are prunable, as in BERT. Embeddings, LayerNorm, biases and the last layer stay dense. The
     classifier reads the mean, not the first token, so that plain SGD finds a signal early.
     """
 
-    def __init__(
-        self, classes: int = 2, vocab: int = 8192, length: int = 64, width: int = 64, depth: int = 2, heads: int = 4
-    ) -> None:
+    def __init__(self, classes: int = 2, vocab: int = 8192, length: int = 64) -> None:
         super().__init__()
-        self.words = nn.Embedding(vocab, width)
-        self.places = nn.Embedding(length, width)
-        self.norm = nn.LayerNorm(width)
-        self.layers = nn.ModuleList(Layer(width, heads) for _ in range(depth))
-        self.last = nn.LayerNorm(width)
-        self.fc = nn.Linear(width, classes)
+        self.words = nn.Embedding(vocab, 64)
+        self.places = nn.Embedding(length, 64)
+        self.norm = nn.LayerNorm(64)
+        self.layers = nn.ModuleList(Layer(width=64, heads=4) for _ in range(2))
+        self.last = nn.LayerNorm(64)
+        self.fc = nn.Linear(64, classes)
         for part in self.modules():
             if isinstance(part, nn.Linear):
                 nn.init.xavier_uniform_(part.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,6 @@ from ..dataset import DataSet, Files, Options, check_labels, images
 from ..files import Arrays, cached, damaged, read
 
 _CLASSES = 62
-_PIXELS = 28 * 28
 
 
 def _load(paths: list[Path], options: Options) -> DataSet:
@@ -27,16 +27,14 @@ def _load(paths: list[Path], options: Options) -> DataSet:
 def _split(folder: Path) -> Arrays:
     """One of LEAF's folders. Its JSON takes minutes to read, so the arrays are kept."""
     files = sorted(folder.glob("all_data_*.json"))
-    if not files:
-        raise damaged(folder, "it holds no all_data_*.json file")
 
     def make() -> Arrays:
         users = [user for file in files for user in _users(file)]
         if not users:
-            raise damaged(folder, f"there are no users in {', '.join(file.name for file in files)}")
-        names = [name for name, _, y in users for _ in range(len(y))]
+            raise damaged(folder, "it holds no all_data_*.json file with users")
+        names = [name for name, _, y in users for _ in y]
         return {
-            "images": np.concatenate([x for _, x, _ in users]).reshape(-1, 1, 28, 28),
+            "images": np.concatenate([x for _, x, _ in users]),
             "labels": np.concatenate([y for _, _, y in users]),
             "writers": np.unique(names, return_inverse=True)[1].astype(np.int64),
         }
@@ -44,23 +42,18 @@ def _split(folder: Path) -> Arrays:
     return cached(folder, "", files, ["images", "labels", "writers"], make)
 
 
-def _users(file: Path) -> list[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
+def _users(file: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
     """The users of a file: name, uint8 images, labels."""
-    out = []
     try:
         held = json.loads(read(file))
         for user in held["users"]:
             data = held["user_data"][user]
             x, y = np.asarray(data["x"], dtype=np.float32), np.asarray(data["y"], dtype=np.int64)
-            if x.shape != (len(y), _PIXELS):
-                raise damaged(file, f"user {user} has images of shape {x.shape} for {len(y)} labels")
-            check_labels(file, y, _CLASSES)
-            out.append((str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8), y))
+            check_labels(file, y, len(x), _CLASSES)
+            yield str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8).reshape(len(y), 1, 28, 28), y
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise damaged(
-            file, f"expected JSON from LEAF with `users` and `user_data` ({type(error).__name__}: {error})"
-        ) from None
-    return out
+        what = f"expected JSON from LEAF with `users` and `user_data` ({type(error).__name__}: {error})"
+        raise damaged(file, what) from None
 
 
 FEMNIST = Files(

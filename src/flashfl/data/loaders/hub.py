@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,16 +18,9 @@ _TEXTS = ("text", "sentence", "content", "review", "document", "comment", "tweet
 _SECOND = ("question", "query", "premise", "hypothesis")  # half of a pair, even beside one of those
 _NO_LABEL = (None, -1)
 _CLASSES = 1 << 16  # that whole numbers may name: a model has an output for each
-_YOURSELF = "To use this data set, select rows and columns with the datasets package and pass them to fl.Task"
 
 
-class Rows(Protocol):
-    """A split, as the `datasets` package gives it."""
-
-    features: Mapping[str, Any]
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, column: str) -> Iterable[Any]: ...
+Rows = Any  # a split, as the `datasets` package gives it: rows[column], and rows.features by column
 
 
 def load(name: str, options: Options) -> DataSet:
@@ -37,32 +30,13 @@ def load(name: str, options: Options) -> DataSet:
     or validation, that has labels. Without one, clients hold some back.
     """
     splits = _fetch(name)
-    if "train" not in splits or len(splits["train"]) == 0:
+    try:
+        return _read(splits, options)
+    except DataError as error:
         raise DataError(
-            f"hub:{name} has no training samples: it needs a split 'train', and its splits are {', '.join(splits)}. "
-            f"{_YOURSELF}"
-        )
-    train = splits["train"]
-    label = _label(train, name)
-    classes = _classes(train, label, name)
-    labelled = [s for s in _TESTS if s in splits and label in splits[s].features]
-    tests = [s for s in labelled if any(x not in _NO_LABEL for x in splits[s][label])][:1]
-    pictures = [column for column, feature in train.features.items() if _kind(feature) == "Image"]
-    column = pictures[0] if pictures else _text(train, label, name)
-    pairs: list[Pair] = []
-    held: list[Texts] = []
-    for split in ("train", *tests):
-        where, rows = f"hub:{name}: split {split!r}", splits[split]
-        targets, values = _targets(rows, label, classes, where), _column(rows, column, where)
-        if pictures:
-            size = pairs[0][0].shape[2:] if pairs else None
-            found = ((where, rgb(x)) for x in values)
-            pairs.append((stack(found, options.size, size, "BICUBIC"), np.array(targets)))
-        else:
-            held.append((list(values), targets))
-    if not pictures:
-        return texts(held, len(classes), options)
-    return images(pairs, len(classes), IMAGENET, CropFlip())
+            f"hub:{name}: {error}. To use this data set, select rows and columns with the datasets package and pass "
+            "them to fl.Task"
+        ) from None
 
 
 def _fetch(name: str) -> Mapping[str, Rows]:
@@ -74,75 +48,74 @@ def _fetch(name: str) -> Mapping[str, Rows]:
     try:
         splits: Mapping[str, Rows] = datasets.load_dataset(repository, config or None)
     except Exception as error:  # the package raises many kinds: no such name, no network, no such config
-        raise DataError(
-            f"hub:{name} could not be fetched ({type(error).__name__}: {error}). Check the name and the network."
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(f"hub:{name} could not be fetched ({why}). Check the name and the network.") from None
     return splits
 
 
-def _kind(feature: object) -> str:
-    return type(feature).__name__
+def _read(splits: Mapping[str, Rows], options: Options) -> DataSet:
+    if not splits.get("train"):
+        raise DataError(f"it needs a split 'train' with samples, and its splits are {', '.join(splits)}")
+    train = splits["train"]
+    label = _label(train)
+    classes = _classes(train, label)
+    labelled = [s for s in _TESTS if s in splits and label in splits[s].features]
+    tests = [s for s in labelled if any(x not in _NO_LABEL for x in splits[s][label])][:1]
+    pictures = [column for column, feature in train.features.items() if type(feature).__name__ == "Image"]
+    column = pictures[0] if pictures else _text(train, label)
+    pairs: list[Pair] = []
+    held: list[Texts] = []
+    for split in ("train", *tests):
+        given, values = list(splits[split][label]), _values(splits[split], column, split)
+        if lost := [f"row {i} has {value!r}" for i, value in enumerate(given) if value not in classes]:
+            where = f"{len(lost)} of {len(given)} rows of split {split!r}"
+            raise DataError(f"{label!r} is missing or unknown in {where}: {lost[0]}")
+        targets = [classes[value] for value in given]
+        if pictures:
+            size = pairs[0][0].shape[2:] if pairs else None
+            found = ((f"split {split!r}", rgb(value)) for value in values)
+            pairs.append((stack(found, options.size, size, "BICUBIC"), np.array(targets)))
+        else:
+            held.append((list(values), targets))
+    if not pictures:
+        return texts(held, len(classes), options)
+    return images(pairs, len(classes), IMAGENET, CropFlip())
 
 
-def _label(train: Rows, name: str) -> str:
+def _label(train: Rows) -> str:
     """The column of labels."""
-    labels = [column for column, feature in train.features.items() if _kind(feature) == "ClassLabel"]
+    labels: list[str] = [column for column, feature in train.features.items() if type(feature).__name__ == "ClassLabel"]
     labels += [column for column in LABELS if column in train.features]
     if not labels:
-        raise DataError(
-            f"hub:{name} has no column of labels: its columns are {', '.join(train.features)}, and one must be of the "
-            f"type ClassLabel or called {', '.join(LABELS)}. {_YOURSELF}"
-        )
+        raise DataError(f"it has {', '.join(train.features)}, none a ClassLabel or called {', '.join(LABELS)}")
     return labels[0]
 
 
-def _classes(train: Rows, label: str, name: str) -> dict[object, int]:
+def _classes(train: Rows, label: str) -> dict[object, int]:
     """The class of each label: whole numbers are their own, strings are numbered in the order of the alphabet."""
-    if _kind(train.features[label]) == "ClassLabel":
+    if type(train.features[label]).__name__ == "ClassLabel":
         return {i: i for i in range(int(train.features[label].num_classes))}
     given = [value for value in train[label] if value not in _NO_LABEL]
     if all(isinstance(value, str) for value in given):
         return {value: i for i, value in enumerate(sorted(set(given)))}
     if all(isinstance(value, int | float) and 0 <= value < _CLASSES and value == int(value) for value in given):
         return {i: i for i in range(int(max(given)) + 1)}
-    raise DataError(
-        f"hub:{name}: the labels in {label!r} must be all whole numbers from 0 to {_CLASSES - 1}, or all strings; the "
-        f"first are {given[:3]}. {_YOURSELF}"
-    )
+    raise DataError(f"labels must be whole numbers from 0 to {_CLASSES - 1}, or strings: {label!r} has {given[:3]}")
 
 
-def _targets(rows: Rows, label: str, classes: Mapping[object, int], where: str) -> list[int]:
-    """The class of each row."""
-    given = list(rows[label])
-    lost = [i for i, value in enumerate(given) if value not in classes]
-    if lost:
-        example = f"row {lost[0]} has {given[lost[0]]!r}"
-        raise DataError(
-            f"{where}: {label!r} is missing or unknown in {len(lost)} of {len(given)} rows: {example}. {_YOURSELF}"
-        )
-    return [classes[value] for value in given]
-
-
-def _column(rows: Rows, column: str, where: str) -> Iterator[Any]:
+def _values(rows: Rows, column: str, split: str) -> Iterator[Any]:
     """The values of a column, none of which may be missing."""
     for i, value in enumerate(rows[column]):
         if value is None:
-            raise DataError(f"{where} has no {column} in row {i}. {_YOURSELF}")
+            raise DataError(f"split {split!r} has no {column} in row {i}")
         yield value
 
 
-def _text(train: Rows, label: str, name: str) -> str:
+def _text(train: Rows, label: str) -> str:
     """The column of texts, if it is clear which."""
-    kinds = {
-        column: f"{_kind(f)} {f.dtype}" if _kind(f) == "Value" else _kind(f) for column, f in train.features.items()
-    }
-    strings = [c for c, kind in kinds.items() if kind in ("Value string", "Value large_string")]
+    strings = [c for c, f in train.features.items() if getattr(f, "dtype", "") in ("string", "large_string")]
     columns = [c for c in strings if c != label and not is_id(c)]
-    if not columns:
-        raise DataError(f"hub:{name} has neither images nor texts: its columns are {kinds}. {_YOURSELF}")
     liked = [column for column in _TEXTS if column in columns]
     if len(columns) == 1 or (liked and not set(columns) & set(_SECOND)):
         return (liked or columns)[0]
-    raise DataError(
-        f"hub:{name} has several columns of texts, and only one can be read: {', '.join(columns)}. {_YOURSELF}"
-    )
+    raise DataError(f"it needs a column of images, or exactly one of texts. Its texts: {', '.join(columns) or 'none'}")

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from ..augment import Normalise
 from ..dataset import DataSet, Files, Options, Pair, check_labels, images
-from ..files import damaged, read, read_start
+from ..files import damaged, read
 
-_UINT8, _INT32 = 0x08, 0x0C
-_TYPES = {_UINT8: ">u1", _INT32: ">i4"}
+_TYPES = {8: ">u1", 12: ">i4"}
 _MD5 = {
     "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
@@ -25,19 +24,17 @@ _MD5 = {
     "qmnist-train-labels-idx2-int": "1d43300e7f41ddcbf7fd006cbe865af9",
 }
 _FILES = tuple(_MD5)[:4]
-_WRITER = 2  # the column of QMNIST's labels that says who wrote; column 0 is the digit
 
 
-def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
-    """The array in an IDX file. No more is read than the file's header announces."""
-    start = 4 + 4 * dims
-    magic, head = bytes([0, 0, kind, dims]), read_start(path)[:start]
-    if head[:4] != magic:
-        raise damaged(path, f"it begins with {head[:4].hex() or 'nothing'}, expected {magic.hex()}")
-    shape = [int.from_bytes(head[at : at + 4], "big") for at in range(4, start, 4)]
+def read_idx(path: Path, dims: int, kind: int = 8) -> NDArray[Any]:
+    """The array in an IDX file: `kind` is the file's number for the type of its values."""
+    data, start = read(path), 4 + 4 * dims
+    magic = bytes([0, 0, kind, dims])
+    if data[:4] != magic:
+        raise damaged(path, f"it begins with {data[:4].hex() or 'nothing'}, expected {magic.hex()}")
+    shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]
     dtype = np.dtype(_TYPES[kind])
     wanted = start + prod(shape) * dtype.itemsize
-    data = read(path, most=wanted)
     if len(data) != wanted:
         raise damaged(path, f"it has {len(data)} bytes, but sizes {shape} need {wanted}")
     return np.frombuffer(data, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
@@ -45,12 +42,8 @@ def read_idx(path: Path, kind: int, dims: int) -> NDArray[Any]:
 
 def _pair(pixels: Path, labels: Path) -> Pair:
     """The images of one file and the labels of another."""
-    x, y = read_idx(pixels, _UINT8, 3), read_idx(labels, _UINT8, 1)
-    if x.shape[1:] != (28, 28):
-        raise damaged(pixels, f"its images have {x.shape[1]}x{x.shape[2]} pixels, expected 28x28")
-    if len(x) != len(y):
-        raise damaged(labels, f"{len(y)} labels for the {len(x)} images of {pixels.name}")
-    check_labels(labels, y, 10)
+    x, y = read_idx(pixels, 3), read_idx(labels, 1)
+    check_labels(labels, y, len(x), 10)
     return x[:, None], y
 
 
@@ -59,14 +52,12 @@ def _load(norm: Normalise, paths: list[Path], options: Options) -> DataSet:
 
 
 def _with_writers(paths: list[Path], options: Options) -> DataSet:
-    """MNIST, with who wrote each training digit from QMNIST's labels of the same images."""
+    """MNIST, with who wrote each training digit: column 2 of QMNIST's labels of the same images."""
     mnist = MNIST.read(paths[:4], options)
-    rows = read_idx(paths[4], _INT32, 2)
-    if rows.shape[1] <= _WRITER or len(rows) != len(mnist.train):
-        raise damaged(paths[4], f"it has a table of shape {rows.shape}, expected {len(mnist.train)} rows and 8 columns")
-    if not np.array_equal(rows[:, 0], mnist.labels):
-        raise damaged(paths[4], "its digits differ from MNIST's training labels")
-    return replace(mnist, writers=rows[:, _WRITER])
+    rows = read_idx(paths[4], 2, kind=12)
+    if rows.shape[1:] != (8,) or not np.array_equal(rows[:, 0], mnist.labels):
+        raise damaged(paths[4], "expected 8 columns, the first with the digits of MNIST's training images")
+    return replace(mnist, writers=rows[:, 2])
 
 
 def _forms(*folders: str) -> tuple[tuple[str, ...], ...]:

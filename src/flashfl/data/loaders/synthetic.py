@@ -30,7 +30,7 @@ def make(info: Info, samples: int, writers: int, options: Options) -> DataSet:
     noise = [rng.integers(-40, 40, (len(y), *info.shape), dtype=np.int16) for y in labels]
     pairs = [((prototypes[y] + n).astype(np.uint8), y) for y, n in zip(labels, noise, strict=True)]
     channels = info.shape[0]
-    augment = CropFlip() if options.augment and channels == 3 else None
+    augment = CropFlip() if channels == 3 else None
     return images(pairs, info.classes, Normalise((0.5,) * channels, (0.25,) * channels), augment, ids)
 
 

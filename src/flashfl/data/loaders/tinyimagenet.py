@@ -9,7 +9,7 @@ import numpy as np
 from ..augment import CropFlip, Normalise, Rotate
 from ..dataset import DataSet, Files, Options, Pair, images
 from ..files import Arrays, cached, damaged, read_text
-from ..pictures import read_picture, stack
+from ..pictures import picture_files, read_picture, stack
 from ..sources import Inputs
 
 _NORM = Normalise((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))
@@ -24,23 +24,11 @@ def augment(inputs: Inputs, key: int, at: int) -> Inputs:
 def _load(paths: list[Path], options: Options) -> DataSet:
     """The test images are those of the validation folder: the test folder has no labels."""
     wnids, train, annotations = paths
-    names = read_text(wnids).split()
-    if not names or len(set(names)) != len(names):
-        raise damaged(wnids, "expected a list of class names, without repetitions")
-    classes = {name: i for i, name in enumerate(names)}
-    found = {"train": _train(train, classes), "val": _validation(annotations, classes)}
-    pairs = [_decoded(f"{split}-", files, wnids.parent) for split, files in found.items()]
+    classes = {name: i for i, name in enumerate(read_text(wnids).split())}
+    listed = [(path, label) for name, label in classes.items() for path in picture_files(train / name)]
+    tests = _validation(annotations, classes)
+    pairs = [_decoded("train-", listed, wnids.parent), _decoded("val-", tests, wnids.parent)]
     return images(pairs, len(classes), _NORM, augment)
-
-
-def _train(folder: Path, classes: dict[str, int]) -> Listed:
-    files: Listed = []
-    for name, label in classes.items():
-        mine = sorted((folder / name / "images").glob("*.JPEG"))
-        if not mine:
-            raise damaged(folder / name / "images", "it holds no .JPEG images")
-        files += [(path, label) for path in mine]
-    return files
 
 
 def _validation(annotations: Path, classes: dict[str, int]) -> Listed:
