@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import cache
 from importlib.resources import files
 
 import numpy as np
@@ -92,33 +90,24 @@ def table_page(table: Table, about: str) -> str:
 
 def page(data: Data) -> str:
     """The page that shows this data."""
-    script = "\n".join(_piece(name) for name in _SCRIPTS)
-    head, rest = _piece("page.html").split("/*STYLE*/")
-    middle, rest = rest.split("/*DATA*/")
-    before, after = rest.split("/*SCRIPT*/")
-    return "".join([head, _piece("style.css"), middle, script_json(data), before, script, after])
+    made = _piece("page.html").replace("/*STYLE*/", _piece("style.css"))
+    made = made.replace("/*SCRIPT*/", "\n".join(map(_piece, _SCRIPTS)))
+    return made.replace("/*DATA*/", script_json(data))  # last: names in it may look like a mark
 
 
-@cache
 def _piece(name: str) -> str:
     return files(__package__).joinpath("template", name).read_text(encoding="utf-8")
 
 
 def script_json(data: object) -> str:
     """JSON that cannot end the script element it stands in. NaN and infinities become null."""
-    text = json.dumps(clean(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(clean(data), ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def clean(value: object) -> object:
-    """The same data without NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): clean(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(v) for v in value]
-    return value
+def clean(data: object) -> object:
+    """The same data without NaN and infinities, which JSON in a browser cannot have."""
+    return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
 
 def _group(label: str, runs: Sequence[RunData], heat: bool) -> Data:

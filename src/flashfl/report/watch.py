@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
             if parse_qs(where.query).get("since") == [data["stamp"]]:
                 self._answer(204, "application/json", b"")
             else:
-                self._answer(200, "application/json", json.dumps(clean(data), allow_nan=False).encode())
+                self._answer(200, "application/json", json.dumps(clean(data)).encode())
         else:
             self._answer(404, "text/plain", b"not found")
 
