@@ -16,6 +16,7 @@ from ..core.errors import ConfigError, unknown
 from ..methods import METHODS
 from ..run.config import RunConfig, Settings, Tables, make_config
 from ..run.track import flat
+from . import TABLES
 
 _TABLE_1 = {"per_round": 10, "batch": 32, "epochs": 1, "lr": 0.1, "lr_end": 0.001}
 SETTINGS: dict[str, Tables] = {
@@ -92,21 +93,18 @@ def short(value: object) -> str:
     return ",".join(map(short, value)) if isinstance(value, list | tuple) else str(value)
 
 
-_DATA = files(__package__).joinpath("data")
-
-
-def table_names() -> list[str]:
-    return sorted(p.name.removesuffix(".json") for p in _DATA.iterdir() if p.name.endswith(".json"))
-
-
 @cache
 def load_table(name: str) -> PaperTable:
-    if name not in table_names():
-        raise unknown("table", name, table_names())
-    data = json.loads(_DATA.joinpath(f"{name}.json").read_text())
-    given = [{"paper": None, "train": data.get("train", {}), "task": data.get("task", {}), **c} for c in data["cells"]]
-    cells = [Cell(**c) for c in given]
-    return PaperTable(data["title"], tuple(data["rows"]), tuple(cells), data.get("mismatch", False))
+    if name not in TABLES:
+        raise unknown("table", name, TABLES)
+    data = json.loads(files(__package__).joinpath("data", f"{name}.json").read_text())
+    shared = {"paper": None, "train": data.get("train", {}), "task": data.get("task", {})}
+    cells = tuple(Cell(**{**shared, **cell}) for cell in data["cells"])
+    return PaperTable(data["title"], tuple(data["rows"]), cells, data.get("mismatch", False))
+
+
+def every_table() -> dict[str, PaperTable]:
+    return {name: load_table(name) for name in TABLES}
 
 
 def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:

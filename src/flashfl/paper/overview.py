@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..data import registry
 from ..run.table import Entry, Table
+from . import TABLES
 from .cells import Cell, chosen, load_table
 from .far import Compared, far_table
 from .results import Record, Stored
@@ -16,11 +17,6 @@ from .tables import FAR, MEANINGS, NEAR, miss_of, table_of
 
 Place = tuple[str, float | None]  # a data set, and an alpha where a section has only one
 
-# In the order of the page, and of the runs of `flashfl reproduce --all --budget-minutes N`.
-TABLES = (
-    "main", "hetero", "r_int", "stage1", "nm", "savings", "feddst", "fedspa", "zerofl", "rivals_lr", "rivals", "wfa",
-    "initialisation", "static_bn", "disagreement", "vgg16", "sst2",
-)  # fmt: skip
 # What the experiments in LOG.md found: a table, a data set, an alpha (None: any), a note.
 _NOTES: Sequence[tuple[str, str, float | None, str]] = (
     ("main", "cifar10", 0.1, "At alpha 0.1 accuracy goes up and down by several points in the last rounds. On "

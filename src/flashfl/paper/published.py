@@ -9,7 +9,7 @@ from ..data import registry
 from ..methods import METHODS
 from ..run.config import Settings
 from ..run.track import flat
-from .cells import Cell, load_table, table_names
+from .cells import Cell, every_table
 
 # A method with other values of these is not the paper's.
 _PLAIN = {"allocation": "uniform", "freeze_after": 0, "mask_init": "random"}
@@ -53,10 +53,8 @@ def lookup(settings: Settings) -> Published:
 
 @cache
 def _cells() -> tuple[tuple[Cell, Settings], ...]:
-    """The cells of all tables with their settings. Those that state a spread come first."""
-    first = ("main", "hetero", "savings")
-    names = [*first, *(name for name in table_names() if name not in first)]
-    return tuple((cell, _settings(cell)) for name in names for cell in load_table(name).cells)
+    """The cells of all tables with their settings. Tables that state spreads come first."""
+    return tuple((cell, _settings(cell)) for table in every_table().values() for cell in table.cells)
 
 
 def _settings(cell: Cell) -> Settings:

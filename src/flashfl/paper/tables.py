@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from ..run.progress import amount
 from ..run.summary import summarise
 from ..run.table import COLUMNS, TRANSFER, Entry, Table, percent, transfer
-from .cells import Cell, load_table, table_names
+from .cells import Cell, every_table, load_table
 from .results import Record, Stored, numbers_of, stale
 
 _COLUMNS = (
@@ -62,7 +62,7 @@ def miss_of(cell: Cell, found: Sequence[Record]) -> Miss | None:
 @cache
 def _stated() -> dict[str, float]:
     """The spreads in the paper, by place: a cell may stand in two tables, one of which states none."""
-    cells = (cell for name in table_names() for cell in load_table(name).cells)
+    cells = (cell for table in every_table().values() for cell in table.cells)
     return {cell.place(0): cell.paper["std"] for cell in cells if cell.paper and "std" in cell.paper}
 
 

@@ -181,8 +181,6 @@ def figure(name: str, runs: Sequence[RunData]) -> Figure:
     """The figure of that name as a matplotlib Figure."""
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
-    if not runs:
-        raise FlashError("there is no run to draw: give folders that contain runs")
     if name in EACH:
         return _panels(name, titled(groups_of(runs)))
     return _by_task(runs, [ONE[name]], (6.4, 4))
