@@ -66,7 +66,7 @@ def test_every_cell_of_every_table_can_be_run(name: str) -> None:
     table = load_table(name)
     cells = table.cells
     assert table.title
-    assert set(table.keys) <= {"dataset", "alpha", "density"}
+    assert set(table.rows) <= {"dataset", "alpha", "density"}
     for cell in cells:
         config = cell.config(1)
         assert config.train.seed == 1

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from ..core.errors import ConfigError, unknown
 from ..methods import METHODS
@@ -80,12 +81,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One of the paper's tables: its title, the columns that name a row, its cells, and whether it shows mismatch."""
+    """One of the paper's tables: its title, the columns that name a row, its cells, and whether it shows mismatch.
+
+    Notes say what the experiments in LOG.md found, each for a data set, or for one alpha of it.
+    """
 
     title: str
-    keys: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    rows: Sequence[str]
+    cells: Sequence[Cell]
     mismatch: bool = False
+    notes: Sequence[Mapping[str, Any]] = ()
 
 
 def short(value: object) -> str:
@@ -98,9 +103,8 @@ def load_table(name: str) -> PaperTable:
     if name not in TABLES:
         raise unknown("table", name, TABLES)
     data = json.loads(files(__package__).joinpath("data", f"{name}.json").read_text())
-    shared = {"paper": None, "train": data.get("train", {}), "task": data.get("task", {})}
-    cells = tuple(Cell(**{**shared, **cell}) for cell in data["cells"])
-    return PaperTable(data["title"], tuple(data["rows"]), cells, data.get("mismatch", False))
+    shared = {"paper": None, "train": data.pop("train", {}), "task": data.pop("task", {})}
+    return PaperTable(**{**data, "cells": [Cell(**{**shared, **cell}) for cell in data["cells"]]})
 
 
 def every_table() -> dict[str, PaperTable]:

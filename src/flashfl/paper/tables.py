@@ -72,7 +72,7 @@ def table_of(name: str, cells: Sequence[Cell], seeds: int | None, stored: Stored
     rows = [{**_place(cell), **_row(cell, stored.all(cell, seeds))} for cell in cells]
     shown = {"before %": any("before %" in row for row in rows), "mismatch": paper.mismatch}
     shown |= dict.fromkeys(("paper %", "difference", "spreads"), any(cell.paper for cell in cells))
-    head = [c for c in (*paper.keys, *_COLUMNS) if shown.get(c, True)]
+    head = [c for c in (*paper.rows, *_COLUMNS) if shown.get(c, True)]
     return Table(head, [[row.get(c, Entry("")) for c in head] for row in rows], paper.title)
 
 
