@@ -62,8 +62,8 @@ class Cell:
     def config(self, seed: int, data_root: str = "", **more: str) -> RunConfig:
         """What to run: the paper's settings for the data set, this cell's changes, a seed."""
         base = SETTINGS[self.dataset]
-        has_warmup = "warmup_clients" in {f.name for f in fields(METHODS[self.method["name"]])}
-        method = {**({"warmup_clients": base["train"]["per_round"]} if has_warmup else {}), **self.method}
+        warmed_up = hasattr(METHODS[self.method["name"]], "warmup_clients")
+        method = {**({"warmup_clients": base["train"]["per_round"]} if warmed_up else {}), **self.method}
         train = {**base["train"], "eval_every": 10, "seed": seed, **self.train, **more}
         task = {**base["task"], **self.task, **({"data_root": data_root} if data_root else {})}
         return make_config({"task": task, "train": train, "method": method})
@@ -91,6 +91,11 @@ class PaperTable:
     cells: Sequence[Cell]
     mismatch: bool = False
     notes: Sequence[Mapping[str, Any]] = ()
+
+
+def derived(method: str) -> set[str]:
+    """The settings that a method works out itself, by their full names."""
+    return {f"method.{f.name}" for f in fields(METHODS[method]) if f.metadata.get("derived")}
 
 
 def short(value: object) -> str:

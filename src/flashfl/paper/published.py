@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 from ..data import registry
-from ..methods import METHODS
 from ..run.config import Settings
 from ..run.track import flat
-from .cells import Cell, every_table
+from .cells import Cell, derived, every_table
 
 # A method with other values of these is not the paper's.
 _PLAIN = {"allocation": "uniform", "freeze_after": 0, "mask_init": "random"}
@@ -59,10 +58,9 @@ def _cells() -> tuple[tuple[Cell, Settings], ...]:
 
 def _settings(cell: Cell) -> Settings:
     """The settings behind one of the paper's figures, without those that do not matter."""
-    derived = [f"method.{f.name}" for f in fields(METHODS[cell.method["name"]]) if f.metadata.get("derived")]
     model = registry.info(cell.dataset).model
     every = flat(cell.config(seed=0).to_json()) | {"task.model": model}
-    aside = {*_IRRELEVANT, *derived, *(_UNSTATED if model == "bert" else _OF_TEXT)}
+    aside = {*_IRRELEVANT, *derived(cell.method["name"]), *(_UNSTATED if model == "bert" else _OF_TEXT)}
     return {k: v for k, v in every.items() if k not in aside}
 
 
