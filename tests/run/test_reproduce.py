@@ -383,7 +383,7 @@ def test_cell_continues_after_the_budget_is_spent(tmp_path: Path, capsys: Any) -
     with pytest.MonkeyPatch.context() as patch:
         stopped_at(patch, 4)
         assert reproduce([cell, small_cell()], 1, results, runs, 5, {}) == (0, 0)
-    assert "2 cells are left (one has begun and will continue from its checkpoint)" in capsys.readouterr().err
+    assert "2 cells are left: run the command again" in capsys.readouterr().err
     # However the data and the device are named: the run is the same.
     assert reproduce([cell], 1, results, runs, 5, {"device": "cpu", "data_root": str(tmp_path)}) == (1, 0)
     assert "starting again" not in capsys.readouterr().err
@@ -437,7 +437,7 @@ def test_cell_with_damaged_records_is_run_again(tmp_path: Path, capsys: Any, dam
 
 def test_unwritable_results_folder_fails_before_running(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write there"):
+    with pytest.raises(ConfigError, match="cannot be a folder"):
         reproduce([small_cell()], 1, tmp_path / "file", tmp_path / "runs", 5, {})
     for minutes in ("-5", "nan"):
         assert main(["reproduce", "main", "--budget-minutes", minutes]) == 1
