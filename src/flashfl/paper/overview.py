@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from ..data import registry
 from ..run.table import Entry, Table
-from . import TABLES
-from .cells import Cell, chosen, load_table
+from .cells import Cell, chosen, every_table, load_table
 from .far import Compared, far_table
 from .results import Record, Stored
 from .tables import FAR, MEANINGS, NEAR, miss_of, table_of
@@ -63,9 +62,9 @@ class Overview:
 
 def every_cell(**filters: str) -> dict[str, list[Cell]]:
     """The cells of all tables that the filters choose, by table."""
-    cells = {name: load_table(name).cells for name in TABLES}
-    found = {id(cell) for cell in chosen([cell for some in cells.values() for cell in some], **filters)}
-    return {name: [cell for cell in some if id(cell) in found] for name, some in cells.items()}
+    tables = every_table()
+    found = chosen([cell for table in tables.values() for cell in table.cells], **filters)
+    return {name: [cell for cell in table.cells if cell in found] for name, table in tables.items()}
 
 
 def overview(cells: Mapping[str, Sequence[Cell]], seeds: int | None, stored: Stored) -> Overview:
@@ -111,7 +110,7 @@ def _section(name: str, place: Place, table: Table) -> Section:
     if alpha is not None:
         title, command, stated = f"{title}, alpha {alpha:g}", f"{command} --alpha {alpha:g}", {*stated, "alpha"}
     filled = [any(row[i].text not in ("", "-") for row in table.rows) for i in range(len(table.head))]
-    kept = [i for i, column in enumerate(table.head) if column not in stated and filled[i]]
+    kept = [i for i, name in enumerate(table.head) if name not in stated and filled[i]]
     notes = [n["text"] for n in load_table(name).notes if n["dataset"] == dataset and n.get("alpha") in (None, alpha)]
     rows = [[row[i] for i in kept] for row in table.rows]
     return Section(title, command, Table([table.head[i] for i in kept], rows, notes=notes))

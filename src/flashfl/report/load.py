@@ -17,15 +17,13 @@ from ..core.errors import FlashError
 from ..core.record import RoundRecord
 from ..data import registry
 from ..measure.mismatch import pairwise
-from ..paper.published import Published, lookup
+from ..paper.published import ELSEWHERE, Published, lookup
 from ..run.config import Settings
 from ..run.observe import SNAPSHOTS, snapshots
 from ..run.results import RESULTS, End, Header, Results
 from ..run.summary import Metric, Numbers, numbers_of
 from ..run.track import flat
 
-# Settings that say where or how a run is carried out, not what it is. Runs that differ only in these are one group.
-ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
 STARTED = "run.started"  # a run started from Python records fewer settings of its task than one started by a command
 LONGER = ("train.extended", "train.changed")  # the rounds of a run that was resumed with more rounds, or with fewer
 _PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
@@ -46,28 +44,27 @@ class RunData:
     @cached_property
     def settings(self) -> Settings:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
-        longer = {}
+        config, identity = self.header.get("config"), self.header["identity"]
+        found = flat(config or {"method": identity["method"], "task": self._task(), "train": identity["settings"]})
         if before := self.header.get("extended"):
-            steps = [*before, self.header["identity"]["settings"]["rounds"]]
-            longer[LONGER[steps != sorted(steps)]] = f"from {' to '.join(map(str, steps))} rounds"
-        if config := self.header.get("config"):
-            return flat(config) | longer | {STARTED: "by command"}
-        identity = self.header["identity"]
+            steps = [*before, identity["settings"]["rounds"]]
+            found[LONGER[steps != sorted(steps)]] = f"from {' to '.join(map(str, steps))} rounds"
+        return found | {STARTED: "by command" if config else "from Python"}
+
+    def _task(self) -> Settings:
+        """What a run started from Python recorded about its task."""
+        identity, task = self.header["identity"], self.header["task"]
         # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
         # name says which data it has, and may be split again for each seed.
         digests = {name: identity.get(name) for name in ("layout", "clients")}
-        if not self.info:
-            digests |= {"samples": identity.get("samples"), "data": self.header["task"].get("data")}
-        learns = {} if self.info else {"loss": identity.get("loss", ""), "metric": self.metric.name}
-        task = {"dataset": self.header["task"]["name"], **self.info, **learns, "digests": digests}
-        task.pop("histogram", None)
-        if self.info and registry.info(self.dataset).model == self.model:
-            task["model"] = ""  # as the command line records it
-        return (
-            flat({"method": identity["method"], "task": task, "train": identity["settings"]})
-            | longer
-            | {STARTED: "from Python"}
-        )
+        if self.info:
+            about = {name: value for name, value in self.info.items() if name != "histogram"}
+            if registry.info(self.dataset).model == self.model:
+                about["model"] = ""  # as the command line records it
+        else:
+            about = {"loss": identity.get("loss", ""), "metric": self.metric.name}
+            digests |= {"samples": identity.get("samples"), "data": task.get("data")}
+        return {"dataset": task["name"], **about, "digests": digests}
 
     @property
     def info(self) -> Settings:

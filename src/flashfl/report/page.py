@@ -34,7 +34,8 @@ _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
 def page_data(found: Found, heat: bool = True) -> Data:
     """Everything the page shows about runs, a part for each task. heat: compare stored masks too, which is slow."""
     parts = [_part(title, runs, heat) for title, runs in tasks_of(found.runs).items()]
-    return {"made": _now(), "problems": list(found.problems.values()), "parts": parts}
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {"made": made, "problems": list(found.problems.values()), "parts": parts}
 
 
 def _part(title: str, runs: Sequence[RunData], heat: bool) -> Data:
@@ -49,10 +50,6 @@ def _part(title: str, runs: Sequence[RunData], heat: bool) -> Data:
         "splits": _splits(groups),
         "runs": [_about(label, run) for label, seeds in groups.items() for run in seeds],
     }
-
-
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
@@ -85,7 +82,7 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
 def table_page(table: Table, about: str) -> str:
     """The page with a table alone."""
     part = {"title": "", "about": about, "table": table.to_json(), "facts": [], "groups": [], "runs": []}
-    return page({"made": _now(), "problems": [], "parts": [part]})
+    return page({**page_data(Found()), "parts": [part]})
 
 
 def page(data: Data) -> str:
