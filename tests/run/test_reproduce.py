@@ -90,7 +90,7 @@ def test_filters() -> None:
         chosen(cells, dataset="cifar10,cifar11")
     with pytest.raises(ConfigError, match=r"unknown density '0\.07'"):
         chosen(cells, density="0.05,0.07")
-    with pytest.raises(ConfigError, match="unknown method 'SPDTS'"):
+    with pytest.raises(ConfigError, match="unknown method 'spdts': did you mean 'spdst'"):
         chosen(cells, method="SPDTS")
     with pytest.raises(ConfigError, match="no entry of the table matches all of these filters"):
         chosen(cells, dataset="femnist", alpha="1")

@@ -120,29 +120,26 @@ def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:
     """The cells a user asked for: by dataset, alpha, density and method, each a comma-separated list or empty."""
     found = list(cells)
     for name, text in filters.items():
-        words = [word for word in text.split(",") if word]
-        known = {shown for cell in cells for shown in _facts(cell)[name]}
-        if words and not known:
+        wanted = {_plain(word) for word in text.split(",") if word}
+        known = {fact for cell in cells for fact in _facts(cell)[name]}
+        if wanted and not known:
             raise ConfigError(f"--{name} {text}: the cells of this table have no {name}")
-        for word in words:
-            if _plain(word) not in map(_plain, known):
-                raise unknown(name, word, known)
-        if words:
-            wanted = set(map(_plain, words))
-            # Dense cells have no density and fit every one.
-            found = [c for c in found if not (facts := _facts(c)[name]) or wanted & set(map(_plain, facts))]
+        if strange := wanted - known:
+            raise unknown(name, min(strange), known)
+        if wanted:  # dense cells have no density and fit every one
+            found = [cell for cell in found if not (facts := _facts(cell)[name]) or wanted & facts]
     if not found or (filters.get("density") and not any("density" in c.method for c in found)):
         raise ConfigError("no entry of the table matches all of these filters: remove one")
     return found
 
 
-def _facts(cell: Cell) -> dict[str, tuple[str, ...]]:
+def _facts(cell: Cell) -> dict[str, set[str]]:
     """What a filter may say to get this cell."""
     return {
-        "dataset": (cell.dataset,),
-        "alpha": ("-" if cell.alpha is None else f"{cell.alpha:g}",),
-        "density": (f"{cell.density:g}",) if "density" in cell.method else (),
-        "method": (cell.column, cell.method["name"]),
+        "dataset": {cell.dataset},
+        "alpha": {"-" if cell.alpha is None else f"{cell.alpha:g}"},
+        "density": {f"{cell.density:g}"} if "density" in cell.method else set(),
+        "method": {_plain(cell.column), cell.method["name"]},
     }
 
 

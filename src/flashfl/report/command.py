@@ -33,9 +33,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     report = add("report", _report, "write a report about runs: one page, an image or a table")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=_RUNS)
     report.add_argument("--out", type=Path, help="file to write (default: report.html; md and csv are printed)")
-    report.add_argument(
-        "--format", choices=FORMATS, help="format of the report (default: the ending of --out, or html)"
-    )
+    report.add_argument("--format", choices=FORMATS, help="format (default: the ending of --out, or html)")
 
     figure = add("figure", _figure, "draw one of the paper's figures from your runs")
     figure.add_argument("name", help=FIGURES)
@@ -46,36 +44,23 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     watch.add_argument("--port", type=int, default=8327, help="port to serve on (default: 8327; 0: any free port)")
 
-    again = add(
-        "reproduce",
-        _reproduce,
-        "compare our results with a table of the paper; with --budget-minutes, run missing ones",
-    )
+    said = "compare our results with a table of the paper; with --budget-minutes, run missing ones"
+    again = add("reproduce", _reproduce, said)
     again.add_argument("table", nargs="?", default="", help=", ".join(TABLES))
     again.add_argument("--all", action="store_true", help="all tables on one page, and what is missing")
     for name in _FILTERS:
-        again.add_argument(
-            f"--{name}", default="", help=f"show or run only table entries with this {name} (several: comma-separated)"
-        )
-    again.add_argument(
-        "--seeds", type=int, help="number of seeds per table entry (default: 1 with --budget-minutes, else all)"
-    )
-    again.add_argument(
-        "--budget-minutes",
-        type=float,
-        default=0.0,
-        help="minutes to spend on missing results (default: 0, only show what is there)",
-    )
+        said = f"show or run only table entries with this {name} (several: comma-separated)"
+        again.add_argument(f"--{name}", default="", help=said)
+    said = "number of seeds per table entry (default: 1 with --budget-minutes, else all)"
+    again.add_argument("--seeds", type=int, help=said)
+    said = "minutes to spend on missing results (default: 0, only show what is there)"
+    again.add_argument("--budget-minutes", type=float, default=0.0, help=said)
     said = "folder of finished results; new ones are added to it (default: results)"
     again.add_argument("--results", type=Path, default=Path("results"), help=said)
     said = "folder for the runs that this command starts (default: runs/reproduce)"
     again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help=said)
-    again.add_argument(
-        "--data-root",
-        dest="root",
-        default="",
-        help="folder of data sets (default: the environment variable FLASHFL_DATA, or ./data)",
-    )
+    said = "folder of data sets (default: the environment variable FLASHFL_DATA, or ./data)"
+    again.add_argument("--data-root", default="", help=said)
     again.add_argument("--device", default="auto", help="auto, cpu or cuda")
     said = "also write the table (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf); with --all the "
     said += "page (.html, .md; default: results.html)"
@@ -162,7 +147,7 @@ def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     failed = 0
     if args.budget_minutes:
         cells = [cell for some in tables.values() for cell in some]
-        settings = {"device": args.device, "data_root": args.root}
+        settings = {"device": args.device, "data_root": args.data_root}
         _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
     stored = Stored(args.results)
     tables = {name: [settled(cell, stored) or cell for cell in some] for name, some in tables.items()}

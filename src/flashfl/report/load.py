@@ -209,7 +209,7 @@ def _once(found: Found) -> None:
         if first is not run:
             how = "is a copy of" if run.rounds == first.rounds else "has the settings and the seed of"
             found.problems[run.folder] = f"{run.folder} {how} {first.folder}, so only {first.folder} is shown"
-    found.runs = [run for run in found.runs if any(run is one for one in kept.values())]
+    found.runs = [run for run in found.runs if run.folder not in found.problems]
 
 
 def _read(folder: Path) -> RunData:
