@@ -69,28 +69,23 @@ def _stated() -> dict[str, float]:
 def table_of(name: str, cells: Sequence[Cell], seeds: int | None, stored: Stored) -> Table:
     """A row for each cell. `seeds`: how many count; None takes all that are stored."""
     paper = load_table(name)
-    rows = [{**_place(cell), **_row(cell, stored.all(cell, seeds))} for cell in cells]
+    rows = [_row(cell, stored.all(cell, seeds)) for cell in cells]
     shown = {"before %": any("before %" in row for row in rows), "mismatch": paper.mismatch}
     shown |= dict.fromkeys(("paper %", "difference", "spreads"), any(cell.paper for cell in cells))
     head = [c for c in (*paper.rows, *_COLUMNS) if shown.get(c, True)]
     return Table(head, [[row.get(c, Entry("")) for c in head] for row in rows], paper.title)
 
 
-def _place(cell: Cell) -> dict[str, Entry]:
-    alpha = Entry("-") if cell.alpha is None else Entry(f"{cell.alpha:g}", cell.alpha)
-    return {
-        "dataset": Entry(cell.dataset, cell.dataset),
-        "alpha": alpha,
-        "density": Entry(f"{cell.density:g}", cell.density),
-        "method": Entry(cell.column, cell.column),
-    }
-
-
 def _row(cell: Cell, found: Sequence[Record]) -> dict[str, Entry]:
     theirs = cell.paper or {}
-    row = {"ours %": Entry("not run"), "paper %": Entry("-")}
-    if theirs:
-        row["paper %"] = Entry(percent(theirs["mean"], theirs.get("std")), theirs["mean"])
+    row = {
+        "dataset": Entry(cell.dataset, cell.dataset),
+        "alpha": Entry("-") if cell.alpha is None else Entry(f"{cell.alpha:g}", cell.alpha),
+        "density": Entry(f"{cell.density:g}", cell.density),
+        "method": Entry(cell.column, cell.column),
+        "ours %": Entry("not run"),
+        "paper %": Entry(percent(theirs["mean"], theirs.get("std")), theirs["mean"]) if theirs else Entry("-"),
+    }
     if not found:
         return row
     ours = summarise([numbers_of(record) for record in found])

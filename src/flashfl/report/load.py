@@ -214,18 +214,13 @@ def _once(found: Found) -> None:
 
 def _read(folder: Path) -> RunData:
     """A run that can be shown, or the error that says what is missing."""
+    from . import groups, page
+
     found = Results.read(folder)
     run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
-    _try(run)
-    return run
-
-
-def _try(run: RunData) -> None:
-    """Report on the run alone: what it lacks for that is found here, and not on a page beside others."""
-    from . import groups, page
-
+    # What it lacks for a report on it alone is found here, and not on a page beside others.
     alone = Found([run])
     page.script_json(page.page_data(alone, heat=False))
     groups.rounds_table(alone).csv()
@@ -237,3 +232,4 @@ def _try(run: RunData) -> None:
         rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
         if any(len(row) != width or not sum(row) >= 0 for row in rows):
             raise ValueError(f"round {record.round + 1} does not have a density for each of the {width} layers")
+    return run
