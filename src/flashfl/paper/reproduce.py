@@ -35,7 +35,7 @@ def reproduce(
     commit()  # of the code that is loaded now, whatever is committed while cells run
     stored = Stored(results)
     todo = stored.pending(cells, seeds)
-    unreadable: dict[str, int] = {}  # data sets, and how many cells were skipped because of each
+    unreadable: set[str] = set()  # data sets
     try:
         for at, (cell, seed) in enumerate(todo, 1):
             if time.monotonic() >= until:
@@ -44,7 +44,7 @@ def reproduce(
             if ready is None:
                 _say(f"{cell.place(seed)}: skipped. First run `flashfl reproduce {cell.tuned}`")
             elif cell.dataset in unreadable:
-                unreadable[cell.dataset] += 1
+                failed += 1
             else:
                 try:
                     config = ready.config(seed, **overrides)
@@ -53,16 +53,14 @@ def reproduce(
                     _report(ready.place(seed), error)
                     failed += 1
                     if isinstance(error, DataError):
-                        unreadable[cell.dataset] = 0
+                        unreadable.add(cell.dataset)
+                        _say(f"{cell.dataset}: other cells are skipped, as the data cannot be read")
     except OutOfTime:
         _say(
             f"the budget of {budget_minutes:g} minutes is spent; {len(todo) - at + 1} cells are left: run the command "
             "again to go on. A cell that has begun continues from its checkpoint"
         )
-    for dataset, count in unreadable.items():
-        if count:
-            _say(f"{dataset}: {count} other cells were skipped, as the data cannot be read")
-    return finished, failed + sum(unreadable.values())
+    return finished, failed
 
 
 def _run(cell: Cell, config: RunConfig, stored: Stored, runs: Path, label: str, until: float) -> bool:

@@ -55,23 +55,23 @@ _SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 
 def take_turns(panels: Sequence[Axes]) -> None:
     """Draw curves that lie on one another as dashes of all their colours in turns, so that none hides another."""
-    stacks: list[list[Line2D]] = []
     for axes in panels:
-        own, (low, high) = len(stacks), axes.get_ylim()
+        stacks: list[list[Line2D]] = []
+        low, high = axes.get_ylim()
         for line in axes.get_lines():
             x, y = map(np.asarray, line.get_data())
             if line.get_linestyle() != "-" or len(x) < 2:
                 continue
-            for stack in stacks[own:]:
+            for stack in stacks:
                 xs, ys = stack[0].get_data()
                 if np.array_equal(xs, x) and np.abs(y - ys).max() < 0.004 * (high - low):
                     stack.append(line)
                     break
             else:
                 stacks.append([line])
-    for stack in (stack for stack in stacks if len(stack) > 1):
-        for turn, line in enumerate(stack):
-            line.set_linestyle((-5 * turn, (5, 5 * (len(stack) - 1))))
+        for stack in stacks:
+            for turn, line in enumerate(stack):
+                line.set_linestyle((-5 * turn, (5, 5 * (len(stack) - 1))) if len(stack) > 1 else "-")
 
 
 def grid(count: int, shared: bool = False) -> tuple[Figure, list[Axes], int]:

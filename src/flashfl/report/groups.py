@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
@@ -108,11 +109,10 @@ def _differing(group: Sequence[RunData], groups: Iterable[Sequence[RunData]]) ->
     differ.sort(key=lambda k: not k.startswith("method."))
     named = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and all(k in o for o in others)][:3]
     while alike := [o for o in others if not any(differs(o, k) for k in named)]:
-        told = {k: sum(differs(o, k) for o in alike) for k in differ}
-        best = max(told, key=lambda k: told[k], default="")
-        if not told.get(best):
+        told = Counter(k for k in differ for o in alike if differs(o, k))
+        if not told:
             break
-        named.append(best)
+        named.append(told.most_common(1)[0][0])
     rest = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and k not in named]
     return (named, rest) if len(rest) > 1 else (named + rest, [])
 
