@@ -1,7 +1,7 @@
 """The paper's tables: what to run for each cell, and the figures the paper reports.
 
-A table is data (data/*.json): cells with a task, a method and the paper's figures. `SETTINGS` holds what the paper says
-about each data set. Nothing else in the package repeats these numbers.
+A table is data (data/*.json): notes, and cells with a task, a method and the paper's figures. `SETTINGS` holds what the
+paper says about each data set. Nothing else in the package repeats these numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cells that lie far from the paper, each with what is known of the reason."""
+"""The cells that lie far from the paper, each with what is known of the reason (data/far.json)."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _section(name: str, place: Place, table: Table) -> Section:
     if alpha is not None:
         title, command, stated = f"{title}, alpha {alpha:g}", f"{command} --alpha {alpha:g}", {*stated, "alpha"}
     filled = [any(row[i].text not in ("", "-") for row in table.rows) for i in range(len(table.head))]
-    kept = [i for i, name in enumerate(table.head) if name not in stated and filled[i]]
+    kept = [i for i, column in enumerate(table.head) if column not in stated and filled[i]]
     notes = [n["text"] for n in load_table(name).notes if n["dataset"] == dataset and n.get("alpha") in (None, alpha)]
     rows = [[row[i] for i in kept] for row in table.rows]
     return Section(title, command, Table([table.head[i] for i in kept], rows, notes=notes))
