@@ -107,19 +107,14 @@ def flops_bytes(axes: Axes, groups: Groups) -> None:
 
 def accuracy_total(axes: Axes, groups: Groups) -> None:
     """Where each run ends: test accuracy by all bytes, up and down."""
-
-    def shown(run: RunData) -> float | None:
-        return None if run.numbers.accuracy is None else run.metric.scale * run.numbers.accuracy
-
     axes.set(xlabel="communicated in all (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
-    _points(axes, groups, shown, statistics.fmean)
+    _points(
+        axes, groups, lambda run: run.numbers.accuracy and run.metric.scale * run.numbers.accuracy, statistics.fmean
+    )
 
 
 def _points(
-    axes: Axes,
-    groups: Groups,
-    value: Callable[[RunData], float | None],
-    mean: Callable[[Sequence[float]], float],
+    axes: Axes, groups: Groups, value: Callable[[RunData], float | None], mean: Callable[[Sequence[float]], float]
 ) -> None:
     """A value of each run by its bytes. The name of a group stands at the middle of its points."""
     axes.margins(0.2)

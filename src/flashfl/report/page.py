@@ -65,7 +65,6 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
             return " to ".join([found[0], found[-1]]) if len(found) > 3 else ", ".join(found)
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
-    seeds = len({run.seed for run in runs})
     found = [
         ("Data set", each(lambda run: run.dataset), ""),
         ("Model", each(lambda run: run.model), each(lambda run: f"{run.header['task']['trained']:,} weights")),
@@ -74,7 +73,7 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
         ("Rounds", each(lambda run: str(run.settings.get("train.rounds", ""))), ""),
         ("Density", each(lambda run: f"{run.counted[-1].density:.2g}" if run.counted else ""), "at the end"),
         ("Metric", each(lambda run: run.metric.name), each(lambda run: run.metric.direction)),
-        ("Seeds", str(seeds), ""),
+        ("Seeds", str(len({run.seed for run in runs})), ""),
     ]  # fmt: skip
     return [fact for fact in found if fact[1] and runs]
 
