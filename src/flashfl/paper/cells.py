@@ -1,7 +1,7 @@
 """The paper's tables: what to run for each cell, and the figures the paper reports.
 
-A table is data (data/*.json): cells with a task, a method and the paper's figures. `SETTINGS` holds what the paper says
-about each data set. Nothing else in the package repeats these numbers.
+A table is data (data/*.json): notes, and cells with a task, a method and the paper's figures. `SETTINGS` holds what the
+paper says about each data set. Nothing else in the package repeats these numbers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from ..core.errors import ConfigError, unknown
 from ..methods import METHODS
 from ..run.config import RunConfig, Settings, Tables, make_config
 from ..run.track import flat
+from . import TABLES
 
 _TABLE_1 = {"per_round": 10, "batch": 32, "epochs": 1, "lr": 0.1, "lr_end": 0.001}
 SETTINGS: dict[str, Tables] = {
@@ -60,8 +62,8 @@ class Cell:
     def config(self, seed: int, data_root: str = "", **more: str) -> RunConfig:
         """What to run: the paper's settings for the data set, this cell's changes, a seed."""
         base = SETTINGS[self.dataset]
-        has_warmup = "warmup_clients" in {f.name for f in fields(METHODS[self.method["name"]])}
-        method = {**({"warmup_clients": base["train"]["per_round"]} if has_warmup else {}), **self.method}
+        warmed_up = hasattr(METHODS[self.method["name"]], "warmup_clients")
+        method = {**({"warmup_clients": base["train"]["per_round"]} if warmed_up else {}), **self.method}
         train = {**base["train"], "eval_every": 10, "seed": seed, **self.train, **more}
         task = {**base["task"], **self.task, **({"data_root": data_root} if data_root else {})}
         return make_config({"task": task, "train": train, "method": method})
@@ -79,12 +81,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One of the paper's tables: its title, the columns that name a row, its cells, and whether it shows mismatch."""
+    """One of the paper's tables: its title, the columns that name a row, its cells, and whether it shows mismatch.
+
+    Notes say what the experiments in LOG.md found, each for a data set, or for one alpha of it.
+    """
 
     title: str
-    keys: tuple[str, ...]
-    cells: tuple[Cell, ...]
+    rows: Sequence[str]
+    cells: Sequence[Cell]
     mismatch: bool = False
+    notes: Sequence[Mapping[str, Any]] = ()
+
+
+def derived(method: str) -> set[str]:
+    """The settings that a method works out itself, by their full names."""
+    return {f"method.{f.name}" for f in fields(METHODS[method]) if f.metadata.get("derived")}
 
 
 def short(value: object) -> str:
@@ -92,50 +103,43 @@ def short(value: object) -> str:
     return ",".join(map(short, value)) if isinstance(value, list | tuple) else str(value)
 
 
-_DATA = files(__package__).joinpath("data")
-
-
-def table_names() -> list[str]:
-    return sorted(p.name.removesuffix(".json") for p in _DATA.iterdir() if p.name.endswith(".json"))
-
-
 @cache
 def load_table(name: str) -> PaperTable:
-    if name not in table_names():
-        raise unknown("table", name, table_names())
-    data = json.loads(_DATA.joinpath(f"{name}.json").read_text())
-    given = [{"paper": None, "train": data.get("train", {}), "task": data.get("task", {}), **c} for c in data["cells"]]
-    cells = [Cell(**c) for c in given]
-    return PaperTable(data["title"], tuple(data["rows"]), tuple(cells), data.get("mismatch", False))
+    if name not in TABLES:
+        raise unknown("table", name, TABLES)
+    data = json.loads(files(__package__).joinpath("data", f"{name}.json").read_text())
+    shared = {"paper": None, "train": data.pop("train", {}), "task": data.pop("task", {})}
+    return PaperTable(**{**data, "cells": [Cell(**{**shared, **cell}) for cell in data["cells"]]})
+
+
+def every_table() -> dict[str, PaperTable]:
+    return {name: load_table(name) for name in TABLES}
 
 
 def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:
     """The cells a user asked for: by dataset, alpha, density and method, each a comma-separated list or empty."""
     found = list(cells)
     for name, text in filters.items():
-        words = [word for word in text.split(",") if word]
-        known = {shown for cell in cells for shown in _facts(cell)[name]}
-        if words and not known:
+        wanted = {_plain(word) for word in text.split(",") if word}
+        known = {fact for cell in cells for fact in _facts(cell)[name]}
+        if wanted and not known:
             raise ConfigError(f"--{name} {text}: the cells of this table have no {name}")
-        for word in words:
-            if _plain(word) not in map(_plain, known):
-                raise unknown(name, word, known)
-        if words:
-            wanted = set(map(_plain, words))
-            # Dense cells have no density and fit every one.
-            found = [c for c in found if not (facts := _facts(c)[name]) or wanted & set(map(_plain, facts))]
+        if strange := wanted - known:
+            raise unknown(name, min(strange), known)
+        if wanted:  # dense cells have no density and fit every one
+            found = [cell for cell in found if not (facts := _facts(cell)[name]) or wanted & facts]
     if not found or (filters.get("density") and not any("density" in c.method for c in found)):
         raise ConfigError("no entry of the table matches all of these filters: remove one")
     return found
 
 
-def _facts(cell: Cell) -> dict[str, tuple[str, ...]]:
+def _facts(cell: Cell) -> dict[str, set[str]]:
     """What a filter may say to get this cell."""
     return {
-        "dataset": (cell.dataset,),
-        "alpha": ("-" if cell.alpha is None else f"{cell.alpha:g}",),
-        "density": (f"{cell.density:g}",) if "density" in cell.method else (),
-        "method": (cell.column, cell.method["name"]),
+        "dataset": {cell.dataset},
+        "alpha": {"-" if cell.alpha is None else f"{cell.alpha:g}"},
+        "density": {f"{cell.density:g}"} if "density" in cell.method else set(),
+        "method": {_plain(cell.column), cell.method["name"]},
     }
 
 

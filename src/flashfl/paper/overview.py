@@ -9,40 +9,13 @@ from dataclasses import dataclass
 
 from ..data import registry
 from ..run.table import Entry, Table
-from .cells import Cell, chosen, load_table
+from .cells import Cell, chosen, every_table, load_table
 from .far import Compared, far_table
 from .results import Record, Stored
 from .tables import FAR, MEANINGS, NEAR, miss_of, table_of
 
 Place = tuple[str, float | None]  # a data set, and an alpha where a section has only one
 
-# In the order of the page, and of the runs of `flashfl reproduce --all --budget-minutes N`.
-TABLES = (
-    "main", "hetero", "r_int", "stage1", "nm", "savings", "feddst", "fedspa", "zerofl", "rivals_lr", "rivals", "wfa",
-    "initialisation", "static_bn", "disagreement", "vgg16", "sst2",
-)  # fmt: skip
-# What the experiments in LOG.md found: a table, a data set, an alpha (None: any), a note.
-_NOTES: Sequence[tuple[str, str, float | None, str]] = (
-    ("main", "cifar10", 0.1, "At alpha 0.1 accuracy goes up and down by several points in the last rounds. On "
-     "average, the best evaluations of our runs agree with the paper's means. So the paper probably reports these."),
-    ("main", "cifar10", 1000.0, "Most cells lie a little below the paper, by 0.4 points on average. We do not know "
-     "why."),
-    ("main", "mnist", None, "All cells lie above the paper. The paper's published code applies softmax twice and "
-     "decays its learning rate over 1,000 rounds. This explains why its figures are lower."),
-    ("hetero", "cifar10", None, "hetero-SPDST at alpha 1: in the paper's published code every client holds and "
-     "computes the densest model. If ours do so too, we reach 85.7 to 86.9, but then clients exceed their budgets."),
-    ("hetero", "mnist", None, "All cells lie above the paper, like those of the main table."),
-    ("feddst", "mnist", None, "The GiB are those of uploads, as in FedDST's paper, which reports best evaluations. "
-     "Settings are those of FedDST's public code, with two exceptions: ours applies softmax once, not twice, "
-     "and readjusts a share of 0.05 of the weights. One run gives both rows of a method."),
-    ("rivals", "cifar10", None, "SPDST and JMWST use the paper's learning rate. Each other system uses the best of "
-     "three, chosen on training images that no client has (`flashfl reproduce rivals_lr`). ZeroFL keeps the first "
-     "layer dense, as public code of it does."),
-    ("zerofl", "cifar10", None, "The paper took ZeroFL's figures from ZeroFL's own paper, which has another recipe. "
-     "ZeroFL keeps the first layer dense here, as public code of it does (`prunable = inner`)."),
-    ("wfa", "cifar10", None, "FedAvg counts a missing weight as 0, so weights that few clients have stay small. "
-     "Averaging over the clients that hold a weight avoids this."),
-)  # fmt: skip
 _FAR_AWAY = f"Cells more than {FAR:g} combined spreads from the paper"
 _NEEDS = {"sst2": "needs the weights of BERT-base"}
 _LEFT_OUT = {
@@ -89,9 +62,9 @@ class Overview:
 
 def every_cell(**filters: str) -> dict[str, list[Cell]]:
     """The cells of all tables that the filters choose, by table."""
-    cells = {name: load_table(name).cells for name in TABLES}
-    found = {id(cell) for cell in chosen([cell for some in cells.values() for cell in some], **filters)}
-    return {name: [cell for cell in some if id(cell) in found] for name, some in cells.items()}
+    tables = every_table()
+    found = chosen([cell for table in tables.values() for cell in table.cells], **filters)
+    return {name: [cell for cell in table.cells if cell in found] for name, table in tables.items()}
 
 
 def overview(cells: Mapping[str, Sequence[Cell]], seeds: int | None, stored: Stored) -> Overview:
@@ -138,7 +111,7 @@ def _section(name: str, place: Place, table: Table) -> Section:
         title, command, stated = f"{title}, alpha {alpha:g}", f"{command} --alpha {alpha:g}", {*stated, "alpha"}
     filled = [any(row[i].text not in ("", "-") for row in table.rows) for i in range(len(table.head))]
     kept = [i for i, column in enumerate(table.head) if column not in stated and filled[i]]
-    notes = [note for t, d, a, note in _NOTES if (t, d) == (name, dataset) and a in (None, alpha)]
+    notes = [n["text"] for n in load_table(name).notes if n["dataset"] == dataset and n.get("alpha") in (None, alpha)]
     rows = [[row[i] for i in kept] for row in table.rows]
     return Section(title, command, Table([table.head[i] for i in kept], rows, notes=notes))
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 
 from ..data import registry
-from ..methods import METHODS
-from ..run.config import Settings
+from ..run.config import OUTSIDE, Settings
 from ..run.track import flat
-from .cells import Cell, load_table, table_names
+from .cells import Cell, derived, every_table
 
 # A method with other values of these is not the paper's.
 _PLAIN = {"allocation": "uniform", "freeze_after": 0, "mask_init": "random"}
-# Settings that change a result no more than chance does, or do nothing with the paper's data sets and splits. The data
+# Settings that say where or how a run is carried out, not what it is.
+ELSEWHERE = {"train.seed", *(f"{table}.{name}" for table in ("task", "train") for name in OUTSIDE)}
+# Others that change a result no more than chance does, or do nothing with the paper's data sets and splits. The data
 # set, the split and the method have been compared before.
 _IRRELEVANT = (
-    "task.dataset", "task.partition", "task.alpha", "task.partition_seed", "task.data_root", "task.verify",
-    "task.synthetic", "task.classes_per_client", "task.holdout", "task.size", "train.seed", "train.eval_every",
-    "train.device", "train.precision", "train.lanes", "train.crew", "train.compile", "train.deterministic",
-    "train.workers", "train.threads", "train.checkpoint_every", "train.track", "method.name",
+    "task.dataset", "task.partition", "task.alpha", "task.partition_seed", "task.synthetic", "task.classes_per_client",
+    "task.holdout", "task.size", "train.eval_every", "train.precision", "train.lanes", "train.crew", "train.compile",
+    "train.deterministic", "train.threads", "method.name",
 )  # fmt: skip
 _OF_TEXT = ("task.model_path", "task.tokens", "task.length", "task.vocab_size")
 _UNSTATED = ("train.lr", "train.lr_end")  # for SST-2
@@ -53,18 +53,15 @@ def lookup(settings: Settings) -> Published:
 
 @cache
 def _cells() -> tuple[tuple[Cell, Settings], ...]:
-    """The cells of all tables with their settings. Those that state a spread come first."""
-    first = ("main", "hetero", "savings")
-    names = [*first, *(name for name in table_names() if name not in first)]
-    return tuple((cell, _settings(cell)) for name in names for cell in load_table(name).cells)
+    """The cells of all tables with their settings. Tables that state spreads come first."""
+    return tuple((cell, _settings(cell)) for table in every_table().values() for cell in table.cells)
 
 
 def _settings(cell: Cell) -> Settings:
     """The settings behind one of the paper's figures, without those that do not matter."""
-    derived = [f"method.{f.name}" for f in fields(METHODS[cell.method["name"]]) if f.metadata.get("derived")]
     model = registry.info(cell.dataset).model
     every = flat(cell.config(seed=0).to_json()) | {"task.model": model}
-    aside = {*_IRRELEVANT, *derived, *(_UNSTATED if model == "bert" else _OF_TEXT)}
+    aside = {*ELSEWHERE, *_IRRELEVANT, *derived(cell.method["name"]), *(_UNSTATED if model == "bert" else _OF_TEXT)}
     return {k: v for k, v in every.items() if k not in aside}
 
 

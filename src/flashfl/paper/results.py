@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -21,13 +21,13 @@ import torch
 
 from ..core.errors import warn
 from ..core.files import put
-from ..methods import METHODS
 from ..run.code import PACKAGE, digest
-from ..run.config import RunConfig, Tables, make_config
+from ..run.config import Tables, make_config
 from ..run.lock import claim
 from ..run.results import Results, versions
 from ..run.summary import Numbers, plain_of
-from .cells import SETTINGS, Cell, load_table, short
+from ..run.track import flat
+from .cells import SETTINGS, Cell, derived, load_table, short
 
 Record = dict[str, Any]  # a line of a results file
 
@@ -42,7 +42,7 @@ def recipe_of(method: str) -> int:
 
 
 def stale(record: Record, cell: Cell) -> bool:
-    return bool(record.get("recipe") != recipe_of(cell.method["name"]))
+    return record.get("recipe") != recipe_of(cell.method["name"])
 
 
 class Stored:
@@ -209,21 +209,14 @@ def record_of(cell: Cell, seed: int, results: Results) -> Record:
 
 def command_of(config: Tables) -> str:
     """The command line that gives this configuration."""
-    default = RunConfig().to_json()
-    words = [f"flashfl run --method {config['method']['name']}"]
-    plain = make_config({"method": {"name": config["method"]["name"]}}).to_json()["method"]
-    derived = {f.name for f in fields(METHODS[config["method"]["name"]]) if f.metadata.get("derived")}
-    for table, base in (("method", plain), ("task", default["task"]), ("train", default["train"])):
-        for name, value in config[table].items():
-            always = name == "density"  # its default depends on the data set
-            if name in ("name", "device", "workers", "data_root") or (value == base.get(name) and not always):
-                continue
-            if table == "method" and name in derived:
-                continue
-            if isinstance(value, dict):
-                words += [f"--{name}.{k} {v}" for k, v in value.items() if v != base[name][k]]
-            else:
-                words.append(f"--{name.replace('_', '-')} {short(value)}")
+    method = config["method"]["name"]
+    default = flat(make_config({"method": {"name": method}}).to_json())
+    unsaid = {"method.name", "train.device", "train.workers", "task.data_root", *derived(method)}
+    words = [f"flashfl run --method {method}"]
+    for name, value in flat({table: config[table] for table in ("method", "task", "train")}).items():
+        always = name == "method.density"  # its default depends on the data set
+        if name not in unsaid and (always or value != default.get(name)):
+            words.append(f"--{name.partition('.')[2].replace('_', '-')} {short(value)}")
     return " ".join(words)
 
 

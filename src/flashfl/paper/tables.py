@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 from ..run.progress import amount
 from ..run.summary import summarise
 from ..run.table import COLUMNS, TRANSFER, Entry, Table, percent, transfer
-from .cells import Cell, load_table, table_names
+from .cells import Cell, every_table, load_table
 from .results import Record, Stored, numbers_of, stale
 
 _COLUMNS = (
@@ -62,35 +62,30 @@ def miss_of(cell: Cell, found: Sequence[Record]) -> Miss | None:
 @cache
 def _stated() -> dict[str, float]:
     """The spreads in the paper, by place: a cell may stand in two tables, one of which states none."""
-    cells = (cell for name in table_names() for cell in load_table(name).cells)
+    cells = (cell for table in every_table().values() for cell in table.cells)
     return {cell.place(0): cell.paper["std"] for cell in cells if cell.paper and "std" in cell.paper}
 
 
 def table_of(name: str, cells: Sequence[Cell], seeds: int | None, stored: Stored) -> Table:
     """A row for each cell. `seeds`: how many count; None takes all that are stored."""
     paper = load_table(name)
-    rows = [{**_place(cell), **_row(cell, stored.all(cell, seeds))} for cell in cells]
+    rows = [_row(cell, stored.all(cell, seeds)) for cell in cells]
     shown = {"before %": any("before %" in row for row in rows), "mismatch": paper.mismatch}
     shown |= dict.fromkeys(("paper %", "difference", "spreads"), any(cell.paper for cell in cells))
-    head = [c for c in (*paper.keys, *_COLUMNS) if shown.get(c, True)]
+    head = [c for c in (*paper.rows, *_COLUMNS) if shown.get(c, True)]
     return Table(head, [[row.get(c, Entry("")) for c in head] for row in rows], paper.title)
-
-
-def _place(cell: Cell) -> dict[str, Entry]:
-    alpha = Entry("-") if cell.alpha is None else Entry(f"{cell.alpha:g}", cell.alpha)
-    return {
-        "dataset": Entry(cell.dataset, cell.dataset),
-        "alpha": alpha,
-        "density": Entry(f"{cell.density:g}", cell.density),
-        "method": Entry(cell.column, cell.column),
-    }
 
 
 def _row(cell: Cell, found: Sequence[Record]) -> dict[str, Entry]:
     theirs = cell.paper or {}
-    row = {"ours %": Entry("not run"), "paper %": Entry("-")}
-    if theirs:
-        row["paper %"] = Entry(percent(theirs["mean"], theirs.get("std")), theirs["mean"])
+    row = {
+        "dataset": Entry(cell.dataset, cell.dataset),
+        "alpha": Entry("-") if cell.alpha is None else Entry(f"{cell.alpha:g}", cell.alpha),
+        "density": Entry(f"{cell.density:g}", cell.density),
+        "method": Entry(cell.column, cell.column),
+        "ours %": Entry("not run"),
+        "paper %": Entry(percent(theirs["mean"], theirs.get("std")), theirs["mean"]) if theirs else Entry("-"),
+    }
     if not found:
         return row
     ours = summarise([numbers_of(record) for record in found])

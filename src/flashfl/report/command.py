@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import files
-from ..core.errors import ConfigError, warn
+from ..core.errors import ConfigError, check_range, warn
+from ..paper import TABLES
 
 if TYPE_CHECKING:
     from ..paper.cells import Cell
@@ -23,10 +24,6 @@ FIGURES = (
     "accuracy-total"
 )
 _RUNS = "folders of runs, or folders that contain runs"
-_TABLES = (
-    "main, savings, hetero, r_int, stage1, initialisation, nm, static_bn, wfa, disagreement, vgg16, sst2, feddst, "
-    "fedspa, zerofl, rivals or rivals_lr"
-)
 _FILTERS = ("dataset", "alpha", "density", "method")
 _PLOTS, _TEXTS = (".png", ".svg", ".pdf"), (".md", ".html")
 
@@ -36,9 +33,7 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     report = add("report", _report, "write a report about runs: one page, an image or a table")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=_RUNS)
     report.add_argument("--out", type=Path, help="file to write (default: report.html; md and csv are printed)")
-    report.add_argument(
-        "--format", choices=FORMATS, help="format of the report (default: the ending of --out, or html)"
-    )
+    report.add_argument("--format", choices=FORMATS, help="format (default: the ending of --out, or html)")
 
     figure = add("figure", _figure, "draw one of the paper's figures from your runs")
     figure.add_argument("name", help=FIGURES)
@@ -49,36 +44,23 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
     watch.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="folder of the runs (default: runs)")
     watch.add_argument("--port", type=int, default=8327, help="port to serve on (default: 8327; 0: any free port)")
 
-    again = add(
-        "reproduce",
-        _reproduce,
-        "compare our results with a table of the paper; with --budget-minutes, run missing ones",
-    )
-    again.add_argument("table", nargs="?", default="", help=_TABLES)
+    said = "compare our results with a table of the paper; with --budget-minutes, run missing ones"
+    again = add("reproduce", _reproduce, said)
+    again.add_argument("table", nargs="?", default="", help=", ".join(TABLES))
     again.add_argument("--all", action="store_true", help="all tables on one page, and what is missing")
     for name in _FILTERS:
-        again.add_argument(
-            f"--{name}", default="", help=f"show or run only table entries with this {name} (several: comma-separated)"
-        )
-    again.add_argument(
-        "--seeds", type=int, help="number of seeds per table entry (default: 1 with --budget-minutes, else all)"
-    )
-    again.add_argument(
-        "--budget-minutes",
-        type=float,
-        default=0.0,
-        help="minutes to spend on missing results (default: 0, only show what is there)",
-    )
+        said = f"show or run only table entries with this {name} (several: comma-separated)"
+        again.add_argument(f"--{name}", default="", help=said)
+    said = "number of seeds per table entry (default: 1 with --budget-minutes, else all)"
+    again.add_argument("--seeds", type=int, help=said)
+    said = "minutes to spend on missing results (default: 0, only show what is there)"
+    again.add_argument("--budget-minutes", type=float, default=0.0, help=said)
     said = "folder of finished results; new ones are added to it (default: results)"
     again.add_argument("--results", type=Path, default=Path("results"), help=said)
     said = "folder for the runs that this command starts (default: runs/reproduce)"
     again.add_argument("--runs", type=Path, default=Path("runs/reproduce"), help=said)
-    again.add_argument(
-        "--data-root",
-        dest="root",
-        default="",
-        help="folder of data sets (default: the environment variable FLASHFL_DATA, or ./data)",
-    )
+    said = "folder of data sets (default: the environment variable FLASHFL_DATA, or ./data)"
+    again.add_argument("--data-root", default="", help=said)
     again.add_argument("--device", default="auto", help="auto, cpu or cuda")
     said = "also write the table (.md, .html), or a plot of accuracy against bytes (.png, .svg, .pdf); with --all the "
     said += "page (.html, .md; default: results.html)"
@@ -86,14 +68,12 @@ def add_commands(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _report(args: argparse.Namespace, overrides: dict[str, str]) -> int:
-    form = args.format or (args.out.suffix.lstrip(".").lower() if args.out and args.out.suffix else "html")
+    form = args.format or (args.out.suffix[1:].lower() if args.out else "") or "html"
     if form not in FORMATS:
         raise ConfigError(f"--out {args.out}: cannot write the format {form!r}; choose one of {', '.join(FORMATS)}")
     found = _load(args.runs)
-    if not found.runs:
-        raise ConfigError("there is no run to report on: give folders that contain runs")
     if form in ("csv", "md") and args.out is None:
-        sys.stdout.write(_text(form, found))
+        print(_text(form, found), end="")
     else:
         print(write(found, args.out or Path(f"report.{form}"), form))
     return 0
@@ -126,6 +106,8 @@ def _load(paths: Sequence[Path]) -> Found:
     found = load(paths)
     for why in found.problems.values():
         print(f"flashfl: skipped: {why}", file=sys.stderr)
+    if not found.runs:
+        raise ConfigError("there is no run to show: give folders that contain runs")
     return found
 
 
@@ -149,35 +131,44 @@ def _watch(args: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 def _reproduce(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from ..paper.cells import chosen, load_table
-    from ..paper.overview import every_cell
+    from ..paper.overview import every_cell, overview
+    from ..paper.page import page
     from ..paper.reproduce import reproduce
     from ..paper.results import Stored, settled
 
     _check_reproduce(args)
     filters = {name: getattr(args, name) for name in _FILTERS}
     tables = every_cell(**filters) if args.all else {args.table: chosen(load_table(args.table).cells, **filters)}
-    cells = [cell for some in tables.values() for cell in some]
     if not args.budget_minutes and not args.results.is_dir():
         raise ConfigError(
             f"--results {args.results}: there is no such folder. Clone the flashfl repository and give its folder "
             "`results`."
         )
     failed = 0
-    if args.budget_minutes > 0:
-        settings = {"device": args.device, "data_root": args.root}
+    if args.budget_minutes:
+        cells = [cell for some in tables.values() for cell in some]
+        settings = {"device": args.device, "data_root": args.data_root}
         _, failed = reproduce(cells, args.seeds or 1, args.results, args.runs, args.budget_minutes, settings)
     stored = Stored(args.results)
     tables = {name: [settled(cell, stored) or cell for cell in some] for name, some in tables.items()}
     if args.all:
-        from ..paper.overview import overview
-        from ..paper.page import page
-
         found, out = overview(tables, args.seeds, stored), args.out or Path("results.html")
         files.put(out, (found.markdown() if out.suffix == ".md" else page(found)).encode())
         print(out)
-        return 1 if failed else 0
-    _show_table(args, tables[args.table], stored)
+    else:
+        _show_table(args, tables[args.table], stored)
     return 1 if failed else 0
+
+
+def _check_reproduce(args: argparse.Namespace) -> None:
+    if bool(args.table) == args.all:
+        raise ConfigError(f"flashfl reproduce needs one table ({', '.join(TABLES)}), or --all")
+    endings = _TEXTS if args.all else _TEXTS + _PLOTS
+    if args.out and args.out.suffix not in endings:
+        raise ConfigError(f"--out {args.out}: must end in one of {', '.join(endings)}")
+    if args.seeds is not None:
+        check_range("[1, inf)", **{"--seeds": args.seeds})
+    check_range("[0, inf]", "0 only shows results", **{"--budget-minutes": args.budget_minutes})
 
 
 def _show_table(args: argparse.Namespace, cells: Sequence[Cell], stored: Stored) -> None:
@@ -199,19 +190,6 @@ def _show_table(args: argparse.Namespace, cells: Sequence[Cell], stored: Stored)
         from .page import table_page
 
         files.put(args.out, (table_page(table, ABOUT) if args.out.suffix == ".html" else table.markdown()).encode())
-
-
-def _check_reproduce(args: argparse.Namespace) -> None:
-    if bool(args.table) == args.all:
-        raise ConfigError(f"flashfl reproduce needs one table ({_TABLES}), or --all")
-    if args.all and args.out and args.out.suffix not in _TEXTS:
-        raise ConfigError(f"--out {args.out}: with --all it must end in one of {', '.join(_TEXTS)}")
-    if args.seeds is not None and args.seeds < 1:
-        raise ConfigError(f"--seeds {args.seeds}: must be at least 1")
-    if args.out and args.out.suffix not in _TEXTS + _PLOTS:
-        raise ConfigError(f"--out {args.out}: must end in one of {', '.join(_TEXTS + _PLOTS)}")
-    if not args.budget_minutes >= 0:  # NaN too
-        raise ConfigError(f"--budget-minutes {args.budget_minutes:g}: must be 0 (only show) or more")
 
 
 def page_for(folder: Path, runs: Sequence[Path]) -> Path | None:

@@ -89,6 +89,6 @@ def final_densities(runs: Sequence[RunData]) -> list[float]:
     return [digits(v) for v in np.mean(rows, axis=0).tolist()] if rows else []
 
 
-def digits(value: float, count: int = 6) -> float:
+def digits(value: float) -> float:
     """A number rounded to what a screen can show."""
-    return float(f"{value:.{count}g}") if math.isfinite(value) else 0.0
+    return float(f"{value:.6g}") if math.isfinite(value) else 0.0

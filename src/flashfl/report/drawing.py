@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,22 +28,24 @@ def dot(x: Sequence[float]) -> str:
 
 def name_points(axes: Axes, points: Sequence[tuple[str, str, float, float]]) -> None:
     """Names beside points (name, colour, x, y), each where no other point or name stands."""
+    from matplotlib.transforms import Bbox
+
     axes.autoscale_view()  # else done when the figure is drawn, which is too late
-    places = [(x, y) for _, _, x, y in points]
-    at = [axes.transAxes.inverted().transform(axes.transData.transform(place)) for place in places]
-    taken = [_Box(x - 0.015, x + 0.015, y - 0.025, y + 0.025) for x, y in at]
-    for (label, ink, *_), point, (x, y) in zip(points, places, at, strict=True):
+    in_panel = axes.transData - axes.transAxes  # the panel is 1 wide and 1 high
+    at = [in_panel.transform((x, y)) for _, _, x, y in points]
+    taken = [Bbox.from_bounds(x - 0.015, y - 0.025, 0.03, 0.05) for x, y in at]
+    for (label, ink, at_x, at_y), (x, y) in zip(points, at, strict=True):
         name = broken(label if len(label) <= 24 else label[:23] + "…", 24)
         wide = 0.02 * len(name)
         first = (1, 0) if x < 0.5 else (-1, 0)
         for sideways, up in (*_SIDES, first):
             left, low = x + sideways * (wide / 2 + 0.02) - wide / 2, y + 0.055 * up - 0.025
-            box = _Box(left, left + wide, low, low + 0.05)
-            if box.left > 0 and box.right < 1 and not any(map(box.meets, taken)):
+            box = Bbox.from_bounds(left, low, wide, 0.05)
+            if box.x0 > 0 and box.x1 < 1 and not box.count_overlaps(taken):
                 break
         taken.append(box)
         axes.annotate(
-            name, point, (6 * sideways, 11 * up), textcoords="offset points", color=ink,
+            name, (at_x, at_y), (6 * sideways, 11 * up), textcoords="offset points", color=ink,
             ha={1: "left", -1: "right", 0: "center"}[sideways], va="center", fontsize="small",
         )  # fmt: skip
 
@@ -51,44 +53,25 @@ def name_points(axes: Axes, points: Sequence[tuple[str, str, float, float]]) -> 
 _SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 
 
-class _Box(NamedTuple):
-    """A part of a panel, whose width and height are 1."""
-
-    left: float
-    right: float
-    low: float
-    high: float
-
-    def meets(self, other: _Box) -> bool:
-        return self.left < other.right and other.left < self.right and self.low < other.high and other.low < self.high
-
-
-def whole(axis: Axis) -> None:
-    """Ticks at whole numbers only."""
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True))
-
-
 def take_turns(panels: Sequence[Axes]) -> None:
     """Draw curves that lie on one another as dashes of all their colours in turns, so that none hides another."""
-    stacks: list[list[Line2D]] = []
     for axes in panels:
-        own, (low, high) = len(stacks), axes.get_ylim()
+        stacks: list[list[Line2D]] = []
+        low, high = axes.get_ylim()
         for line in axes.get_lines():
             x, y = map(np.asarray, line.get_data())
             if line.get_linestyle() != "-" or len(x) < 2:
                 continue
-            for stack in stacks[own:]:
+            for stack in stacks:
                 xs, ys = stack[0].get_data()
                 if np.array_equal(xs, x) and np.abs(y - ys).max() < 0.004 * (high - low):
                     stack.append(line)
                     break
             else:
                 stacks.append([line])
-    for stack in (stack for stack in stacks if len(stack) > 1):
-        for turn, line in enumerate(stack):
-            line.set_linestyle((-5 * turn, (5, 5 * (len(stack) - 1))))
+        for stack in stacks:
+            for turn, line in enumerate(stack):
+                line.set_linestyle((-5 * turn, (5, 5 * (len(stack) - 1))) if len(stack) > 1 else "-")
 
 
 def grid(count: int, shared: bool = False) -> tuple[Figure, list[Axes], int]:
@@ -102,12 +85,6 @@ def grid(count: int, shared: bool = False) -> tuple[Figure, list[Axes], int]:
     return made, every[:count], columns
 
 
-def divided(count: int, size: tuple[float, float]) -> tuple[Figure, list[Figure | SubFigure]]:
-    """A figure of so many parts below one another, each of this size. A single part is the figure itself."""
-    made = blank((size[0], size[1] * count))
-    return made, [made] if count == 1 else list(made.subfigures(count, 1, squeeze=False).flatten())
-
-
 def broken(label: str, letters: int) -> str:
     """A label on several lines. A dollar in it must not begin a formula."""
     return textwrap.fill(label.replace("$", r"\$"), letters)
@@ -115,13 +92,13 @@ def broken(label: str, letters: int) -> str:
 
 def decades(axis: Axis) -> None:
     """Tick labels of a logarithmic axis that do not overlap: at decades, or at 1, 2 and 5 if there are few of them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator
 
     low, high = axis.get_view_interval()
     if high < 100 * low:
-        axis.set_major_locator(LogLocator(10, (1.0, 2.0, 5.0)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def legend(made: Figure | SubFigure, panels: Sequence[Axes]) -> None:
@@ -142,13 +119,10 @@ def legend(made: Figure | SubFigure, panels: Sequence[Axes]) -> None:
 
 def blank(size: tuple[float, float]) -> Figure:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("figures need the matplotlib package: pip install 'flashfl[plots]'") from None
-    made = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(made)
-    return made
+    return Figure(figsize=size, layout="constrained")
 
 
 def save(made: Figure, path: Path) -> Path:

@@ -6,11 +6,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..core.errors import FlashError, unknown
 from ..paper.tables import Panels
 from ..run.summary import ACCURACY, Metric
 from . import curves
-from .drawing import broken, decades, divided, dot, grid, legend, name_points, take_turns, whole
+from .drawing import blank, broken, decades, dot, grid, legend, name_points, take_turns
 from .groups import Groups, groups_of, tasks_of, titled
 from .load import RunData
 
@@ -39,7 +41,7 @@ def accuracy_rounds(axes: Axes, groups: Groups) -> None:
             at = shown["round"][-1]
             axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
     axes.set(xlabel="round", ylabel=_metric_label(groups))
-    whole(axes.xaxis)
+    axes.locator_params("x", integer=True)
 
 
 def accuracy_bytes(axes: Axes, groups: Groups) -> None:
@@ -72,7 +74,7 @@ def mismatch_rounds(axes: Axes, groups: Groups) -> None:
         axes.plot(shown["round"], shown["mean"], dot(shown["round"]), color=_ink(i), label=label, linewidth=1.6)
     top = axes.get_ylim()[1]
     axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * top, top))
-    whole(axes.xaxis)
+    axes.locator_params("x", integer=True)
 
 
 def layer_sensitivity(axes: Axes, groups: Groups) -> None:
@@ -82,7 +84,7 @@ def layer_sensitivity(axes: Axes, groups: Groups) -> None:
         axes.plot(range(1, len(final) + 1), final, "o-", color=_ink(i), label=label, markersize=3, linewidth=1.4)
         learned = [r.cohort_densities for run in runs for r in run.rounds if not r.counts and r.cohort_densities]
         if learned:
-            means = [sum(column) / len(learned) for column in zip(*learned, strict=True)]
+            means = np.mean(learned, axis=0)
             axes.plot(range(1, len(means) + 1), means, "--", color=_ink(i), linewidth=1, label=f"{label}, first phase")
     names = brief(max((runs[0].layers for runs in groups.values()), key=len))
     ticks = curves.thin(range(len(names)), 24)
@@ -105,19 +107,14 @@ def flops_bytes(axes: Axes, groups: Groups) -> None:
 
 def accuracy_total(axes: Axes, groups: Groups) -> None:
     """Where each run ends: test accuracy by all bytes, up and down."""
-
-    def shown(run: RunData) -> float | None:
-        return None if run.numbers.accuracy is None else run.metric.scale * run.numbers.accuracy
-
     axes.set(xlabel="communicated in all (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
-    _points(axes, groups, shown, statistics.fmean)
+    _points(
+        axes, groups, lambda run: run.numbers.accuracy and run.metric.scale * run.numbers.accuracy, statistics.fmean
+    )
 
 
 def _points(
-    axes: Axes,
-    groups: Groups,
-    value: Callable[[RunData], float | None],
-    mean: Callable[[Sequence[float]], float],
+    axes: Axes, groups: Groups, value: Callable[[RunData], float | None], mean: Callable[[Sequence[float]], float]
 ) -> None:
     """A value of each run by its bytes. The name of a group stands at the middle of its points."""
     axes.margins(0.2)
@@ -147,7 +144,7 @@ def _sm_layers(axes: Axes, rounds: Sequence[int], rows: Rows, most: float, inks:
     for (name, ink), row in zip(inks.items(), rows, strict=True):
         axes.plot(rounds, row, dot(row), color=ink, linewidth=1.2, label=name)
     axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * most, most))
-    whole(axes.xaxis)
+    axes.locator_params("x", integer=True)
 
 
 def _layer_inks(groups: Groups) -> Inks:
@@ -179,8 +176,6 @@ def figure(name: str, runs: Sequence[RunData]) -> Figure:
     """The figure of that name as a matplotlib Figure."""
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
-    if not runs:
-        raise FlashError("there is no run to draw: give folders that contain runs")
     if name in EACH:
         return _panels(name, titled(groups_of(runs)))
     return _by_task(runs, [ONE[name]], (6.4, 4))
@@ -189,7 +184,8 @@ def figure(name: str, runs: Sequence[RunData]) -> Figure:
 def _by_task(runs: Sequence[RunData], draws: Sequence[Draw], size: tuple[float, float]) -> Figure:
     """A figure with these panels. Each task has its own: different metrics or data have no axis in common."""
     tasks = tasks_of(runs)
-    made, parts = divided(len(tasks), size)
+    made = blank((size[0], size[1] * len(tasks)))
+    parts = [made] if len(tasks) == 1 else made.subfigures(len(tasks), squeeze=False).flatten()
     for part, (title, those) in zip(parts, tasks.items(), strict=True):
         panels = part.subplots(-(-len(draws) // 3), min(3, len(draws)), squeeze=False).flatten().tolist()
         for axes, draw in zip(panels, draws, strict=True):
@@ -233,7 +229,7 @@ def _panels(name: str, groups: Groups) -> Figure:
     found = {label: (rounds, rows) for label, (rounds, rows) in found.items() if rows}
     if not found:
         raise FlashError(f"{name}: there is nothing to draw, as the masks of these runs never move or are not stored")
-    most = 1.02 * max([0.1, *(float(v) for _, rows in found.values() for row in rows for v in row)])
+    most = 1.02 * max(0.1, *(np.max(rows) for _, rows in found.values()))
     made, every, _ = grid(len(found))
     images, inks = [], _layer_inks(groups)
     for axes, (label, (rounds, rows)) in zip(every, found.items(), strict=True):

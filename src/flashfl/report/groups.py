@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from ..core.record import RoundRecord
 from ..methods import METHODS
+from ..paper.published import ELSEWHERE
 from ..run.config import Settings
 from ..run.summary import WORK, Metric, Summary, summarise
 from ..run.table import TRANSFER, Entry, Table, Value, percent, shared_metric, summary_table
-from .load import ELSEWHERE, LONGER, STARTED, Found, RunData
+from .load import LONGER, STARTED, Found, RunData
 
 DIGESTS = "task.digests."  # these settings tell runs apart, but tell a reader nothing
 Groups = Mapping[str, Sequence[RunData]]
@@ -80,13 +82,6 @@ def _labels(groups: Sequence[Sequence[RunData]]) -> list[str]:
     return labels
 
 
-def _differing(group: Sequence[RunData], groups: Iterable[Sequence[RunData]]) -> tuple[list[str], list[str]]:
-    """In which settings a group differs from others of its method: those that its label names, and the rest."""
-    mine = group[0]
-    others = {g[0].key: g[0].settings for g in groups if g[0].method == mine.method and g[0].key != mine.key}
-    return _telling(mine.settings, list(others.values()))
-
-
 def _settings(group: Sequence[RunData], names: Iterable[str]) -> list[str]:
     return [f"{_short(name)} {_brief(group[0].settings[name])}" for name in names]
 
@@ -97,11 +92,15 @@ def _unlike(taken: Sequence[str], label: str) -> str:
     return label if label not in taken else next(one for one in numbered if one not in taken)
 
 
-def _telling(mine: Settings, others: Sequence[Settings]) -> tuple[list[str], list[str]]:
-    """The settings that tell a run from others: up to three that all have, the method's first, and more if needed.
+def _differing(group: Sequence[RunData], groups: Iterable[Sequence[RunData]]) -> tuple[list[str], list[str]]:
+    """In which settings a group differs from others of its method: those that its label names, and the rest.
 
-    Also the other settings that differ. A single one is named too: that takes no more room than to count it.
+    Named are up to three that all have, the method's first, and more if needed. So is the rest if it is only one: that
+    takes no more room than to count it.
     """
+    method, key, mine = group[0].method, group[0].key, group[0].settings
+    unlike = {g[0].key: g[0].settings for g in groups if g[0].method == method and g[0].key != key}
+    others = list(unlike.values())
 
     def differs(other: Settings, k: str) -> bool:
         return other.get(k) != mine[k] and (k in other or other[STARTED] == mine[STARTED])
@@ -110,11 +109,10 @@ def _telling(mine: Settings, others: Sequence[Settings]) -> tuple[list[str], lis
     differ.sort(key=lambda k: not k.startswith("method."))
     named = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and all(k in o for o in others)][:3]
     while alike := [o for o in others if not any(differs(o, k) for k in named)]:
-        told = {k: sum(differs(o, k) for o in alike) for k in differ}
-        best = max(told, key=lambda k: told[k], default="")
-        if not told.get(best):
+        told = Counter(k for k in differ for o in alike if differs(o, k))
+        if not told:
             break
-        named.append(best)
+        named.append(told.most_common(1)[0][0])
     rest = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and k not in named]
     return (named, rest) if len(rest) > 1 else (named + rest, [])
 

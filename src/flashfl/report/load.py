@@ -17,15 +17,13 @@ from ..core.errors import FlashError
 from ..core.record import RoundRecord
 from ..data import registry
 from ..measure.mismatch import pairwise
-from ..paper.published import Published, lookup
+from ..paper.published import ELSEWHERE, Published, lookup
 from ..run.config import Settings
 from ..run.observe import SNAPSHOTS, snapshots
 from ..run.results import RESULTS, End, Header, Results
 from ..run.summary import Metric, Numbers, numbers_of
 from ..run.track import flat
 
-# Settings that say where or how a run is carried out, not what it is. Runs that differ only in these are one group.
-ELSEWHERE = {"train.seed", "train.workers", "train.device", "train.checkpoint_every", "train.track", "task.data_root"}
 STARTED = "run.started"  # a run started from Python records fewer settings of its task than one started by a command
 LONGER = ("train.extended", "train.changed")  # the rounds of a run that was resumed with more rounds, or with fewer
 _PARTS = {"checkpoints", SNAPSHOTS, "masks"}  # folders of a run beside its results
@@ -46,28 +44,27 @@ class RunData:
     @cached_property
     def settings(self) -> Settings:
         """Every setting by its full name. A run started from Python recorded what describes its task and method."""
-        longer = {}
+        config, identity = self.header.get("config"), self.header["identity"]
+        found = flat(config or {"method": identity["method"], "task": self._task(), "train": identity["settings"]})
         if before := self.header.get("extended"):
-            steps = [*before, self.header["identity"]["settings"]["rounds"]]
-            longer[LONGER[steps != sorted(steps)]] = f"from {' to '.join(map(str, steps))} rounds"
-        if config := self.header.get("config"):
-            return flat(config) | longer | {STARTED: "by command"}
-        identity = self.header["identity"]
+            steps = [*before, identity["settings"]["rounds"]]
+            found[LONGER[steps != sorted(steps)]] = f"from {' to '.join(map(str, steps))} rounds"
+        return found | {STARTED: "by command" if config else "from Python"}
+
+    def _task(self) -> Settings:
+        """What a run started from Python recorded about its task."""
+        identity, task = self.header["identity"], self.header["task"]
         # Digests of the model's layers, of each client's number of samples and density, and of samples. A task made by
         # name says which data it has, and may be split again for each seed.
         digests = {name: identity.get(name) for name in ("layout", "clients")}
-        if not self.info:
-            digests |= {"samples": identity.get("samples"), "data": self.header["task"].get("data")}
-        learns = {} if self.info else {"loss": identity.get("loss", ""), "metric": self.metric.name}
-        task = {"dataset": self.header["task"]["name"], **self.info, **learns, "digests": digests}
-        task.pop("histogram", None)
-        if self.info and registry.info(self.dataset).model == self.model:
-            task["model"] = ""  # as the command line records it
-        return (
-            flat({"method": identity["method"], "task": task, "train": identity["settings"]})
-            | longer
-            | {STARTED: "from Python"}
-        )
+        if self.info:
+            about = {name: value for name, value in self.info.items() if name != "histogram"}
+            if registry.info(self.dataset).model == self.model:
+                about["model"] = ""  # as the command line records it
+        else:
+            about = {"loss": identity.get("loss", ""), "metric": self.metric.name}
+            digests |= {"samples": identity.get("samples"), "data": task.get("data")}
+        return {"dataset": task["name"], **about, "digests": digests}
 
     @property
     def info(self) -> Settings:
@@ -212,23 +209,18 @@ def _once(found: Found) -> None:
         if first is not run:
             how = "is a copy of" if run.rounds == first.rounds else "has the settings and the seed of"
             found.problems[run.folder] = f"{run.folder} {how} {first.folder}, so only {first.folder} is shown"
-    found.runs = [run for run in found.runs if any(run is one for one in kept.values())]
+    found.runs = [run for run in found.runs if run.folder not in found.problems]
 
 
 def _read(folder: Path) -> RunData:
     """A run that can be shown, or the error that says what is missing."""
+    from . import groups, page
+
     found = Results.read(folder)
     run = RunData(folder, found.header, found.rounds, found.end, (folder / RESULTS).stat().st_mtime)
     if not run.rounds:
         raise FlashError(f"{folder} has no finished round yet")
-    _try(run)
-    return run
-
-
-def _try(run: RunData) -> None:
-    """Report on the run alone: what it lacks for that is found here, and not on a page beside others."""
-    from . import groups, page
-
+    # What it lacks for a report on it alone is found here, and not on a page beside others.
     alone = Found([run])
     page.script_json(page.page_data(alone, heat=False))
     groups.rounds_table(alone).csv()
@@ -240,3 +232,4 @@ def _try(run: RunData) -> None:
         rows = [record.layer_densities, *filter(None, (record.layer_mismatch, record.cohort_densities))]
         if any(len(row) != width or not sum(row) >= 0 for row in rows):
             raise ValueError(f"round {record.round + 1} does not have a density for each of the {width} layers")
+    return run

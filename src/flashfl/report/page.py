@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import cache
 from importlib.resources import files
 
 import numpy as np
@@ -36,7 +34,8 @@ _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
 def page_data(found: Found, heat: bool = True) -> Data:
     """Everything the page shows about runs, a part for each task. heat: compare stored masks too, which is slow."""
     parts = [_part(title, runs, heat) for title, runs in tasks_of(found.runs).items()]
-    return {"made": _now(), "problems": list(found.problems.values()), "parts": parts}
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {"made": made, "problems": list(found.problems.values()), "parts": parts}
 
 
 def _part(title: str, runs: Sequence[RunData], heat: bool) -> Data:
@@ -53,10 +52,6 @@ def _part(title: str, runs: Sequence[RunData], heat: bool) -> Data:
     }
 
 
-def _now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
 def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
     """What the runs are about: names, values, and what stands smaller behind them.
 
@@ -70,7 +65,6 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
             return " to ".join([found[0], found[-1]]) if len(found) > 3 else ", ".join(found)
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
-    seeds = len({run.seed for run in runs})
     found = [
         ("Data set", each(lambda run: run.dataset), ""),
         ("Model", each(lambda run: run.model), each(lambda run: f"{run.header['task']['trained']:,} weights")),
@@ -79,7 +73,7 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
         ("Rounds", each(lambda run: str(run.settings.get("train.rounds", ""))), ""),
         ("Density", each(lambda run: f"{run.counted[-1].density:.2g}" if run.counted else ""), "at the end"),
         ("Metric", each(lambda run: run.metric.name), each(lambda run: run.metric.direction)),
-        ("Seeds", str(seeds), ""),
+        ("Seeds", str(len({run.seed for run in runs})), ""),
     ]  # fmt: skip
     return [fact for fact in found if fact[1] and runs]
 
@@ -87,38 +81,29 @@ def facts(runs: Sequence[RunData]) -> list[tuple[str, str, str]]:
 def table_page(table: Table, about: str) -> str:
     """The page with a table alone."""
     part = {"title": "", "about": about, "table": table.to_json(), "facts": [], "groups": [], "runs": []}
-    return page({"made": _now(), "problems": [], "parts": [part]})
+    return page({**page_data(Found()), "parts": [part]})
 
 
 def page(data: Data) -> str:
     """The page that shows this data."""
-    script = "\n".join(_piece(name) for name in _SCRIPTS)
-    head, rest = _piece("page.html").split("/*STYLE*/")
-    middle, rest = rest.split("/*DATA*/")
-    before, after = rest.split("/*SCRIPT*/")
-    return "".join([head, _piece("style.css"), middle, script_json(data), before, script, after])
+    made = _piece("page.html").replace("/*STYLE*/", _piece("style.css"))
+    made = made.replace("/*SCRIPT*/", "\n".join(map(_piece, _SCRIPTS)))
+    return made.replace("/*DATA*/", script_json(data))  # last: names in it may look like a mark
 
 
-@cache
 def _piece(name: str) -> str:
     return files(__package__).joinpath("template", name).read_text(encoding="utf-8")
 
 
 def script_json(data: object) -> str:
     """JSON that cannot end the script element it stands in. NaN and infinities become null."""
-    text = json.dumps(clean(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(clean(data), ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def clean(value: object) -> object:
-    """The same data without NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): clean(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [clean(v) for v in value]
-    return value
+def clean(data: object) -> object:
+    """The same data without NaN and infinities, which JSON in a browser cannot have."""
+    return json.loads(json.dumps(data), parse_constant=lambda _: None)
 
 
 def _group(label: str, runs: Sequence[RunData], heat: bool) -> Data:

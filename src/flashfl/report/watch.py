@@ -23,15 +23,13 @@ class Feed:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._stamp = ""
         self._data: Data = {}
 
     def data(self) -> Data:
         with self._lock:
             stamp = self._now()
-            if stamp != self._stamp:
+            if stamp != self._data.get("stamp"):
                 self._data = {**page_data(load([self.folder])), "live": REFRESH_MS, "stamp": stamp}
-                self._stamp = stamp
             return self._data
 
     def _now(self) -> str:
@@ -62,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
             if parse_qs(where.query).get("since") == [data["stamp"]]:
                 self._answer(204, "application/json", b"")
             else:
-                self._answer(200, "application/json", json.dumps(clean(data), allow_nan=False).encode())
+                self._answer(200, "application/json", json.dumps(clean(data)).encode())
         else:
             self._answer(404, "text/plain", b"not found")
 
@@ -84,11 +82,9 @@ def serve(folder: Path, port: int = 8327) -> tuple[ThreadingHTTPServer, str]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: give the folder of your runs, for example runs")
     handler = type("Handler", (_Handler,), {"feed": Feed(folder)})
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"--port {port}: must be between 0 and 65535")
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), handler)
-    except OSError as error:
-        raise ConfigError(f"port {port} cannot be used ({error.strerror}): choose another with --port") from None
+    except (OSError, OverflowError) as error:  # taken, or no port
+        raise ConfigError(f"port {port} cannot be used ({error}): choose another with --port") from None
     server.daemon_threads = True
     return server, f"http://127.0.0.1:{server.server_address[1]}/"
