@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, FlashError, warn
+from .errors import FlashError, check_range, warn
 from .exchange import Client, Extra, Local, Order, Tag
 from .layout import Layout
 from .mask import Mask, Weights
@@ -54,11 +54,8 @@ class ServerStep:
     tau: float = 1e-3  # FedAdam: added to the divisor
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and self.tau > 0 and 0 <= self.momentum < 1 and 0 <= self.adam < 1):
-            raise ConfigError(
-                f"server: lr = {self.lr}, tau = {self.tau}, momentum = {self.momentum}, adam = {self.adam}: lr and "
-                "tau must be above 0, momentum and adam at least 0 and below 1"
-            )
+        check_range("(0, inf)", "This is a setting of the server's step", lr=self.lr, tau=self.tau)
+        check_range("[0, 1)", "This is a setting of the server's step", momentum=self.momentum, adam=self.adam)
 
     def apply(self, before: State, after: State) -> State:
         """`after`, which a method made of `before`, with the model that this step leads to."""
@@ -103,12 +100,8 @@ class Plan:
     poisson: bool = False  # clients join a round independently of each other, `per_round` of them on average
 
     def __post_init__(self) -> None:
-        if not 1 <= self.per_round <= self.clients:
-            raise ConfigError(
-                f"per_round = {self.per_round}: must be between 1 and the number of clients, {self.clients}"
-            )
-        if not (math.isfinite(self.lr_end) and self.lr_end >= 0):
-            raise ConfigError(f"lr_end = {self.lr_end}: must be a number of at least 0")
+        check_range(f"[1, {self.clients}]", f"There are {self.clients} clients", per_round=self.per_round)
+        check_range("[0, inf)", lr_end=self.lr_end)
         if 0 < self.local.lr < self.lr_end:
             warn(
                 f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. To let it "

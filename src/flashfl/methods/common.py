@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from ..aggregate import fedavg, union
 from ..core.client import Clients, Field, Part, Rows
-from ..core.errors import ConfigError, warn
+from ..core.errors import ConfigError, check_range, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.method import Method
 from ..core.rng import fold
-from ..core.state import State
+from ..core.state import Plan, State
 from ..sparsity import PruneRegrow, share_out
 
 
@@ -48,15 +47,23 @@ class AddedUp(Part):
 
 
 def check_density(density: float) -> None:
-    if not isinstance(density, Real) or not 0 < density <= 1:
-        raise ConfigError(
-            f"density = {density!r}: must be a number above 0 and at most 1 (0.05 keeps 5 % of the weights)"
-        )
+    check_range("(0, 1]", "0.05 keeps 5 % of the weights", density=density)
+
+
+@dataclass(frozen=True)
+class WithDensity(Method):
+    """The base of methods with a density. By default, they start from a dense model."""
+
+    density: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def init(self, plan: Plan) -> State:
+        return State(plan, Weights.dense(plan.layout, plan.initial()), self.phases[0])
 
 
 def check_rule(adapt: PruneRegrow) -> None:
-    if not isinstance(adapt, PruneRegrow):  # from a file that said what it "is"
-        raise ConfigError(f"adapt is a {type(adapt).__name__}: expected a PruneRegrow")
     if adapt.nm:
         raise ConfigError(f"adapt.nm = {adapt.nm}: set the method's own `nm` instead")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..aggregate import average
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Sums
 from ..core.mask import Mask, Weights
 from ..core.state import State
@@ -37,13 +37,10 @@ class Disagree(SPDST):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.sm <= 1:
-            raise ConfigError(f"sm = {self.sm}: must lie between 0 and 1")
-        if self.first < 1 or self.last < 0 or self.nm:
-            raise ConfigError(
-                f"first = {self.first}, last = {self.last}, nm = {self.nm}: first must be at least 1, last at least 0, "
-                "and nm must be 0"
-            )
+        check_range("[0, 1]", sm=self.sm)
+        check_range("[1, inf)", first=self.first)
+        check_range("[0, inf)", last=self.last)
+        check_range("[0, 0]", "A mask that changes at random keeps no pattern", nm=self.nm)
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
         weights = s.weights if s.phase == SENSITIVITY else s.weights.restrict(self._mask(s))

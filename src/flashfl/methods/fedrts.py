@@ -17,9 +17,8 @@ from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.parts import part
 from ..core.state import Plan, State
-from ..sparsity import Allocation
 from ..sparsity.select import lowest_by_layer, magnitude
-from .pdst import PDST
+from .feddst import Adjusted
 
 
 def largest(layout: Layout, rows: Tensor, counts: tuple[int, ...], candidates: Tensor | None = None) -> Tensor:
@@ -62,7 +61,7 @@ class Votes(Part):
 
 
 @dataclass(frozen=True)
-class FedRTS(PDST):
+class FedRTS(Adjusted):
     """Federated robust pruning by Thompson sampling (Huang et al., NeurIPS 2025).
 
     Every weight has a Beta(a, b), from a = b = 1. After each round, for active weights
@@ -81,8 +80,6 @@ class FedRTS(PDST):
     """
 
     name: ClassVar[str] = "fedrts"
-    allocation: Allocation = "erk"
-    interval: int = 10  # rounds between adjustments of the mask
     until: float = 0.6  # the share of rounds after which the mask is frozen
     rate: float = 0.4  # the share of active weights that do not count as good in the first round; it falls as a cosine
     scale: float = 10.0  # how much one round changes a weight's Beta
@@ -95,10 +92,6 @@ class FedRTS(PDST):
     def _kappa(self, s: State) -> tuple[int, ...]:
         share = 1 - self.rate / 2 * (1 + math.cos(math.pi * s.round / s.plan.rounds))
         return tuple(round(share * count) for count in s.mask.counts)
-
-    def adjusts(self, s: State) -> bool:
-        """Whether the mask is drawn anew after this round."""
-        return s.round % self.interval == 0 and s.round < self.until * s.plan.rounds
 
     def work(self, s: State, client: Client) -> Local:
         kappa = self._kappa(s)

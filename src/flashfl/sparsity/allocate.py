@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ..core.errors import ConfigError, unknown
+from ..core.errors import ConfigError, check_range, unknown
 from ..core.layout import Layout
 
 
@@ -50,8 +50,7 @@ def _whole(wishes: Sequence[float]) -> list[int]:
 
 def weight_budget(layout: Layout, density: float) -> int:
     """round(d * K): how many prunable weights a model of this density has."""
-    if not 0 < density <= 1:
-        raise ConfigError(f"density = {density}: must be above 0 and at most 1")
+    check_range("(0, 1]", density=density)
     total = round(density * layout.prunable_size)
     if total < 1 and layout.prunable_size:
         raise ConfigError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.layout import Layer, Layout
 from .select import lowest
 
@@ -66,13 +66,12 @@ def _dims(layer: Layer) -> tuple[int, int, int]:
 
 
 def check_pattern(m: int) -> None:
-    if m and not 2 <= m <= _LARGEST:
-        raise ConfigError(f"nm = {m}: the group size of an N:M pattern must be from 2 to {_LARGEST} (0: no pattern)")
+    if m:
+        check_range(f"[2, {_LARGEST}]", "It is the group size of an N:M pattern; 0: no pattern", nm=m)
 
 
 def pattern_budgets(layout: Layout, budgets: Sequence[int], m: int) -> tuple[int, ...]:
     """What the layers keep once the pattern has rounded their densities: the density a run declares."""
-    check_pattern(m)
     if m == 0:
         return tuple(budgets)
     out = []

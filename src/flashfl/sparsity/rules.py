@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, FlashError
+from ..core.errors import ConfigError, FlashError, check_range
 from ..core.exchange import Adapt
 from ..core.layout import Layout
 from ..core.mask import count_rows
@@ -44,8 +44,7 @@ class PruneRegrow:
 
     def __post_init__(self) -> None:
         check_pattern(self.nm)
-        if not 0 <= self.rate < 1:
-            raise ConfigError(f"rate = {self.rate}: the prune rate (adapt.rate) must be at least 0 and below 1")
+        check_range("[0, 1)", "This is the prune rate (adapt.rate)", rate=self.rate)
 
     @property
     def dense_gradient(self) -> bool:
