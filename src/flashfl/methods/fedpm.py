@@ -16,7 +16,6 @@ from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.method import Method
-from ..core.parts import part
 from ..core.rng import fold, hashes, uniform
 from ..core.state import Plan, State
 
@@ -31,7 +30,6 @@ def frozen(layout: Layout, key: int, device: torch.device | str = "cpu") -> Tens
     return signs
 
 
-@part
 @dataclass(frozen=True)
 class Scores(Part):
     """The vector holds scores s; the forward pass sees frozen weights times Bernoulli(sigmoid(s)).

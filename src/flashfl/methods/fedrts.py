@@ -15,7 +15,6 @@ from ..core.client import Clients, Field, Part, Rows
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
-from ..core.parts import part
 from ..core.state import Plan, State
 from ..sparsity.select import lowest_by_layer, magnitude
 from .feddst import Adjusted
@@ -26,7 +25,6 @@ def largest(layout: Layout, rows: Tensor, counts: tuple[int, ...], candidates: T
     return lowest_by_layer(layout, -magnitude(rows), [counts] * len(rows), candidates, device=rows.device)
 
 
-@part
 @dataclass(frozen=True)
 class LastGradient(Part):
     """Keeps the gradient of the last batch for the parts behind it."""
@@ -38,7 +36,6 @@ class LastGradient(Part):
         r.state["gradient"].copy_(gradient[:, : r.state["gradient"].shape[1]])
 
 
-@part
 @dataclass(frozen=True)
 class Votes(Part):
     """Votes for active weights, which the server reads off the update, and for inactive ones, which the client sends.

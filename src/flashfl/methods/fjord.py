@@ -9,13 +9,11 @@ from torch import Tensor
 
 from ..core.client import Clients, Rows, draw_one
 from ..core.exchange import Client, Local
-from ..core.parts import part
 from ..core.state import State
 from ..sparsity.width import levels
 from .widths import Width, Widths
 
 
-@part
 @dataclass(frozen=True)
 class OrderedDropout(Width):
     """In each step the forward pass sees the channels of a width drawn from those up to the client's own."""

@@ -13,13 +13,11 @@ from ..core.client import Clients, Field, Rows
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.parts import part
 from ..core.state import State
 from ..sparsity.width import classifier, levels, scaled
 from .widths import Width, Widths
 
 
-@part
 @dataclass(frozen=True)
 class Slice(Width):
     """Train the channels of a width, with the scaler and the masked cross-entropy if asked for.

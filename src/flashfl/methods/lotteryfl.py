@@ -11,7 +11,6 @@ from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.parts import part
 from ..core.rng import fold
 from ..core.state import State
 from ..sparsity import weight_budget
@@ -19,7 +18,6 @@ from ..sparsity.select import lowest, magnitude
 from .common import WithDensity, where_held
 
 
-@part
 @dataclass(frozen=True)
 class Ticket(Part):
     """Before training: if the model is good enough, drop a share of its weights and rewind the others."""

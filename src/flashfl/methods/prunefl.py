@@ -15,7 +15,6 @@ from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
-from ..core.parts import part
 from ..core.state import TRAINING, Phase, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
@@ -24,7 +23,6 @@ from .common import AddedUp, WithDensity
 INITIAL = Phase("initial pruning", 1, counts=False)
 
 
-@part
 @dataclass(frozen=True)
 class SquaredGradients(AddedUp):
     """Reports the squared gradients of all prunable weights, added up over the steps."""

@@ -14,14 +14,12 @@ from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.parts import part
 from ..core.state import Plan, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
 from .common import WithDensity
 
 
-@part
 @dataclass(frozen=True)
 class Power(Part):
     """The forward pass sees sign(w) |w|^power; inputs are pruned to the density of their layer's weight."""
@@ -39,7 +37,6 @@ class Power(Part):
         return weight.count_nonzero() / weight.numel()
 
 
-@part
 @dataclass(frozen=True)
 class LargestWeights(Part):
     """Report the largest weights of the whole model only."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..aggregate import Aggregator, average
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Mask, Weights
-from ..core.parts import part
 from ..core.state import TRAINING, Phase, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
@@ -20,7 +19,6 @@ from .common import AddedUp, WithDensity
 SALIENCY = Phase("saliency", 1, counts=False)
 
 
-@part
 @dataclass(frozen=True)
 class Saliency(AddedUp):
     """Reports |gradient * weight| of every prunable weight."""

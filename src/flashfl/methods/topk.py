@@ -12,14 +12,12 @@ from ..core.client import Clients, Field, Part
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.parts import part
 from ..core.state import State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
 from .common import WithDensity, follow
 
 
-@part
 @dataclass(frozen=True)
 class LargestChanges(Part):
     """Report the largest changes of the whole model and remember the others, to be added to the next round's."""

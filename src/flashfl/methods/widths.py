@@ -13,13 +13,11 @@ from ..core.client import Part
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.parts import part
 from ..core.state import Plan, State
 from ..sparsity.width import levels, width_mask
 from .common import Nested, check_shares, share_densities
 
 
-@part
 @dataclass(frozen=True)
 class Width(Part):
     """Train only the channels of a width. The server counts who trained what, for tensors without a mask too."""

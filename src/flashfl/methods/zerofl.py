@@ -15,7 +15,6 @@ from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layer, Layout
 from ..core.mask import Mask, Weights
-from ..core.parts import part
 from ..core.state import State
 from ..sparsity import allocate, top_mask
 from ..sparsity.select import keep_largest, lowest_by_layer, magnitude
@@ -24,7 +23,6 @@ from .common import WithDensity, follow, where_held
 Upload = Literal["weights", "changes of the largest weights", "largest changes"]
 
 
-@part
 @dataclass(frozen=True)
 class Swat(Part):
     """The forward pass sees the largest weights of each layer, chosen anew in each step; inputs are pruned alike.
@@ -46,7 +44,6 @@ class Swat(Part):
         return torch.full((), self.density, device=weight.device)
 
 
-@part
 @dataclass(frozen=True)
 class Largest(Part):
     """Report the largest weights of each layer, their changes, or the largest changes."""
