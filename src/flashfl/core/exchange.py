@@ -53,8 +53,8 @@ class Adapt(Protocol):
         rate: Fraction,
         keys: Sequence[int],
         counts: Sequence[Sequence[int]],
-    ) -> list[tuple[int, ...]]:
-        """Move the masks [clients, K] of a stack of models in place; the new layer counts."""
+    ) -> None:
+        """Move the masks [clients, K] of a stack of models in place. counts: active weights of each layer."""
 
 
 @part
