@@ -61,7 +61,7 @@ def test_state_extra_must_be_storable(small_task: Task) -> None:
 
 def test_a_client_cannot_be_asked_to_remember_what_it_cannot() -> None:
     assert Local(keep=("mask",))
-    with pytest.raises(ConfigError, match=r"keep = \('mask', 'residual'\): must be .* declare them in the `remembers`"):
+    with pytest.raises(ConfigError, match=r"keep = \('mask', 'residual'\): must be .* `remembers`"):
         Local(keep=("mask", "residual"))
 
 

@@ -338,7 +338,7 @@ def test_engines_agree_on_a_falling_learning_rate_and_a_multiplicative_step() ->
 
 
 def test_wrong_parts_are_refused_before_the_first_round() -> None:
-    with pytest.raises(FlashError, match=r"which is not a Part\. Give parts such as Multiply"):
+    with pytest.raises(FlashError, match=r"parts\[0\] = .*: expected Part, got Local"):
         Local(parts=(Local(),))  # type: ignore[arg-type]
     with pytest.raises(FlashError, match="static_bn = true: not possible with this method"):
         Local(report="mask", statistics=False)

@@ -107,6 +107,12 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         raise ConfigError(f"{where or cls.__name__}: {error}") from None
 
 
+def coerced(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that was made in Python, each as its field's type."""
+    hints = _hints(type(value))  # type: ignore[arg-type]
+    return {name: coerce(getattr(value, name), hint, name) for name, hint in hints.items()}
+
+
 def check_fields(value: Any) -> None:
     """Check the numbers, texts and choices of a dataclass that was made in Python. Other fields check themselves."""
     try:
@@ -123,6 +129,8 @@ def check_fields(value: Any) -> None:
 
 def coerce(value: Any, hint: Any, name: str) -> Any:
     """`value` as the annotated type `hint`, or an error that says what was expected."""
+    if type(value) is hint:
+        return value
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(value, Mapping) and "is" in value and origin in (None, types.UnionType):
         made = from_json(value)

@@ -30,7 +30,7 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
     if isinstance(count, int) and keys.dim() == 2 and (radix := _radix(keys)) is not None:
         found: Tensor = radix(((0, keys.shape[1]),), keys, [[count]] * len(keys), candidates, False)
         return found
-    if keys.device.type == "cpu" and keys.shape[-1] >= _LONG:
+    if keys.device.type == "cpu" and keys.shape[-1] >= _LONG and keys.numel():
         rows, counts = keys.reshape(-1, keys.shape[-1]), torch.as_tensor(count).expand(keys.shape[:-1]).flatten()
         among = [None] * len(rows) if candidates is None else candidates.expand(keys.shape).reshape(rows.shape)
         return torch.stack(list(map(_lowest_of_row, rows, counts.tolist(), among))).view(keys.shape)
