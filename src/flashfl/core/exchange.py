@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .client import Form, Part
+from .client import Form, Part, reports_changes
 from .errors import ConfigError, check_range
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
@@ -98,7 +98,7 @@ class Local:
         Only weights can travel as changes, and not if parts of the work report changes already.
         """
         how = self.upload or order
-        changes = how.changes and self.report == "weights" and not any(one.changes for one in self.parts)
+        changes = how.changes and self.report == "weights" and not reports_changes(self.parts)
         return how if changes == how.changes else replace(how, changes=changes)
 
     @property
@@ -172,9 +172,8 @@ class Update:
         metrics: Mapping[str, float] | None = None,
     ) -> Update:
         """The update with these weights. If they are dense, no memory is copied."""
-        if weights is None:
-            return Update(client, n, None, None, counts, metrics or {})
-        return Update(client, n, weights.mask, weights.packed(), counts, metrics or {})
+        mask, values = (None, None) if weights is None else (weights.mask, weights.packed())
+        return Update(client, n, mask, values, counts, metrics or {})
 
     @property
     def weights(self) -> Weights | None:

@@ -193,8 +193,6 @@ def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], wh
         return _match(module, own, params, what)
     if rule == "none":
         return set()
-    if rule is None:
-        raise ConfigError(f"{what} = None: use 'none' if nothing may be sparse, or 'auto' to let flashfl choose")
     if callable(rule):
         names = {name for name, p in params.items() if rule(name, p)}
     elif rule in ("auto", "conv", "body", "inner"):

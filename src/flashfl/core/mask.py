@@ -44,11 +44,6 @@ class Mask:
         layout: Layout, packed: np.ndarray[Any, Any], device: torch.device | str = "cpu", recipe: Recipe | None = None
     ) -> Mask:
         """The mask whose `packed` is this array."""
-        if packed.dtype != np.uint8 or packed.shape != ((layout.prunable_size + 7) // 8,):
-            raise ValueError(
-                f"a packed mask is {packed.dtype} {packed.shape}: expected uint8 ({(layout.prunable_size + 7) // 8},), "
-                f"one bit for each of {layout.prunable_size} prunable weights"
-            )
         bits = np.unpackbits(packed, count=layout.prunable_size, bitorder="little").astype(bool)
         return Mask(layout, torch.from_numpy(bits).to(device), recipe=recipe)
 

@@ -66,15 +66,12 @@ class ServerStep:
         start, vector = before.weights.vector[:trained], after.weights.vector.clone()
         change = vector[:trained] - start
         fresh = torch.zeros_like(change)
-        old = before.extra.get(_MOMENTUM, fresh)
-        assert isinstance(old, torch.Tensor)
-        new = old * self.momentum + change * (1 - self.momentum if self.adam else 1.0)
+        new = before.kept(Tensor, _MOMENTUM, fresh) * self.momentum + change * (1 - self.momentum if self.adam else 1.0)
         new[:k].masked_fill_(~after.mask.bits, 0.0)
         extra = {**after.extra, _MOMENTUM: new}
         step = new
         if self.adam:
-            seen = before.extra.get(_VARIANCE, fresh)
-            assert isinstance(seen, torch.Tensor)
+            seen = before.kept(Tensor, _VARIANCE, fresh)
             variance = extra[_VARIANCE] = seen * self.adam + change.square() * (1 - self.adam)
             step = new / (variance.sqrt() + self.tau)
         vector[:trained] = start + self.lr * step
@@ -179,9 +176,9 @@ class State:
         plan, key = self.plan, self.key("cohort")
         return flip(key, ids, plan.per_round / plan.clients) if plan.poisson else choose(key, ids, plan.per_round)
 
-    def kept(self, kind: type[T], name: str) -> T:
-        """The mask or tensor that the method stored under this name."""
-        found = self.extra.get(name)
+    def kept(self, kind: type[T], name: str, otherwise: T | None = None) -> T:
+        """The mask or tensor that the method stored under this name; `otherwise` if there is none."""
+        found = self.extra.get(name, otherwise)
         if not isinstance(found, kind):
             raise FlashError(
                 f"the state's `extra` has no {kind.__name__} {name!r}: the method did not store it, or the checkpoint "

@@ -128,8 +128,8 @@ class Nested(Method):
 
     def sub_model(self, s: State, size: float) -> Weights:
         """The part of the model for clients of this density, with its own statistics."""
-        model, own = s.weights.restrict(s.kept(Mask, f"mask {size}")), s.extra.get(f"statistics {size}")
-        return model.with_statistics(own) if isinstance(own, Tensor) else model
+        model = s.weights.restrict(s.kept(Mask, f"mask {size}"))
+        return model.with_statistics(s.kept(Tensor, f"statistics {size}", model.statistics))
 
     def with_statistics(self, s: State, sums: Sums) -> State:
         return self.keep_statistics(s, super().with_statistics(s, sums), sums)
@@ -144,10 +144,9 @@ class Nested(Method):
         for size in self.sizes:
             name, mask = f"statistics {size}", s.kept(Mask, f"mask {size}")
             if mask.active in sums.statistics:
-                old = s.kept(Tensor, name) if name in s.extra else after.weights.statistics
-                extra[name] = sums.statistics_of(mask, old)
-        after, whole = replace(after, extra=extra), f"statistics {max(self.sizes)}"
-        top = after.kept(Tensor, whole) if whole in extra else after.weights.statistics
+                extra[name] = sums.statistics_of(mask, s.kept(Tensor, name, after.weights.statistics))
+        after = replace(after, extra=extra)
+        top = after.kept(Tensor, f"statistics {max(self.sizes)}", after.weights.statistics)
         before = after.before and after.before.with_statistics(top)
         return replace(after, weights=after.weights.with_statistics(top), before=before)
 

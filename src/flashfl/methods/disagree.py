@@ -54,7 +54,7 @@ class Disagree(SPDST):
 
     def _mask(self, s: State) -> Mask:
         """The mask this round trains. The model evaluated after the round has the same, so it is always trained."""
-        return s.kept(Mask, "mask") if "mask" in s.extra else s.mask
+        return s.kept(Mask, "mask", s.mask)
 
     def moved(self, s: State, mask: Mask) -> Mask:
         """As many weights in each layer, but only i of b in common: 1 - i / (2b - i) = sm."""

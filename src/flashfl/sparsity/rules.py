@@ -114,7 +114,8 @@ class PruneRegrow:
 
     def _within_groups(self, layout: Layout, rank: Tensor, size: Tensor, dropped: Tensor, masks: Tensor) -> Tensor:
         """Growth inside the groups of a pattern: each gets back as many as it lost."""
-        rank, pool = _dropped_last(rank, size, dropped), dropped | ~masks
+        pool = dropped | ~masks
+        rank = torch.where(dropped, (1 << 33) - size.long(), rank.long())  # what was just dropped last, largest first
         grown = torch.zeros_like(dropped)
         for layer in layout.prunable:
             span = slice(layer.start, layer.stop)
@@ -181,8 +182,3 @@ def _new_and_back(layout: Layout, grown: _Counts, counts: _Counts) -> tuple[list
     """Of what each layer grows: how much fits where it was inactive, and how much of what it dropped comes back."""
     new = [[min(g, k - c) for g, k, c in zip(*row, strict=True)] for row in zip(grown, repeat(layout.sizes), counts)]
     return new, [[g - n for g, n in zip(*row, strict=True)] for row in zip(grown, new, strict=True)]
-
-
-def _dropped_last(rank: Tensor, size: Tensor, dropped: Tensor) -> Tensor:
-    """Ranks by which the just dropped come after every inactive position, the largest of them first."""
-    return torch.where(dropped, (1 << 33) - size.long(), rank.long())
