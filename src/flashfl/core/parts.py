@@ -68,9 +68,8 @@ def to_json(value: Any) -> Any:
 
 
 def _at_default(value: Any, f: dataclasses.Field[Any]) -> bool:
-    if f.default is not dataclasses.MISSING:
-        return bool(getattr(value, f.name) == f.default)
-    return f.default_factory is not dataclasses.MISSING and bool(getattr(value, f.name) == f.default_factory())
+    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    return bool(getattr(value, f.name) == default)
 
 
 def from_json(data: Any) -> Any:

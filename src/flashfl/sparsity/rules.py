@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, FlashError, check_range
+from ..core.errors import FlashError, check_range
 from ..core.exchange import Adapt
 from ..core.layout import Layout
 from ..core.mask import count_rows
@@ -84,8 +84,6 @@ class PruneRegrow:
         scores: |gradient| or |momentum| of every prunable weight, for growth by score. Weights that are dropped
         become 0, and so do regrown ones.
         """
-        if not layout.prunable:
-            raise ConfigError("no weight of the model is prunable, so no mask can move: set `prunable` of the task")
         keys = [fold(key, "grow") for key in keys]
         drops = [[math.ceil(rate * c) for c in row] for row in counts]
         k, heads = layout.prunable_size, vectors[:, : layout.prunable_size]

@@ -76,9 +76,8 @@ def lowest_by_layer(
     for i, layer in enumerate(layout.prunable):
         span = slice(layer.start, layer.stop)
         mine = keys[:, span] if isinstance(keys, Tensor) else keys(layer.start, layer.stop)
-        wanted = [row[i] for row in counts]
-        count = wanted[0] if len(set(wanted)) == 1 else torch.tensor(wanted, device=mine.device)
-        parts.append(lowest(mine, count, None if candidates is None else candidates[:, span]))
+        wanted = torch.tensor([row[i] for row in counts], device=mine.device)
+        parts.append(lowest(mine, wanted, None if candidates is None else candidates[:, span]))
     return torch.cat(parts, 1) if parts else torch.zeros(len(counts), 0, dtype=torch.bool, device=device)
 
 
