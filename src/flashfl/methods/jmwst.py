@@ -45,12 +45,8 @@ class JMWST(SPDST):
 
     def moves(self, s: State) -> bool:
         """Whether masks move in this round."""
-        due = (
-            self.adapt.rate > 0
-            and s.round % self.r_int == 0
-            and (self.freeze_after == 0 or s.round < self.freeze_after)
-        )
-        return s.phase != SENSITIVITY and due
+        frozen = self.adapt.rate == 0 or 0 < self.freeze_after <= s.round
+        return s.phase != SENSITIVITY and not frozen and s.round % self.r_int == 0
 
     def work(self, s: State, client: Client) -> Local:
         return self.local(s, adapt=replace(self.adapt, nm=self.nm)) if self.moves(s) else super().work(s, client)

@@ -105,5 +105,5 @@ def keep_largest(values: Tensor, spans: Sequence[slice], counts: Sequence[int]) 
 def _kth(keys: Tensor, count: int) -> Tensor:
     """The count-th lowest key of each row, [..., 1]."""
     if keys.is_cuda:
-        return keys.kthvalue(count, dim=-1, keepdim=True).values
+        return keys.topk(keys.shape[-1] - count + 1, sorted=False).values.amin(-1, keepdim=True)
     return torch.from_numpy(np.partition(keys.numpy(), count - 1)[..., count - 1 : count])
