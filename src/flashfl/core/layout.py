@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from .errors import ConfigError
 
 Kind = Literal["prunable", "dense", "statistic", "fixed"]
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-KINDS: tuple[Kind, ...] = ("prunable", "dense", "statistic", "fixed")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Predicate = Callable[[str, nn.Parameter], bool]
 Rule = str | Sequence[str] | Predicate
 

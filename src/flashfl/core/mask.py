@@ -182,10 +182,7 @@ class Weights:
         k = self.layout.prunable_size
         if self.mask.active == k:
             return self.vector
-        active = self.vector[:k]
-        # On a GPU the places of a frozen mask are found once; picking by bits waits for the GPU every time.
-        picked = active[self.mask.places] if active.is_cuda else active[self.mask.bits]
-        return torch.cat([picked, self.vector[k:]])
+        return torch.cat([self.vector[self.mask.places], self.vector[k:]])
 
     def restrict(self, mask: Mask) -> Weights:
         return self if mask is self.mask else Weights.masked(mask, self.vector)

@@ -106,7 +106,7 @@ def best_per_time(
     """The `safe` weights and those worth their time, at most round(density * K). flops: of a weight of each layer."""
     times = torch.cat([squares.new_full((size,), max(t, 1e-9)) for size, t in zip(layout.sizes, flops, strict=False)])
     worth, room = (squares / times).float(), weight_budget(layout, density) - int(safe.sum())
-    order = lowest(-magnitude(worth), max(0, room), ~safe).nonzero().squeeze(1)
+    order = lowest(-magnitude(worth), room, ~safe).nonzero().squeeze(1)
     order = order[torch.argsort(-worth[order], stable=True)]
     gained, spent = squares[safe].sum() + squares[order].cumsum(0), times[safe].sum() + times[order].cumsum(0)
     good = squares[order] / times[order] >= gained / (spent + constant)
