@@ -54,7 +54,7 @@ class Place:
     def logical(layout: Layout, device: torch.device | str = "cpu") -> Place:
         """The trained weights in the order of the flat vector."""
         index = torch.arange(layout.trained_size, dtype=torch.int32, device=device)
-        return Place(layout, tuple(slice(layer.start, layer.stop) for layer in layout.prunable), index)
+        return Place(layout, tuple(layer.span for layer in layout.prunable), index)
 
 
 @dataclass

@@ -43,6 +43,11 @@ class Layer:
     def size(self) -> int:
         return self.stop - self.start
 
+    @property
+    def span(self) -> slice:
+        """Its place in the flat vector."""
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -128,7 +133,7 @@ class Layout:
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The named tensors of a flat vector, as views into it."""
-        return {layer.name: vector[layer.start : layer.stop].view(layer.shape) for layer in self.travelling}
+        return {layer.name: vector[layer.span].view(layer.shape) for layer in self.travelling}
 
     def read(self, module: nn.Module) -> Tensor:
         """The module's tensors as one flat float32 vector on the CPU."""

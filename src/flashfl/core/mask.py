@@ -104,7 +104,7 @@ def count_layers(layout: Layout, bits: Tensor) -> tuple[int, ...]:
 
 def count_rows(layout: Layout, rows: Tensor) -> list[tuple[int, ...]]:
     """`count_layers` of each row; a GPU is waited for once."""
-    spans = [slice(layer.start, layer.stop) for layer in layout.prunable]
+    spans = [layer.span for layer in layout.prunable]
     if rows.is_cuda:
         sums = torch.stack([rows[:, span].sum(1) for span in spans], 1).tolist() if spans else [()] * len(rows)
         return [tuple(row) for row in sums]

@@ -64,8 +64,7 @@ class Disagree(SPDST):
             if not self.first <= i <= stop:
                 continue
             change = min(b - round(2 * b * (1 - self.sm) / (2 - self.sm)), layer.size - b)
-            active = mask.bits[layer.start : layer.stop]
-            part = bits[layer.start : layer.stop]
+            active, part = mask.bits[layer.span], bits[layer.span]
             part &= ~random_choice(layer, s.key("disagree"), change, active)
             part |= random_choice(layer, s.key("disagree"), change, ~active)
         return Mask(s.layout, bits, mask.counts)

@@ -26,7 +26,7 @@ def frozen(layout: Layout, key: int, device: torch.device | str = "cpu") -> Tens
     """The random weights [K]: +-sqrt(2 / inputs), the sign drawn for each weight."""
     signs = (hashes(key, 0, layout.prunable_size, device) & 1).float() * 2 - 1
     for layer in layout.prunable:
-        signs[layer.start : layer.stop] *= math.sqrt(2 * layer.shape[0] / layer.size)
+        signs[layer.span] *= math.sqrt(2 * layer.shape[0] / layer.size)
     return signs
 
 

@@ -73,7 +73,7 @@ class Slice(Width):
 
 def _rows(layout: Layout, models: Tensor) -> list[Tensor]:
     """The last matrix and its bias in some models [models, ...], each as [models, classes, inputs]."""
-    return [models[:, x.start : x.stop].view(len(models), x.shape[0], -1) for x in classifier(layout)]
+    return [models[:, x.span].view(len(models), x.shape[0], -1) for x in classifier(layout)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class HeteroFL(Widths):
         vector, old = after.weights.vector.clone(), s.weights.vector
         kept = {width: belonging(s.layout, width, vector.device) for width in found}
         for layer in classifier(s.layout):
-            span, shape = slice(layer.start, layer.stop), (layer.shape[0], -1)
+            span, shape = layer.span, (layer.shape[0], -1)
             having = torch.stack([n * kept[width][span].view(shape) for width, n in found.items()]).sum(0)
             share = (having.flatten() / sums.extra["kept"][span].clamp(min=1)).float()
             # Clients without the class left its row as it was, so the mean change is that of the others times `share`.

@@ -122,6 +122,6 @@ class ZeroFL(WithDensity):
     def views(self, s: State) -> Mapping[str, Weights]:
         layers, vector = s.layout.prunable, s.weights.vector[: s.layout.prunable_size]
         top = top_mask(s.layout, vector, allocate(s.layout, "uniform", self.density))
-        spans = [slice(layer.start, layer.stop) for layer in layers]
+        spans = [layer.span for layer in layers]
         bits = top.bits | largest_of_outputs(vector[None], layers, spans)[0]
         return {"after": s.weights.restrict(Mask(s.layout, bits))}

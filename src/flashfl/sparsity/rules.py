@@ -116,8 +116,8 @@ class PruneRegrow:
         rank = torch.where(dropped, (1 << 33) - size.long(), rank.long())  # what was just dropped last, largest first
         grown = torch.zeros_like(dropped)
         for layer in layout.prunable:
-            span = slice(layer.start, layer.stop)
-            grown[:, span] = within_groups(layer, self.nm, rank[:, span], dropped[:, span], pool[:, span])
+            own = (rows[:, layer.span] for rows in (rank, dropped, pool))
+            grown[:, layer.span] = within_groups(layer, self.nm, *own)
         return grown
 
     def _shares(self, layout: Layout, heads: Tensor, drops: _Counts, counts: _Counts) -> list[tuple[int, ...]]:
@@ -126,9 +126,7 @@ class PruneRegrow:
         Magnitudes are added in float64 and rounded to float32, so that the order of addition, which differs between
         devices, does not matter.
         """
-        sums = torch.stack(
-            [heads[:, x.start : x.stop].abs().sum(-1, dtype=torch.float64) for x in layout.prunable], dim=-1
-        )
+        sums = torch.stack([heads[:, x.span].abs().sum(-1, dtype=torch.float64) for x in layout.prunable], dim=-1)
         rows = sums.float().tolist()
         shares = []
         for total, drop, count in zip(rows, drops, counts, strict=True):

@@ -74,10 +74,9 @@ def lowest_by_layer(
         return chosen
     parts = []
     for i, layer in enumerate(layout.prunable):
-        span = slice(layer.start, layer.stop)
-        mine = keys[:, span] if isinstance(keys, Tensor) else keys(layer.start, layer.stop)
+        mine = keys[:, layer.span] if isinstance(keys, Tensor) else keys(layer.start, layer.stop)
         wanted = torch.tensor([row[i] for row in counts], device=mine.device)
-        parts.append(lowest(mine, wanted, None if candidates is None else candidates[:, span]))
+        parts.append(lowest(mine, wanted, None if candidates is None else candidates[:, layer.span]))
     return torch.cat(parts, 1) if parts else torch.zeros(len(counts), 0, dtype=torch.bool, device=device)
 
 

@@ -29,7 +29,7 @@ def scaled(layout: Layout) -> Tensor:
     out = torch.arange(layout.trained_size) < layout.prunable_size
     biases = {f"{layer.name.rpartition('.')[0]}.bias" for layer in layout.prunable}
     for layer in layout.of_kind("dense"):
-        out[layer.start : layer.stop] = layer.name in biases
+        out[layer.span] = layer.name in biases
     return out
 
 
@@ -46,13 +46,13 @@ def belonging(layout: Layout, width: float, device: Device = "cpu") -> Tensor:
     whole = {layer.name.rpartition(".")[0] for layer in layout.of_kind("dense") if len(layer.shape) > 1}
     outputs: set[int] = set()  # of the prunable layers so far
     for layer in layout.prunable:
-        kept[layer.start : layer.stop] = _matrix(layer, _first(layer.shape[0], width), width, outputs)
+        kept[layer.span] = _matrix(layer, _first(layer.shape[0], width), width, outputs)
         outputs.add(layer.shape[0])
     for layer in classifier(layout)[:1]:
-        kept[layer.start : layer.stop] = _matrix(layer, _first(layer.shape[0], 1), width, outputs)
+        kept[layer.span] = _matrix(layer, _first(layer.shape[0], 1), width, outputs)
     for layer in layout.of_kind("dense"):
         if len(layer.shape) == 1 and layer.name.rpartition(".")[0] not in whole:
-            kept[layer.start : layer.stop] = _first(layer.size, width)
+            kept[layer.span] = _first(layer.size, width)
     return kept.to(device)
 
 
