@@ -16,13 +16,8 @@ from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.state import Plan, State
-from ..sparsity.select import lowest_by_layer, magnitude
+from ..sparsity.select import largest_by_layer
 from .feddst import Adjusted
-
-
-def largest(layout: Layout, rows: Tensor, counts: tuple[int, ...], candidates: Tensor | None = None) -> Tensor:
-    """Of each layer the largest entries of each row [rows, K]."""
-    return lowest_by_layer(layout, -magnitude(rows), [counts] * len(rows), candidates, device=rows.device)
 
 
 @dataclass(frozen=True)
@@ -51,10 +46,10 @@ class Votes(Part):
 
     def finish(self, c: Clients) -> None:
         if any(self.wanted):
-            c.report["wanted"] = largest(c.layout, c.state["gradient"], self.wanted, ~c.masks)
+            c.report["wanted"] = largest_by_layer(c.layout, c.state["gradient"], self.wanted, ~c.masks)
 
     def tally(self, layout: Layout, vectors: Tensor, masks: Tensor) -> Mapping[str, Tensor]:
-        return {"kept": largest(layout, vectors[:, : layout.prunable_size], self.kept, masks)}
+        return {"kept": largest_by_layer(layout, vectors[:, : layout.prunable_size], self.kept, masks)}
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class FedRTS(Adjusted):
 
     def aggregate(self, s: State, sums: Sums) -> State:
         mean, k, bits = average(self.aggregator, sums), s.layout.prunable_size, s.mask.bits
-        best = largest(s.layout, mean[None, :k], self._kappa(s), bits[None])[0]
+        best = largest_by_layer(s.layout, mean[None, :k], self._kappa(s), bits[None])[0]
         good = (0.5 * best + 0.5 * sums.extra["kept"] / sums.n).float()
         told = bits
         if "wanted" in sums.extra:
@@ -111,7 +106,7 @@ class FedRTS(Adjusted):
         if not self.adjusts(s):
             return s.next(Weights(s.mask, mean), a=a, b=b)
         drawn = _beta(a, b, s.key("beta"))
-        mask = Mask(s.layout, largest(s.layout, drawn[None], s.mask.counts)[0], s.mask.counts)
+        mask = Mask(s.layout, largest_by_layer(s.layout, drawn[None], s.mask.counts)[0], s.mask.counts)
         return s.next(Weights.masked(mask, mean), before=Weights(s.mask, mean), a=a, b=b)
 
 

@@ -17,7 +17,7 @@ from ..core.layout import Layer, Layout
 from ..core.mask import Mask, Weights
 from ..core.state import State
 from ..sparsity import allocate, top_mask
-from ..sparsity.select import keep_largest, lowest_by_layer, magnitude
+from ..sparsity.select import keep_largest, largest_by_layer
 from .common import WithDensity, follow, where_held
 
 Upload = Literal["weights", "changes of the largest weights", "largest changes"]
@@ -62,7 +62,7 @@ class Largest(Part):
         layout, k, budgets = c.layout, c.layout.prunable_size, allocate(c.layout, "uniform", self.density)
         trained = c.change() if self.upload != "weights" else c.vectors[:, : layout.trained_size]
         ranked = trained if self.upload == "largest changes" else c.vectors
-        c.masks = lowest_by_layer(layout, -magnitude(ranked[:, :k]), [budgets] * len(ranked), device=ranked.device)
+        c.masks = largest_by_layer(layout, ranked[:, :k], budgets)
         c.vectors = torch.cat([trained, c.vectors[:, layout.trained_size :]], 1)
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import repeat
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,10 +102,11 @@ class PruneRegrow:
         if self.nm:
             grown = self._within_groups(layout, rank(0, k), size(0, k), dropped, masks)
         else:
-            new, back = _new_and_back(layout, self._shares(layout, heads, drops, counts), counts)
-            grown = lowest_by_layer(layout, rank, new, ~masks, scores is None, device)
-            if any(map(any, back)):
-                grown |= lowest_by_layer(layout, lambda *span: -size(*span), back, dropped, device=device)
+            shares = np.array(self._shares(layout, heads, drops, counts))
+            new = np.minimum(shares, np.array(layout.sizes) - np.array(counts))  # what fits where a layer was inactive
+            grown = lowest_by_layer(layout, rank, new.tolist(), ~masks, scores is None, device)
+            if (back := shares - new).any():  # the rest comes back from what was dropped
+                grown |= lowest_by_layer(layout, lambda *span: -size(*span), back.tolist(), dropped, device=device)
         heads.masked_fill_(dropped & ~grown, 0.0)
         masks &= ~dropped
         masks |= grown
@@ -172,9 +173,3 @@ def move(
                 "number"
             )
     return found
-
-
-def _new_and_back(layout: Layout, grown: _Counts, counts: _Counts) -> tuple[list[list[int]], list[list[int]]]:
-    """Of what each layer grows: how much fits where it was inactive, and how much of what it dropped comes back."""
-    new = [[min(g, k - c) for g, k, c in zip(*row, strict=True)] for row in zip(grown, repeat(layout.sizes), counts)]
-    return new, [[g - n for g, n in zip(*row, strict=True)] for row in zip(grown, new, strict=True)]

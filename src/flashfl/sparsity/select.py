@@ -80,6 +80,11 @@ def lowest_by_layer(
     return torch.cat(parts, 1) if parts else torch.zeros(len(counts), 0, dtype=torch.bool, device=device)
 
 
+def largest_by_layer(layout: Layout, values: Tensor, counts: Sequence[int], candidates: Tensor | None = None) -> Tensor:
+    """The counts[layer] largest candidates of every layer of every row, by absolute value: values [rows, K]."""
+    return lowest_by_layer(layout, -magnitude(values), [counts] * len(values), candidates, device=values.device)
+
+
 def _radix(keys: Tensor) -> Callable[..., Tensor] | None:
     """The kernel that selects among such keys, if there is one."""
     return kernel("select", "radix_lowest") if keys.is_cuda and keys.dtype == torch.int32 else None
