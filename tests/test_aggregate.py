@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flashfl.aggregate import AGGREGATORS, add, average, fedavg, union, wfa
-from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Extra, Sums, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
@@ -110,11 +109,6 @@ def test_extras_are_added_weighted() -> None:
     sent = [(0, 1, 2.0), (1, 3, 4.0)]
     updates = [Update(c, n, None, None, (0, 0), extra={"x": Extra("scalar", torch.tensor(v))}) for c, n, v in sent]
     assert summed(*updates).extra["x"] == 14.0
-
-
-def test_an_unknown_aggregator_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'fedavg'"):
-        average("fedavrg", summed(FIRST))
 
 
 def test_equal_masks_are_added_packed_and_the_sums_are_the_same_bits() -> None:

@@ -68,7 +68,7 @@ def test_swapped_arguments_of_simulate_are_refused(given: Any, said: str) -> Non
 
 
 def test_density_as_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"density = '0.1': must be a number above 0 and at most 1"):
+    with pytest.raises(ConfigError, match=r"density = '0.1': must be a finite number, above 0 and at most 1"):
         fl.SPDST(density="0.1")  # type: ignore[arg-type]
 
 

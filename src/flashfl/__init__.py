@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from .core.state import Phase, Plan, State
     from .data import tasks
     from .data.task import Task, accuracy
-    from .methods import JMWST, METHODS, NST, PDST, SPDST, Dense, FlashPlus, HeteroJMWST, HeteroSPDST
+    from .methods import METHODS
+    from .methods.dense import Dense
+    from .methods.flashplus import FlashPlus
+    from .methods.hetero import HeteroJMWST, HeteroSPDST
+    from .methods.jmwst import JMWST
+    from .methods.nst import NST
+    from .methods.pdst import PDST
+    from .methods.spdst import SPDST
     from .run.config import TrainConfig
     from .run.run import Run
     from .run.simulate import simulate

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .core.errors import unknown
 from .core.exchange import Sums, Update
 from .core.mask import Mask, Weights
 
@@ -58,13 +57,12 @@ def add_statistics(sums: Sums, active: int, total: Tensor, n: Tensor | int) -> N
 
 def fedavg(sums: Sums) -> Tensor:
     """The average over all clients, sum(n w) / sum(n). A weight that a client does not hold counts as 0."""
-    return _divided(_weights(sums), sums.n)
+    return _divided(_reported(sums)[0], sums.n)
 
 
 def wfa(sums: Sums) -> Tensor:
     """The average of each weight over the clients that hold it, sum(n m w) / sum(n m); 0 if none does."""
-    total, (holders, k) = _weights(sums), (sums.holders, sums.layout.prunable_size)
-    assert holders is not None
+    (total, holders), k = _reported(sums), sums.layout.prunable_size
     return torch.cat([_divided(total[:k], holders), _divided(total[k:], sums.n)])
 
 
@@ -77,13 +75,14 @@ def _divided(total: Tensor, by: Tensor | int) -> Tensor:
     return out
 
 
-def _weights(sums: Sums) -> Tensor:
-    if sums.weights is None or sums.n == 0:
+def _reported(sums: Sums) -> tuple[Tensor, Tensor]:
+    """The sums of the weights and of the samples of their holders."""
+    if sums.weights is None or sums.holders is None:
         raise ValueError(
             "clients reported no weights in this round, so there is nothing to average. Use report='weights' in the "
             "method's `work` for this phase."
         )
-    return sums.weights
+    return sums.weights, sums.holders
 
 
 Aggregator = Literal["fedavg", "wfa"]
@@ -92,8 +91,6 @@ AGGREGATORS: dict[str, Callable[[Sums], Tensor]] = {"fedavg": fedavg, "wfa": wfa
 
 def average(name: str, sums: Sums) -> Tensor:
     """The averaged flat vector by the aggregator of that name."""
-    if name not in AGGREGATORS:
-        raise unknown("aggregator", name, AGGREGATORS)
     return AGGREGATORS[name](sums)
 
 
@@ -104,8 +101,7 @@ def averaged(name: str, sums: Sums) -> Weights:
 
 def union(sums: Sums) -> Mask:
     """The mask of all weights that at least one client holds."""
-    assert sums.holders is not None
-    return Mask(sums.layout, sums.holders > 0)
+    return Mask(sums.layout, _reported(sums)[1] > 0)
 
 
 def trimmed_mean(values: Tensor, shares: Tensor, trim: float) -> Tensor:

@@ -9,13 +9,13 @@ import pytest
 from flashfl.core.errors import ConfigError, check_range
 
 
-@pytest.mark.parametrize("allowed, value", [("[0, 1)", 0), ("[0, 1]", 1), ("(0, 1]", 0.5), ("[1, inf)", 10**9)])
+@pytest.mark.parametrize(("allowed", "value"), [("[0, 1)", 0), ("[0, 1]", 1), ("(0, 1]", 0.5), ("[1, inf)", 10**9)])
 def test_a_value_inside_its_range_passes(allowed: str, value: float) -> None:
     check_range(allowed, rate=value)
 
 
 @pytest.mark.parametrize(
-    "allowed, value, says",
+    ("allowed", "value", "says"),
     [
         ("[1, inf)", 0, "rate = 0: must be at least 1"),
         ("(0, 1]", 0, "rate = 0: must be above 0 and at most 1"),

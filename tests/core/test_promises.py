@@ -61,7 +61,7 @@ def test_state_extra_must_be_storable(small_task: Task) -> None:
 
 def test_a_client_cannot_be_asked_to_remember_what_it_cannot() -> None:
     assert Local(keep=("mask",))
-    with pytest.raises(ConfigError, match=r"keep = \('mask', 'residual'\): must be .* declare them in the `remembers`"):
+    with pytest.raises(ConfigError, match=r"keep = \('mask', 'residual'\): must be .* `remembers`"):
         Local(keep=("mask", "residual"))
 
 
@@ -84,14 +84,14 @@ def test_settings_made_in_python_are_checked_as_those_of_a_file_are(method: Any,
 
 def test_numbers_of_numpy_are_numbers() -> None:
     check_fields(fl.JMWST(density=np.float32(0.5), r_int=np.int64(2)))
-    with pytest.raises(ConfigError, match="must be a number above 0 and at most 1"):
+    with pytest.raises(ConfigError, match="must be a finite number, above 0 and at most 1"):
         fl.PDST(density="0.1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("nm", [1, -2, 70_000])
 @pytest.mark.parametrize("name", ["spdst", "jmwst", "hetero-jmwst"])
 def test_a_pattern_that_cannot_be_is_refused_before_anything_runs(name: str, nm: int) -> None:
-    with pytest.raises(ConfigError, match=f"nm = {nm}: the group size"):
+    with pytest.raises(ConfigError, match=f"nm = {nm}: must be at least 2 and at most 65535. It is the group size"):
         fl.METHODS[name](nm=nm)
 
 
@@ -163,21 +163,16 @@ def test_results_of_a_method_are_checked(what: str, said: str, small_task: Task)
 @part
 @dataclass(frozen=True)
 class Grows(PruneRegrow):
-    lies: bool = False
-
-    def move(self, layout: Any, vectors: Any, masks: Any, scores: Any, rate: Any, keys: Any, counts: Any) -> Any:
-        found = super().move(layout, vectors, masks, scores, rate, keys, counts)
+    def move(self, layout: Any, vectors: Any, masks: Any, *others: Any) -> None:
         masks[:] = True
-        return found if self.lies else [layout.sizes] * len(counts)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "lanes"])
-@pytest.mark.parametrize(("lies", "said"), [(False, "must keep the number"), (True, "claims")])
-def test_a_rule_keeps_the_number_of_active_weights(lies: bool, said: str, engine: str) -> None:
-    task, method = make_task("norm"), fl.JMWST(0.3, warmup_clients=0, adapt=Grows(lies=lies))
+def test_a_rule_keeps_the_number_of_active_weights(engine: str) -> None:
+    task, method = make_task("norm"), fl.JMWST(0.3, warmup_clients=0, adapt=Grows())
     config = TrainConfig(device="cpu", rounds=1, **QUICK)
     made: Any = GPUEngine(task, config, "cpu") if engine == "lanes" else CPUEngine(task, config)
-    with closing(made), pytest.raises(FlashError, match=said):
+    with closing(made), pytest.raises(FlashError, match="must keep the number"):
         drive(method, task, config, made, FixedPopulation(task.clients))
 
 

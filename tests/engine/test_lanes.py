@@ -241,14 +241,12 @@ def test_operations_give_identical_masks_on_both_devices() -> None:
             results = []
             for device in ("cpu", "cuda"):
                 v, m = stack.to(device).clone(), bits.to(device).clone()
-                counts = PruneRegrow(growth=growth).move(  # type: ignore[arg-type]
+                PruneRegrow(growth=growth).move(  # type: ignore[arg-type]
                     layout, v, m, scores.to(device), Fraction(1, 4), [trial, trial + 1], [here.counts] * 2
                 )
-                results.append((counts, v.cpu(), m.cpu()))
-                assert [Mask(layout, row).counts for row in m.cpu()] == counts
-            assert results[0][0] == results[1][0]
+                results.append((v.cpu(), m.cpu()))
+            assert torch.equal(results[0][0], results[1][0])
             assert torch.equal(results[0][1], results[1][1])
-            assert torch.equal(results[0][2], results[1][2])
 
 
 @gpu
@@ -552,8 +550,8 @@ def test_masks_move_at_each_clients_own_steps(first: int, crew: str, device: str
 class Untidy(PruneRegrow):
     """Moves the mask, but leaves the weights that it drops as they are."""
 
-    def move(self, layout: Layout, vectors: torch.Tensor, *others: Any) -> list[tuple[int, ...]]:
-        return super().move(layout, vectors.clone(), *others)
+    def move(self, layout: Layout, vectors: torch.Tensor, *others: Any) -> None:
+        super().move(layout, vectors.clone(), *others)
 
 
 @devices

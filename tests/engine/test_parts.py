@@ -20,7 +20,6 @@ from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
-from flashfl.core.parts import part
 from flashfl.core.state import ServerStep
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.gpu.batched import Batched
@@ -91,7 +90,6 @@ def test_multiplicative_step_follows_the_sgd_step() -> None:
     assert float(step.weights[0, 3]) == 0.5, "dense weights follow SGD alone"
 
 
-@part
 @dataclass(frozen=True)
 class Doubled(Part):
     """The forward pass sees twice the weights; the gradient of a weight is then doubled too."""
@@ -142,7 +140,6 @@ def test_large_inputs_are_sampled_in_all_columns() -> None:
     assert abs(float(kept.float().mean()) - 0.5) < 0.02
 
 
-@part
 @dataclass(frozen=True)
 class Everything(Part):
     """Reports a tensor in every form and remembers three."""
@@ -218,7 +215,6 @@ def test_extras_of_every_form_have_their_closed_form_size(eight: Layout) -> None
     )
 
 
-@part
 @dataclass(frozen=True)
 class Lying(Part):
     """Declares a report that it does not make."""
@@ -342,13 +338,12 @@ def test_engines_agree_on_a_falling_learning_rate_and_a_multiplicative_step() ->
 
 
 def test_wrong_parts_are_refused_before_the_first_round() -> None:
-    with pytest.raises(FlashError, match=r"which is not a Part\. Give parts such as Multiply"):
+    with pytest.raises(FlashError, match=r"parts\[0\] = .*: expected Part, got Local"):
         Local(parts=(Local(),))  # type: ignore[arg-type]
     with pytest.raises(FlashError, match="static_bn = true: not possible with this method"):
         Local(report="mask", statistics=False)
 
 
-@part
 @dataclass(frozen=True)
 class BadState(Part):
     def begin(self, c: Clients) -> None:
@@ -358,7 +353,6 @@ class BadState(Part):
         gradient.add_(r.state["a"].sum())
 
 
-@part
 @dataclass(frozen=True)
 class BadReport(Part):
     def reports(self, layout: Layout) -> Mapping[str, Field]:
@@ -368,7 +362,6 @@ class BadReport(Part):
         c.report["a"] = torch.zeros(len(c.start), 5)
 
 
-@part
 @dataclass(frozen=True)
 class BadMemory(Part):
     def remembers(self, layout: Layout) -> Mapping[str, Field]:
@@ -378,31 +371,18 @@ class BadMemory(Part):
         c.memory["a"] = c.memory["a"].float()
 
 
-@part
 @dataclass(frozen=True)
 class BadMask(Part):
     def finish(self, c: Clients) -> None:
         c.masks = c.masks & (torch.arange(c.masks.shape[1]) < 3)
 
 
-@part
 @dataclass(frozen=True)
 class BadForm(Part):
     def remembers(self, layout: Layout) -> Mapping[str, Field]:
         return {"a": Field("sparse", 4)}  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Unregistered(Part):
-    pass
-
-
-@part
-class NotData(Part):
-    rate: float = 1.0
-
-
-@part
 @dataclass(frozen=True)
 class OddField(Part):
     value: Any = None
@@ -417,8 +397,6 @@ class OddField(Part):
         (BadMemory(), "declares 'a' as bits of shape .* but it is torch.float32"),
         (BadMask(), "but its `active` declares"),
         (BadForm(), "the form must be one of masked, dense, bits, scalar, indices"),
-        (Unregistered(), "Unregistered is not registered, so clients would not know it: put @part"),
-        (NotData(), "NotData is not a dataclass, so its settings rate would be lost"),
         (OddField(torch.zeros(2)), "OddField has a field that cannot be sent to clients"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Part) else "",
@@ -435,7 +413,6 @@ def test_mistakes_in_a_custom_part_are_errors_on_every_engine(wrong: Part, said:
         run_lanes(Wrong(0.3), task, "cpu", config) if lanes else fl.simulate(Wrong(0.3), task, train=config)
 
 
-@part
 @dataclass(frozen=True)
 class HalfInputs(Part):
     def inputs(self, weight: Tensor) -> Tensor:

@@ -140,9 +140,9 @@ class Watching(PruneRegrow):
 
     moved: list[tuple[int, float]] = field(default_factory=list, compare=False)
 
-    def move(self, *given: Any) -> list[tuple[int, ...]]:
+    def move(self, *given: Any) -> None:
         self.moved.append((len(SIZES), given[4]))
-        return super().move(*given)
+        super().move(*given)
 
 
 @pytest.mark.parametrize(("batches", "step"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)])

@@ -54,7 +54,7 @@ def test_a_density_that_keeps_nothing() -> None:
 
 
 def test_more_clients_a_round_than_clients() -> None:
-    with pytest.raises(ConfigError, match="per_round = 9: must be between 1 and the number of clients, 8"):
+    with pytest.raises(ConfigError, match="per_round = 9: must be at least 1 and at most 8"):
         go(fl.Dense(), per_round=9)
 
 

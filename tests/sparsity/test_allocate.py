@@ -94,7 +94,7 @@ def test_allocations() -> None:
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.1, float("nan")])
 def test_a_density_outside_its_range_is_refused(density: float) -> None:
-    with pytest.raises(ConfigError, match="must be above 0"):
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
         weight_budget(layers((10,)), density)
 
 

@@ -46,8 +46,8 @@ def test_the_largest_possible_key_is_still_a_candidate() -> None:
 
 
 @given(st.data())
-def test_long_rows_are_sampled_first_with_the_same_result(data: st.DataObject) -> None:
-    """Few distinct keys make ties, sorted ones an unlucky sample, few candidates a short one."""
+def test_long_rows_are_selected_from_with_the_same_result(data: st.DataObject) -> None:
+    """With few distinct keys there are ties."""
     n = data.draw(st.integers(1, 300))
     spread = data.draw(st.sampled_from([1, 3, 50, 1 << 30]))
     keys = (rng.hashes(data.draw(st.integers(0, 99)), 0, n).long() % (2 * spread) - spread).to(torch.int32)
@@ -58,8 +58,7 @@ def test_long_rows_are_sampled_first_with_the_same_result(data: st.DataObject) -
     ranked = sorted((int(keys[i]), i) for i in range(n) if among[i])
     expected = {i for _, i in ranked[:count]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "_LONG", 1)
-        patch.setattr(select, "_SAMPLE", data.draw(st.sampled_from([1, 8, 64])))
+        patch.setattr(select, "_LONG", data.draw(st.sampled_from([1, 1 << 30])))
         found = lowest(torch.stack([keys, keys]), count, torch.stack([among, among]))
     assert [set(row.nonzero().flatten().tolist()) for row in found] == [expected] * 2
 

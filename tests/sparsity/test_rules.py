@@ -12,6 +12,7 @@ from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.core.rng import fold, hashes
 from flashfl.sparsity import PruneRegrow, pattern_budgets, recipe_mask
+from flashfl.sparsity import move as moved
 
 EIGHT = Layout.build({"prunable": [("w", (8,))]})
 TWO = Layout.build({"prunable": [("a", (8,)), ("b", (8,))]})
@@ -29,7 +30,7 @@ def move(
     masks = torch.tensor([[c == "1" for c in active]])
     ranked = None if scores is None else torch.tensor([scores])
     counts = Mask(layout, masks[0]).counts
-    [new] = (rule or PruneRegrow()).move(layout, vectors, masks, ranked, rate, [1], [counts])
+    [new] = moved(rule or PruneRegrow(), layout, vectors, masks, ranked, rate, [1], [counts])
     assert new == Mask(layout, masks[0]).counts
     assert not vectors[0][: layout.prunable_size][~masks[0]].any()
     return "".join(str(int(b)) for b in masks[0]), vectors[0].tolist(), new
@@ -120,10 +121,10 @@ def test_a_stack_of_clients_is_as_each_alone() -> None:
     models = [Weights.masked(m, torch.randn(layout.size, generator=generator)) for m in masks]
     rule, keys = PruneRegrow(), [1, 2, 3]
     stack, bits = torch.stack([w.vector for w in models]), torch.stack([m.bits for m in masks])
-    counts = rule.move(layout, stack, bits, None, 0.3, keys, [m.counts for m in masks])
+    counts = moved(rule, layout, stack, bits, None, 0.3, keys, [m.counts for m in masks])
     for i, model in enumerate(models):
         alone, own = model.vector[None].clone(), model.mask.bits[None].clone()
-        assert rule.move(layout, alone, own, None, 0.3, [keys[i]], [model.mask.counts]) == [counts[i]]
+        assert moved(rule, layout, alone, own, None, 0.3, [keys[i]], [model.mask.counts]) == [counts[i]]
         assert torch.equal(alone[0], stack[i])
         assert torch.equal(own[0], bits[i])
 
@@ -134,7 +135,7 @@ def test_a_pattern_survives_prune_and_regrow() -> None:
     mask = recipe_mask(layout, Recipe(3, tuple(budgets), 4))
     vector, bits = torch.randn(1, layout.size), mask.bits[None].clone()
     vector[0] *= bits[0]
-    [counts] = PruneRegrow(nm=4).move(layout, vector, bits, None, 0.4, [8], [mask.counts])
+    [counts] = moved(PruneRegrow(nm=4), layout, vector, bits, None, 0.4, [8], [mask.counts])
     assert counts == mask.counts == Mask(layout, bits[0]).counts
     assert not torch.equal(bits[0], mask.bits)
     groups = bits[0][:324].view(4, 9, 9).movedim(1, 2)[..., :8].reshape(-1, 4)

@@ -1,6 +1,6 @@
 """The parts of a client's work: what it does in a round beyond masked SGD.
 
-A part is a registered frozen dataclass. Its functions are pure tensor operations on a stack of clients, so that every
+A part is a frozen dataclass. Its functions are pure tensor operations on a stack of clients, so that every
 engine runs it: the CPU engine on one client at a time, a GPU on many. `Local.parts` lists the parts of an order; they
 are called in that order. A part defines only the functions it needs.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .errors import ConfigError
 from .layout import Layout
+from .parts import part as register
 from .rng import mix
 
 Form = Literal["masked", "dense", "bits", "scalar", "indices"]
@@ -53,7 +54,7 @@ class Place:
     def logical(layout: Layout, device: torch.device | str = "cpu") -> Place:
         """The trained weights in the order of the flat vector."""
         index = torch.arange(layout.trained_size, dtype=torch.int32, device=device)
-        return Place(layout, tuple(slice(layer.start, layer.stop) for layer in layout.prunable), index)
+        return Place(layout, tuple(layer.span for layer in layout.prunable), index)
 
 
 @dataclass
@@ -100,9 +101,12 @@ class Clients:
 
 @dataclass(frozen=True)
 class Part:
-    """The base of all parts; by default it does nothing. Subclasses need `@part` above `@dataclass(frozen=True)`."""
+    """The base of all parts; by default it does nothing. Subclasses need `@dataclass(frozen=True)`."""
 
     changes: ClassVar[bool] = False  # whether `finish` turns the reported weights into changes of the weights
+
+    def __init_subclass__(cls) -> None:
+        register(cls)  # so that messages can name it
 
     # -- what it says before training --
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -52,11 +53,11 @@ def check_range(allowed: str, hint: str = "", **values: object) -> None:
     """
     low, high = (float(end) for end in allowed[1:-1].split(","))
     for name, value in values.items():
-        number = float(value) if isinstance(value, Real) else math.nan
+        number: Any = value if isinstance(value, Real) else math.nan
         if not (low < number < high or (number, allowed[0]) == (low, "[") or (number, allowed[-1]) == (high, "]")):
             least = f"{'at least' if allowed[0] == '[' else 'above'} {low:g}"
             most = f" and {'at most' if allowed[-1] == ']' else 'below'} {high:g}" if high < math.inf else ""
-            kind = "" if math.isfinite(number) else "a finite number, "
+            kind = "" if abs(number) < math.inf else "a finite number, "
             raise ConfigError(f"{name} = {value!r}: must be {kind}{least}{most}{'. ' + hint if hint else ''}")
 
 

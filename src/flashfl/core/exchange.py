@@ -12,18 +12,13 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .client import Form, Part
-from .errors import ConfigError
+from .client import Form, Part, reports_changes
+from .errors import ConfigError, check_range
 from .layout import Layout
 from .mask import Mask, Recipe, Weights
-from .parts import check_part, coerce, part
+from .parts import check_part, coerced, part
 from .precision import Precision
 
-_WHOLE, _REAL = 2**31 - 1, 1e6  # far above any setting that makes sense
-_RANGES = (
-    *(("epochs", 1, _WHOLE), ("batch", 1, _WHOLE), ("max_steps", 0, _WHOLE)),
-    *((name, 0, _REAL) for name in ("lr", "momentum", "weight_decay", "prox", "lr_last")),
-)
 DROPPED = "dropped out (simulated)"  # the reason recorded for a simulated dropout
 # Which of the packed values a message carries; rest: all but the active weights.
 Carries = Literal["all", "weights", "statistics", "rest"]
@@ -53,8 +48,8 @@ class Adapt(Protocol):
         rate: Fraction,
         keys: Sequence[int],
         counts: Sequence[Sequence[int]],
-    ) -> list[tuple[int, ...]]:
-        """Move the masks [clients, K] of a stack of models in place; the new layer counts."""
+    ) -> None:
+        """Move the masks [clients, K] of a stack of models in place. counts: active weights of each layer."""
 
 
 @part
@@ -80,32 +75,15 @@ class Local:
     parts: tuple[Part, ...] = ()  # what the client does beyond masked SGD; see `core.client`
 
     def __post_init__(self) -> None:
-        # Each number gets its field's exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            if type(value) is not type(most):
-                value = coerce(value, type(most), name)
-            value += 0
-            if not least <= value <= most:
-                raise ConfigError(f"{name} = {value}: must be at least {least} and at most {most}")
-            object.__setattr__(self, name, value)
-        if self.adapt is not None and not isinstance(self.adapt, Adapt):
-            lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
-            raise ConfigError(
-                f"adapt = {self.adapt!r}: must be None or a rule that moves the mask, such as PruneRegrow(). Yours "
-                f"lacks the attributes {', '.join(lacks)}."
-            )
-        if tuple(self.keep) not in ((), ("mask",)):
-            raise ConfigError(
-                f"keep = {self.keep!r}: must be () or ('mask',). To keep other tensors, declare them in the "
-                "`remembers` method of a part."
-            )
-        for one in self.parts:
-            if not isinstance(one, Part):
-                raise ConfigError(
-                    f"parts has {one!r}, which is not a Part. Give parts such as Multiply(), or an instance of your "
-                    "own class derived from Part."
-                )
+        # Each field gets its exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
+        for name, value in coerced(self).items():
+            object.__setattr__(self, name, value + 0 if isinstance(value, float) else value)
+        check_range("[1, 2147483647]", epochs=self.epochs, batch=self.batch)
+        check_range("[0, 2147483647]", max_steps=self.max_steps)
+        check_range("[0, 1e6]", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        check_range("[0, 1e6]", prox=self.prox, lr_last=self.lr_last)
+        if self.keep not in ((), ("mask",)):
+            raise ConfigError(f"keep = {self.keep}: must be () or ('mask',). For other tensors, parts have `remembers`")
         for own in (*self.parts, *([self.adapt] if self.adapt is not None else ())):
             check_part(own)
         if self.report == "mask" and not self.statistics:
@@ -120,7 +98,7 @@ class Local:
         Only weights can travel as changes, and not if parts of the work report changes already.
         """
         how = self.upload or order
-        changes = how.changes and self.report == "weights" and not any(one.changes for one in self.parts)
+        changes = how.changes and self.report == "weights" and not reports_changes(self.parts)
         return how if changes == how.changes else replace(how, changes=changes)
 
     @property
@@ -194,9 +172,8 @@ class Update:
         metrics: Mapping[str, float] | None = None,
     ) -> Update:
         """The update with these weights. If they are dense, no memory is copied."""
-        if weights is None:
-            return Update(client, n, None, None, counts, metrics or {})
-        return Update(client, n, weights.mask, weights.packed(), counts, metrics or {})
+        mask, values = (None, None) if weights is None else (weights.mask, weights.packed())
+        return Update(client, n, mask, values, counts, metrics or {})
 
     @property
     def weights(self) -> Weights | None:

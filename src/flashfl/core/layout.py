@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from .errors import ConfigError
 
 Kind = Literal["prunable", "dense", "statistic", "fixed"]
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-KINDS: tuple[Kind, ...] = ("prunable", "dense", "statistic", "fixed")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Predicate = Callable[[str, nn.Parameter], bool]
 Rule = str | Sequence[str] | Predicate
 
@@ -42,6 +42,11 @@ class Layer:
     @property
     def size(self) -> int:
         return self.stop - self.start
+
+    @property
+    def span(self) -> slice:
+        """Its place in the flat vector."""
+        return slice(self.start, self.stop)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Layout:
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The named tensors of a flat vector, as views into it."""
-        return {layer.name: vector[layer.start : layer.stop].view(layer.shape) for layer in self.travelling}
+        return {layer.name: vector[layer.span].view(layer.shape) for layer in self.travelling}
 
     def read(self, module: nn.Module) -> Tensor:
         """The module's tensors as one flat float32 vector on the CPU."""
@@ -193,8 +198,6 @@ def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], wh
         return _match(module, own, params, what)
     if rule == "none":
         return set()
-    if rule is None:
-        raise ConfigError(f"{what} = None: use 'none' if nothing may be sparse, or 'auto' to let flashfl choose")
     if callable(rule):
         names = {name for name, p in params.items() if rule(name, p)}
     elif rule in ("auto", "conv", "body", "inner"):

@@ -44,11 +44,6 @@ class Mask:
         layout: Layout, packed: np.ndarray[Any, Any], device: torch.device | str = "cpu", recipe: Recipe | None = None
     ) -> Mask:
         """The mask whose `packed` is this array."""
-        if packed.dtype != np.uint8 or packed.shape != ((layout.prunable_size + 7) // 8,):
-            raise ValueError(
-                f"a packed mask is {packed.dtype} {packed.shape}: expected uint8 ({(layout.prunable_size + 7) // 8},), "
-                f"one bit for each of {layout.prunable_size} prunable weights"
-            )
         bits = np.unpackbits(packed, count=layout.prunable_size, bitorder="little").astype(bool)
         return Mask(layout, torch.from_numpy(bits).to(device), recipe=recipe)
 
@@ -109,7 +104,7 @@ def count_layers(layout: Layout, bits: Tensor) -> tuple[int, ...]:
 
 def count_rows(layout: Layout, rows: Tensor) -> list[tuple[int, ...]]:
     """`count_layers` of each row; a GPU is waited for once."""
-    spans = [slice(layer.start, layer.stop) for layer in layout.prunable]
+    spans = [layer.span for layer in layout.prunable]
     if rows.is_cuda:
         sums = torch.stack([rows[:, span].sum(1) for span in spans], 1).tolist() if spans else [()] * len(rows)
         return [tuple(row) for row in sums]
@@ -187,10 +182,7 @@ class Weights:
         k = self.layout.prunable_size
         if self.mask.active == k:
             return self.vector
-        active = self.vector[:k]
-        # On a GPU the places of a frozen mask are found once; picking by bits waits for the GPU every time.
-        picked = active[self.mask.places] if active.is_cuda else active[self.mask.bits]
-        return torch.cat([picked, self.vector[k:]])
+        return torch.cat([self.vector[self.mask.places], self.vector[k:]])
 
     def restrict(self, mask: Mask) -> Weights:
         return self if mask is self.mask else Weights.masked(mask, self.vector)

@@ -10,7 +10,6 @@ import numbers
 import types
 import typing
 from collections.abc import Mapping
-from inspect import get_annotations
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError, unknown
@@ -21,7 +20,10 @@ _PARTS: dict[str, type] = {}
 
 
 def part(cls: type[T]) -> type[T]:
-    """Register a dataclass so that it can stand inside a message. Its name must be its own."""
+    """Register a dataclass so that it can stand inside a message. Its name must be its own.
+
+    Classes derived from `core.client.Part` are registered without this decorator.
+    """
     known = _PARTS.get(cls.__name__, cls)
     if known.__module__.rpartition(".")[2] != cls.__module__.rpartition(".")[2]:  # a file may be imported twice
         raise ConfigError(f"two parts are called {cls.__name__}, one of them in {known.__module__}: rename one")
@@ -35,18 +37,12 @@ def modules_of_parts() -> list[str]:
 
 
 def check_part(value: object) -> None:
-    """Refuse a part or a rule that could not travel to clients: unregistered, no dataclass, or with odd fields."""
+    """Refuse a part or a rule that could not travel to clients: unregistered, or with odd fields."""
     kind = type(value)
     if kind.__name__ not in _PARTS:
         raise ConfigError(
             f"{kind.__name__} is not registered, so clients would not know it: put @part (from flashfl.core.parts) "
             "above its @dataclass(frozen=True)"
-        )
-    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)]
-    if own and "__dataclass_fields__" not in vars(kind):
-        raise ConfigError(
-            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
-            "@dataclass(frozen=True) above the class, below @part"
         )
     try:
         json.dumps(to_json(value))
@@ -72,9 +68,8 @@ def to_json(value: Any) -> Any:
 
 
 def _at_default(value: Any, f: dataclasses.Field[Any]) -> bool:
-    if f.default is not dataclasses.MISSING:
-        return bool(getattr(value, f.name) == f.default)
-    return f.default_factory is not dataclasses.MISSING and bool(getattr(value, f.name) == f.default_factory())
+    default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+    return bool(getattr(value, f.name) == default)
 
 
 def from_json(data: Any) -> Any:
@@ -111,6 +106,12 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
         raise ConfigError(f"{where or cls.__name__}: {error}") from None
 
 
+def coerced(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that was made in Python, each as its field's type."""
+    hints = _hints(type(value))  # type: ignore[arg-type]
+    return {name: coerce(getattr(value, name), hint, name) for name, hint in hints.items()}
+
+
 def check_fields(value: Any) -> None:
     """Check the numbers, texts and choices of a dataclass that was made in Python. Other fields check themselves."""
     try:
@@ -127,6 +128,8 @@ def check_fields(value: Any) -> None:
 
 def coerce(value: Any, hint: Any, name: str) -> Any:
     """`value` as the annotated type `hint`, or an error that says what was expected."""
+    if type(value) is hint:
+        return value
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(value, Mapping) and "is" in value and origin in (None, types.UnionType):
         made = from_json(value)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .parts import part
 
 Form = Literal["fp32", "fp16", "bf16", "int8", "int4"]
-FORMS: tuple[Form, ...] = ("fp32", "fp16", "bf16", "int8", "int4")
+FORMS: tuple[Form, ...] = get_args(Form)
 Rest = Literal["fp32", "fp16"]
 Rounding = Literal["unbiased", "nearest"]
 

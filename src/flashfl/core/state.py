@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .errors import ConfigError, FlashError, warn
+from .errors import FlashError, check_range, warn
 from .exchange import Client, Extra, Local, Order, Tag
 from .layout import Layout
 from .mask import Mask, Weights
@@ -54,11 +54,8 @@ class ServerStep:
     tau: float = 1e-3  # FedAdam: added to the divisor
 
     def __post_init__(self) -> None:
-        if not (self.lr > 0 and self.tau > 0 and 0 <= self.momentum < 1 and 0 <= self.adam < 1):
-            raise ConfigError(
-                f"server: lr = {self.lr}, tau = {self.tau}, momentum = {self.momentum}, adam = {self.adam}: lr and "
-                "tau must be above 0, momentum and adam at least 0 and below 1"
-            )
+        check_range("(0, inf)", "This is a setting of the server's step", lr=self.lr, tau=self.tau)
+        check_range("[0, 1)", "This is a setting of the server's step", momentum=self.momentum, adam=self.adam)
 
     def apply(self, before: State, after: State) -> State:
         """`after`, which a method made of `before`, with the model that this step leads to."""
@@ -69,15 +66,12 @@ class ServerStep:
         start, vector = before.weights.vector[:trained], after.weights.vector.clone()
         change = vector[:trained] - start
         fresh = torch.zeros_like(change)
-        old = before.extra.get(_MOMENTUM, fresh)
-        assert isinstance(old, torch.Tensor)
-        new = old * self.momentum + change * (1 - self.momentum if self.adam else 1.0)
+        new = before.kept(Tensor, _MOMENTUM, fresh) * self.momentum + change * (1 - self.momentum if self.adam else 1.0)
         new[:k].masked_fill_(~after.mask.bits, 0.0)
         extra = {**after.extra, _MOMENTUM: new}
         step = new
         if self.adam:
-            seen = before.extra.get(_VARIANCE, fresh)
-            assert isinstance(seen, torch.Tensor)
+            seen = before.kept(Tensor, _VARIANCE, fresh)
             variance = extra[_VARIANCE] = seen * self.adam + change.square() * (1 - self.adam)
             step = new / (variance.sqrt() + self.tau)
         vector[:trained] = start + self.lr * step
@@ -103,12 +97,8 @@ class Plan:
     poisson: bool = False  # clients join a round independently of each other, `per_round` of them on average
 
     def __post_init__(self) -> None:
-        if not 1 <= self.per_round <= self.clients:
-            raise ConfigError(
-                f"per_round = {self.per_round}: must be between 1 and the number of clients, {self.clients}"
-            )
-        if not (math.isfinite(self.lr_end) and self.lr_end >= 0):
-            raise ConfigError(f"lr_end = {self.lr_end}: must be a number of at least 0")
+        check_range(f"[1, {self.clients}]", f"There are {self.clients} clients", per_round=self.per_round)
+        check_range("[0, inf)", lr_end=self.lr_end)
         if 0 < self.local.lr < self.lr_end:
             warn(
                 f"lr = {self.local.lr:g} is below lr_end = {self.lr_end:g}: the learning rate will grow. To let it "
@@ -186,9 +176,9 @@ class State:
         plan, key = self.plan, self.key("cohort")
         return flip(key, ids, plan.per_round / plan.clients) if plan.poisson else choose(key, ids, plan.per_round)
 
-    def kept(self, kind: type[T], name: str) -> T:
-        """The mask or tensor that the method stored under this name."""
-        found = self.extra.get(name)
+    def kept(self, kind: type[T], name: str, otherwise: T | None = None) -> T:
+        """The mask or tensor that the method stored under this name; `otherwise` if there is none."""
+        found = self.extra.get(name, otherwise)
         if not isinstance(found, kind):
             raise FlashError(
                 f"the state's `extra` has no {kind.__name__} {name!r}: the method did not store it, or the checkpoint "

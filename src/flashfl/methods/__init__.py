@@ -1,4 +1,4 @@
-"""One paper, one file. A new method is a file and one line here."""
+"""One paper, one file. A new method is a file, an import and a place in a tuple here."""
 
 from __future__ import annotations
 
@@ -29,30 +29,3 @@ from .zerofl import ZeroFL
 _FLASH = (Dense, NST, PDST, SPDST, JMWST, FlashPlus, HeteroSPDST, HeteroJMWST, Sparse, Disagree)
 _OTHERS = (TopK, FedDST, FedSpa, SSFL, FedRTS, SparsyFed, ZeroFL, FedPM, Scaffold, HeteroFL, FjORD, PruneFL, LotteryFL)
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (*_FLASH, *_OTHERS)}
-
-__all__ = [
-    "JMWST",
-    "METHODS",
-    "NST",
-    "PDST",
-    "SPDST",
-    "SSFL",
-    "Dense",
-    "Disagree",
-    "FedDST",
-    "FedPM",
-    "FedRTS",
-    "FedSpa",
-    "FjORD",
-    "FlashPlus",
-    "HeteroFL",
-    "HeteroJMWST",
-    "HeteroSPDST",
-    "LotteryFL",
-    "PruneFL",
-    "Scaffold",
-    "Sparse",
-    "SparsyFed",
-    "TopK",
-    "ZeroFL",
-]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import ClassVar
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from ..aggregate import fedavg, union
 from ..core.client import Clients, Field, Part, Rows
-from ..core.errors import ConfigError, warn
+from ..core.errors import ConfigError, check_range, warn
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.method import Method
 from ..core.rng import fold
-from ..core.state import State
+from ..core.state import Plan, State
 from ..sparsity import PruneRegrow, share_out
 
 
@@ -48,15 +47,23 @@ class AddedUp(Part):
 
 
 def check_density(density: float) -> None:
-    if not isinstance(density, Real) or not 0 < density <= 1:
-        raise ConfigError(
-            f"density = {density!r}: must be a number above 0 and at most 1 (0.05 keeps 5 % of the weights)"
-        )
+    check_range("(0, 1]", "0.05 keeps 5 % of the weights", density=density)
+
+
+@dataclass(frozen=True)
+class WithDensity(Method):
+    """The base of methods with a density. By default, they start from a dense model."""
+
+    density: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def init(self, plan: Plan) -> State:
+        return State(plan, Weights.dense(plan.layout, plan.initial()), self.phases[0])
 
 
 def check_rule(adapt: PruneRegrow) -> None:
-    if not isinstance(adapt, PruneRegrow):  # from a file that said what it "is"
-        raise ConfigError(f"adapt is a {type(adapt).__name__}: expected a PruneRegrow")
     if adapt.nm:
         raise ConfigError(f"adapt.nm = {adapt.nm}: set the method's own `nm` instead")
 
@@ -121,8 +128,8 @@ class Nested(Method):
 
     def sub_model(self, s: State, size: float) -> Weights:
         """The part of the model for clients of this density, with its own statistics."""
-        model, own = s.weights.restrict(s.kept(Mask, f"mask {size}")), s.extra.get(f"statistics {size}")
-        return model.with_statistics(own) if isinstance(own, Tensor) else model
+        model = s.weights.restrict(s.kept(Mask, f"mask {size}"))
+        return model.with_statistics(s.kept(Tensor, f"statistics {size}", model.statistics))
 
     def with_statistics(self, s: State, sums: Sums) -> State:
         return self.keep_statistics(s, super().with_statistics(s, sums), sums)
@@ -137,10 +144,9 @@ class Nested(Method):
         for size in self.sizes:
             name, mask = f"statistics {size}", s.kept(Mask, f"mask {size}")
             if mask.active in sums.statistics:
-                old = s.kept(Tensor, name) if name in s.extra else after.weights.statistics
-                extra[name] = sums.statistics_of(mask, old)
-        after, whole = replace(after, extra=extra), f"statistics {max(self.sizes)}"
-        top = after.kept(Tensor, whole) if whole in extra else after.weights.statistics
+                extra[name] = sums.statistics_of(mask, s.kept(Tensor, name, after.weights.statistics))
+        after = replace(after, extra=extra)
+        top = after.kept(Tensor, f"statistics {max(self.sizes)}", after.weights.statistics)
         before = after.before and after.before.with_statistics(top)
         return replace(after, weights=after.weights.with_statistics(top), before=before)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..aggregate import average
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Sums
 from ..core.mask import Mask, Weights
 from ..core.state import State
@@ -37,13 +37,10 @@ class Disagree(SPDST):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.sm <= 1:
-            raise ConfigError(f"sm = {self.sm}: must lie between 0 and 1")
-        if self.first < 1 or self.last < 0 or self.nm:
-            raise ConfigError(
-                f"first = {self.first}, last = {self.last}, nm = {self.nm}: first must be at least 1, last at least 0, "
-                "and nm must be 0"
-            )
+        check_range("[0, 1]", sm=self.sm)
+        check_range("[1, inf)", first=self.first)
+        check_range("[0, inf)", last=self.last)
+        check_range("[0, 0]", "A mask that changes at random keeps no pattern", nm=self.nm)
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
         weights = s.weights if s.phase == SENSITIVITY else s.weights.restrict(self._mask(s))
@@ -57,7 +54,7 @@ class Disagree(SPDST):
 
     def _mask(self, s: State) -> Mask:
         """The mask this round trains. The model evaluated after the round has the same, so it is always trained."""
-        return s.kept(Mask, "mask") if "mask" in s.extra else s.mask
+        return s.kept(Mask, "mask", s.mask)
 
     def moved(self, s: State, mask: Mask) -> Mask:
         """As many weights in each layer, but only i of b in common: 1 - i / (2b - i) = sm."""
@@ -67,8 +64,7 @@ class Disagree(SPDST):
             if not self.first <= i <= stop:
                 continue
             change = min(b - round(2 * b * (1 - self.sm) / (2 - self.sm)), layer.size - b)
-            active = mask.bits[layer.start : layer.stop]
-            part = bits[layer.start : layer.stop]
+            active, part = mask.bits[layer.span], bits[layer.span]
             part &= ~random_choice(layer, s.key("disagree"), change, active)
             part |= random_choice(layer, s.key("disagree"), change, ~active)
         return Mask(s.layout, bits, mask.counts)

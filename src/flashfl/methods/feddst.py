@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..aggregate import Aggregator, averaged
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.state import State
 from ..sparsity import Allocation, LayerRegrow, top_mask
@@ -14,7 +14,25 @@ from .pdst import PDST
 
 
 @dataclass(frozen=True)
-class FedDST(PDST):
+class Adjusted(PDST):
+    """PDST with ERK budgets, whose mask is adjusted now and then."""
+
+    allocation: Allocation = "erk"
+    interval: int = 10  # rounds between adjustments of the mask
+    until: float = 0.67  # the share of rounds after which the mask is frozen
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("[1, inf)", interval=self.interval)
+        check_range("[0, 1]", until=self.until)
+
+    def adjusts(self, s: State) -> bool:
+        """Whether the mask moves in this round."""
+        return s.round % self.interval == 0 and s.round < self.until * s.plan.rounds
+
+
+@dataclass(frozen=True)
+class FedDST(Adjusted):
     """Federated dynamic sparse training (Bibikar et al., AAAI 2022).
 
     One mask with ERK budgets. Every `interval` rounds, during the first `until` of the run, clients stop half-way
@@ -31,27 +49,11 @@ class FedDST(PDST):
     Bytes: as d in both directions, plus the moved mask up and the new mask down in rounds that adjust.
     When: a mask must be found during training. Not to be confused with JMWST, where missing weights count as 0 and
     layer budgets follow the clients; here every layer keeps its budget.
-
-    interval: rounds between adjustments. until: the share of rounds after which the mask is frozen.
     """
 
     name: ClassVar[str] = "feddst"
-    allocation: Allocation = "erk"
     aggregator: Aggregator = "wfa"
-    interval: int = 10
-    until: float = 0.67
     adapt: LayerRegrow = field(default_factory=lambda: LayerRegrow(0.5))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.interval < 1 or not 0 <= self.until <= 1:
-            raise ConfigError(
-                f"interval = {self.interval}, until = {self.until}: interval must be at least 1, and until from 0 to 1"
-            )
-
-    def adjusts(self, s: State) -> bool:
-        """Whether masks move in this round."""
-        return s.round % self.interval == 0 and s.round < self.until * s.plan.rounds
 
     def work(self, s: State, client: Client) -> Local:
         return self.local(s, adapt=self.adapt if self.adjusts(s) else None)

@@ -16,7 +16,6 @@ from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.method import Method
-from ..core.parts import part
 from ..core.rng import fold, hashes, uniform
 from ..core.state import Plan, State
 
@@ -27,11 +26,10 @@ def frozen(layout: Layout, key: int, device: torch.device | str = "cpu") -> Tens
     """The random weights [K]: +-sqrt(2 / inputs), the sign drawn for each weight."""
     signs = (hashes(key, 0, layout.prunable_size, device) & 1).float() * 2 - 1
     for layer in layout.prunable:
-        signs[layer.start : layer.stop] *= math.sqrt(2 * layer.shape[0] / layer.size)
+        signs[layer.span] *= math.sqrt(2 * layer.shape[0] / layer.size)
     return signs
 
 
-@part
 @dataclass(frozen=True)
 class Scores(Part):
     """The vector holds scores s; the forward pass sees frozen weights times Bernoulli(sigmoid(s)).

@@ -15,19 +15,11 @@ from ..core.client import Clients, Field, Part, Rows
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
-from ..core.parts import part
 from ..core.state import Plan, State
-from ..sparsity import Allocation
-from ..sparsity.select import lowest_by_layer, magnitude
-from .pdst import PDST
+from ..sparsity.select import largest_by_layer
+from .feddst import Adjusted
 
 
-def largest(layout: Layout, rows: Tensor, counts: tuple[int, ...], candidates: Tensor | None = None) -> Tensor:
-    """Of each layer the largest entries of each row [rows, K]."""
-    return lowest_by_layer(layout, -magnitude(rows), [counts] * len(rows), candidates, device=rows.device)
-
-
-@part
 @dataclass(frozen=True)
 class LastGradient(Part):
     """Keeps the gradient of the last batch for the parts behind it."""
@@ -39,7 +31,6 @@ class LastGradient(Part):
         r.state["gradient"].copy_(gradient[:, : r.state["gradient"].shape[1]])
 
 
-@part
 @dataclass(frozen=True)
 class Votes(Part):
     """Votes for active weights, which the server reads off the update, and for inactive ones, which the client sends.
@@ -55,14 +46,14 @@ class Votes(Part):
 
     def finish(self, c: Clients) -> None:
         if any(self.wanted):
-            c.report["wanted"] = largest(c.layout, c.state["gradient"], self.wanted, ~c.masks)
+            c.report["wanted"] = largest_by_layer(c.layout, c.state["gradient"], self.wanted, ~c.masks)
 
     def tally(self, layout: Layout, vectors: Tensor, masks: Tensor) -> Mapping[str, Tensor]:
-        return {"kept": largest(layout, vectors[:, : layout.prunable_size], self.kept, masks)}
+        return {"kept": largest_by_layer(layout, vectors[:, : layout.prunable_size], self.kept, masks)}
 
 
 @dataclass(frozen=True)
-class FedRTS(PDST):
+class FedRTS(Adjusted):
     """Federated robust pruning by Thompson sampling (Huang et al., NeurIPS 2025).
 
     Every weight has a Beta(a, b), from a = b = 1. After each round, for active weights
@@ -81,8 +72,6 @@ class FedRTS(PDST):
     """
 
     name: ClassVar[str] = "fedrts"
-    allocation: Allocation = "erk"
-    interval: int = 10  # rounds between adjustments of the mask
     until: float = 0.6  # the share of rounds after which the mask is frozen
     rate: float = 0.4  # the share of active weights that do not count as good in the first round; it falls as a cosine
     scale: float = 10.0  # how much one round changes a weight's Beta
@@ -96,10 +85,6 @@ class FedRTS(PDST):
         share = 1 - self.rate / 2 * (1 + math.cos(math.pi * s.round / s.plan.rounds))
         return tuple(round(share * count) for count in s.mask.counts)
 
-    def adjusts(self, s: State) -> bool:
-        """Whether the mask is drawn anew after this round."""
-        return s.round % self.interval == 0 and s.round < self.until * s.plan.rounds
-
     def work(self, s: State, client: Client) -> Local:
         kappa = self._kappa(s)
         if not self.adjusts(s):
@@ -110,7 +95,7 @@ class FedRTS(PDST):
 
     def aggregate(self, s: State, sums: Sums) -> State:
         mean, k, bits = average(self.aggregator, sums), s.layout.prunable_size, s.mask.bits
-        best = largest(s.layout, mean[None, :k], self._kappa(s), bits[None])[0]
+        best = largest_by_layer(s.layout, mean[None, :k], self._kappa(s), bits[None])[0]
         good = (0.5 * best + 0.5 * sums.extra["kept"] / sums.n).float()
         told = bits
         if "wanted" in sums.extra:
@@ -121,7 +106,7 @@ class FedRTS(PDST):
         if not self.adjusts(s):
             return s.next(Weights(s.mask, mean), a=a, b=b)
         drawn = _beta(a, b, s.key("beta"))
-        mask = Mask(s.layout, largest(s.layout, drawn[None], s.mask.counts)[0], s.mask.counts)
+        mask = Mask(s.layout, largest_by_layer(s.layout, drawn[None], s.mask.counts)[0], s.mask.counts)
         return s.next(Weights.masked(mask, mean), before=Weights(s.mask, mean), a=a, b=b)
 
 

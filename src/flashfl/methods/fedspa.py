@@ -10,15 +10,14 @@ from ..aggregate import Aggregator, average
 from ..core.errors import ConfigError
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Recipe, Weights
-from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Plan, State
 from ..sparsity import Allocation, LayerRegrow, allocate, random_mask
-from .common import check_density, where_held
+from .common import WithDensity, where_held
 
 
 @dataclass(frozen=True)
-class FedSpa(Method):
+class FedSpa(WithDensity):
     """FedSpa: personal masks of one density (Huang et al., 2022).
 
     Each client has its own random mask with ERK+ budgets. It is sent only the part of the model that its mask covers.
@@ -39,7 +38,6 @@ class FedSpa(Method):
     name: ClassVar[str] = "fedspa"
     exact: ClassVar[bool] = False
     personal: ClassVar[bool] = True
-    density: float = 0.05
     allocation: Allocation = "erk+"  # how the density is spread over layers, as in PDST
     masks: Literal["personal", "common"] = "personal"
     moving: bool = False
@@ -47,15 +45,15 @@ class FedSpa(Method):
     aggregator: Aggregator = "wfa"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
-        check_density(self.density)
+        super().__post_init__()
         if self.moving and self.masks == "common":
             raise ConfigError("moving = true needs masks = 'personal': a common mask is frozen")
 
     def init(self, plan: Plan) -> State:
+        if self.masks == "personal":
+            return super().init(plan)
         start = self._start(plan, 0)
-        if self.masks == "common":
-            return State(plan, Weights.masked(random_mask(plan, start.budgets, start.key), plan.initial()))
-        return State(plan, Weights.dense(plan.layout, plan.initial()))
+        return State(plan, Weights.masked(random_mask(plan, start.budgets, start.key), plan.initial()))
 
     def _start(self, plan: Plan, client: int) -> Recipe:
         """The mask of a client in its first round."""

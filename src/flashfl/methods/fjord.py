@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..core.client import Clients, Rows, draw_one
 from ..core.exchange import Client, Local
-from ..core.parts import part
 from ..core.state import State
-from ..sparsity.width import levels
+from ..sparsity.width import belonging
 from .widths import Width, Widths
 
 
-@part
 @dataclass(frozen=True)
 class OrderedDropout(Width):
     """In each step the forward pass sees the channels of a width drawn from those up to the client's own."""
 
     def begin(self, c: Clients) -> None:
-        c.state["level"] = levels(c.layout, self.widths, c.start.device).float().expand(len(c.start), -1)
+        wider = [~belonging(c.layout, width, c.start.device) for width in self.widths]
+        c.state["level"] = torch.stack(wider).sum(0, dtype=torch.float32).expand(len(c.start), -1)
 
     def _kept(self, r: Rows) -> Tensor:
         return r.state["level"] <= (draw_one(r) * (self.widths.index(self.width) + 1)).floor()

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, check_range
 from ..core.exchange import Client, Local, Order, Sums
 from ..core.mask import Weights
 from ..core.state import TRAINING, State
@@ -53,17 +53,10 @@ class FlashPlus(JMWST):
 
     def __post_init__(self) -> None:
         SPDST.__post_init__(self)
-        if self.r_int < 0 or self.freeze_after < 0:
-            raise ConfigError(f"r_int = {self.r_int}, freeze_after = {self.freeze_after}: must be at least 0")
-        if self.init_scale <= 0:
-            raise ConfigError(f"init_scale = {self.init_scale}: must be above 0")
-        if not 0 <= self.look_ahead < 1:
-            raise ConfigError(f"look_ahead = {self.look_ahead}: must be at least 0 and below 1")
-        if not 0 <= self.grow < 1 or (1 + self.grow) * self.density > 1:
-            raise ConfigError(
-                f"grow = {self.grow} with density = {self.density}: grow must be at least 0 and below 1, and "
-                "(1 + grow) * density at most 1"
-            )
+        check_range("[0, inf)", r_int=self.r_int, freeze_after=self.freeze_after)
+        check_range("(0, inf)", init_scale=self.init_scale)
+        check_range("[0, 1)", look_ahead=self.look_ahead, grow=self.grow)
+        check_range("(0, 1]", "The density rises to density * (1 + grow)", density=self.density * (1 + self.grow))
         if self.grow and (self.nm or self.r_int or self.mask_init != "random"):
             raise ConfigError(
                 f"grow = {self.grow}: only a random mask without a pattern can grow, and only if clients never move "

@@ -13,13 +13,11 @@ from ..core.client import Clients, Field, Rows
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.parts import part
 from ..core.state import State
-from ..sparsity.width import classifier, levels, scaled
+from ..sparsity.width import belonging, classifier, scaled
 from .widths import Width, Widths
 
 
-@part
 @dataclass(frozen=True)
 class Slice(Width):
     """Train the channels of a width, with the scaler and the masked cross-entropy if asked for.
@@ -50,8 +48,7 @@ class Slice(Width):
         return found.to(c.start.device)
 
     def begin(self, c: Clients) -> None:
-        kept = levels(c.layout, self.widths, c.start.device) <= self.widths.index(self.width)
-        factor = kept.float().repeat(len(c.keys), 1)
+        factor = belonging(c.layout, self.width, c.start.device).float().repeat(len(c.keys), 1)
         if self.scaler:
             factor[:, scaled(c.layout).to(factor.device)] *= self.widths[-1] / self.width
         if self.reports(c.layout):
@@ -76,7 +73,7 @@ class Slice(Width):
 
 def _rows(layout: Layout, models: Tensor) -> list[Tensor]:
     """The last matrix and its bias in some models [models, ...], each as [models, classes, inputs]."""
-    return [models[:, x.start : x.stop].view(len(models), x.shape[0], -1) for x in classifier(layout)]
+    return [models[:, x.span].view(len(models), x.shape[0], -1) for x in classifier(layout)]
 
 
 @dataclass(frozen=True)
@@ -115,15 +112,15 @@ class HeteroFL(Widths):
         return Slice(self.widths, width, self.scaler, self.masked_loss)
 
     def aggregate(self, s: State, sums: Sums) -> State:
-        after, names = super().aggregate(s, sums), [self._slice(width).classes for width in self.widths]
-        found = {i: sums.extra[name][:, None] for i, name in enumerate(names) if name in sums.extra}
+        after, names = super().aggregate(s, sums), {width: self._slice(width).classes for width in self.widths}
+        found = {width: sums.extra[name][:, None] for width, name in names.items() if name in sums.extra}
         if not found:
             return after
         vector, old = after.weights.vector.clone(), s.weights.vector
-        level = levels(s.layout, self.widths, vector.device)
+        kept = {width: belonging(s.layout, width, vector.device) for width in found}
         for layer in classifier(s.layout):
-            span, shape = slice(layer.start, layer.stop), (layer.shape[0], -1)
-            having = torch.stack([n * (level[span].view(shape) <= i) for i, n in found.items()]).sum(0)
+            span, shape = layer.span, (layer.shape[0], -1)
+            having = torch.stack([n * kept[width][span].view(shape) for width, n in found.items()]).sum(0)
             share = (having.flatten() / sums.extra["kept"][span].clamp(min=1)).float()
             # Clients without the class left its row as it was, so the mean change is that of the others times `share`.
             changed = old[span] + (vector[span] - old[span]) / share.clamp(min=1e-9)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..aggregate import averaged
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Weights
 from ..core.state import State
@@ -36,11 +36,8 @@ class JMWST(SPDST):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.r_int < 1 or self.freeze_after < 0:
-            raise ConfigError(
-                f"r_int = {self.r_int}, freeze_after = {self.freeze_after}: r_int must be at least 1, freeze_after at "
-                "least 0"
-            )
+        check_range("[1, inf)", r_int=self.r_int)
+        check_range("[0, inf)", freeze_after=self.freeze_after)
 
     @property
     def common(self) -> bool:
@@ -48,12 +45,8 @@ class JMWST(SPDST):
 
     def moves(self, s: State) -> bool:
         """Whether masks move in this round."""
-        due = (
-            self.adapt.rate > 0
-            and s.round % self.r_int == 0
-            and (self.freeze_after == 0 or s.round < self.freeze_after)
-        )
-        return s.phase != SENSITIVITY and due
+        frozen = self.adapt.rate == 0 or 0 < self.freeze_after <= s.round
+        return s.phase != SENSITIVITY and not frozen and s.round % self.r_int == 0
 
     def work(self, s: State, client: Client) -> Local:
         return self.local(s, adapt=replace(self.adapt, nm=self.nm)) if self.moves(s) else super().work(s, client)

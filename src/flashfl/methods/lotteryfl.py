@@ -7,20 +7,17 @@ from typing import ClassVar
 
 from ..aggregate import Aggregator, average
 from ..core.client import Clients, Part
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.method import Method
-from ..core.parts import part
 from ..core.rng import fold
-from ..core.state import Plan, State
+from ..core.state import State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import check_density, where_held
+from .common import WithDensity, where_held
 
 
-@part
 @dataclass(frozen=True)
 class Ticket(Part):
     """Before training: if the model is good enough, drop a share of its weights and rewind the others."""
@@ -46,7 +43,7 @@ class Ticket(Part):
 
 
 @dataclass(frozen=True)
-class LotteryFL(Method):
+class LotteryFL(WithDensity):
     """LotteryFL (Li et al., 2020): personal lottery tickets.
 
     A client is sent the part of the model that its own mask covers. If its metric on its own samples is at least
@@ -69,18 +66,13 @@ class LotteryFL(Method):
     name: ClassVar[str] = "lotteryfl"
     exact: ClassVar[bool] = False
     personal: ClassVar[bool] = True
-    density: float = 0.05
     rate: float = 0.2
     threshold: float = 0.5
     aggregator: Aggregator = "wfa"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if not 0 < self.rate < 1:
-            raise ConfigError(f"rate = {self.rate}: must be above 0 and below 1")
-
-    def init(self, plan: Plan) -> State:
-        return State(plan, Weights.dense(plan.layout, plan.initial()))
+        super().__post_init__()
+        check_range("(0, 1)", rate=self.rate)
 
     def work(self, s: State, client: Client) -> Local:
         ticket = Ticket(fold(s.plan.key, "weights", 1), self.rate, self.threshold, self.density)

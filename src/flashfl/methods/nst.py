@@ -8,15 +8,14 @@ from typing import ClassVar
 from ..aggregate import Aggregator, averaged
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Recipe, Weights
-from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Plan, State
 from ..sparsity import PruneRegrow, allocate, random_mask
-from .common import check_density, check_rule
+from .common import WithDensity, check_rule
 
 
 @dataclass(frozen=True)
-class NST(Method):
+class NST(WithDensity):
     """Naive sparse training: each client has its own mask and moves it.
 
     All clients start from one random mask. In every round a client prunes and regrows, and stores its mask for its next
@@ -32,12 +31,11 @@ class NST(Method):
 
     name: ClassVar[str] = "nst"
     exact: ClassVar[bool] = False
-    density: float = 0.05
     adapt: PruneRegrow = field(default_factory=PruneRegrow)
     aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
-        check_density(self.density)
+        super().__post_init__()
         check_rule(self.adapt)
 
     def init(self, plan: Plan) -> State:

@@ -8,15 +8,14 @@ from typing import ClassVar
 from ..aggregate import Aggregator, average
 from ..core.exchange import Sums
 from ..core.mask import Weights
-from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import Plan, State
 from ..sparsity import Allocation, allocate, random_mask
-from .common import check_density
+from .common import WithDensity
 
 
 @dataclass(frozen=True)
-class PDST(Method):
+class PDST(WithDensity):
     """Pre-defined sparse training: one random mask for the whole run.
 
     The server draws a random mask and keeps it. Clients train the active weights only, and the server averages them
@@ -31,12 +30,8 @@ class PDST(Method):
     """
 
     name: ClassVar[str] = "pdst"
-    density: float = 0.05
     allocation: Allocation = "uniform"
     aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
 
     def init(self, plan: Plan) -> State:
         budgets = allocate(plan.layout, self.allocation, self.density)

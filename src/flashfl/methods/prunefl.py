@@ -11,21 +11,18 @@ import torch
 from torch import Tensor
 
 from ..aggregate import Aggregator, average
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
-from ..core.method import Method
-from ..core.parts import part
-from ..core.state import TRAINING, Phase, Plan, State
+from ..core.state import TRAINING, Phase, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import AddedUp, check_density
+from .common import AddedUp, WithDensity
 
 INITIAL = Phase("initial pruning", 1, counts=False)
 
 
-@part
 @dataclass(frozen=True)
 class SquaredGradients(AddedUp):
     """Reports the squared gradients of all prunable weights, added up over the steps."""
@@ -37,7 +34,7 @@ class SquaredGradients(AddedUp):
 
 
 @dataclass(frozen=True)
-class PruneFL(Method):
+class PruneFL(WithDensity):
     """PruneFL (Jiang et al., 2022): adaptive pruning by gradients and time.
 
     First, one client trains the dense model for a round and the server prunes it. Then, every `interval` rounds,
@@ -64,22 +61,15 @@ class PruneFL(Method):
     phases: ClassVar[tuple[Phase, ...]] = (INITIAL, TRAINING)
     exact: ClassVar[bool] = False
     counts_flops: ClassVar[bool] = True
-    density: float = 0.05
     interval: int = 50
     prunable: float = 0.3
     overhead: float = 1.0
     aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if self.interval < 1 or not 0 <= self.prunable <= 1:
-            raise ConfigError(
-                f"interval = {self.interval}, prunable = {self.prunable}: interval must be at least 1, and prunable "
-                "from 0 to 1"
-            )
-
-    def init(self, plan: Plan) -> State:
-        return State(plan, Weights.dense(plan.layout, plan.initial()), INITIAL)
+        super().__post_init__()
+        check_range("[1, inf)", interval=self.interval)
+        check_range("[0, 1]", prunable=self.prunable)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         if s.phase != INITIAL:
@@ -116,7 +106,7 @@ def best_per_time(
     """The `safe` weights and those worth their time, at most round(density * K). flops: of a weight of each layer."""
     times = torch.cat([squares.new_full((size,), max(t, 1e-9)) for size, t in zip(layout.sizes, flops, strict=False)])
     worth, room = (squares / times).float(), weight_budget(layout, density) - int(safe.sum())
-    order = lowest(-magnitude(worth), max(0, room), ~safe).nonzero().squeeze(1)
+    order = lowest(-magnitude(worth), room, ~safe).nonzero().squeeze(1)
     order = order[torch.argsort(-worth[order], stable=True)]
     gained, spent = squares[safe].sum() + squares[order].cumsum(0), times[safe].sum() + times[order].cumsum(0)
     good = squares[order] / times[order] >= gained / (spent + constant)

@@ -12,12 +12,10 @@ from torch import Tensor
 from ..core.client import Clients, Field, Part, Rows
 from ..core.exchange import Client, Extra, Local, Sums
 from ..core.layout import Layout
-from ..core.parts import part
 from ..core.state import Plan, State
 from .dense import Dense
 
 
-@part
 @dataclass(frozen=True)
 class ControlVariate(Part):
     """Adds c - c_i to every gradient; afterwards c_i becomes c_i - c + (start - end) / (sum of learning rates).

@@ -10,19 +10,16 @@ from torch import Tensor
 
 from ..aggregate import Aggregator, averaged
 from ..core.client import Clients, Part, Rows
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.method import Method
-from ..core.parts import part
 from ..core.state import Plan, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import check_density
+from .common import WithDensity
 
 
-@part
 @dataclass(frozen=True)
 class Power(Part):
     """The forward pass sees sign(w) |w|^power; inputs are pruned to the density of their layer's weight."""
@@ -40,7 +37,6 @@ class Power(Part):
         return weight.count_nonzero() / weight.numel()
 
 
-@part
 @dataclass(frozen=True)
 class LargestWeights(Part):
     """Report the largest weights of the whole model only."""
@@ -62,7 +58,7 @@ def powered(vectors: Tensor, k: int, power: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SparsyFed(Method):
+class SparsyFed(WithDensity):
     """SparsyFed (Guastella et al., ICLR 2025).
 
     Forward and backward passes see v = sign(w) |w|^power; w starts so that v is the initial model of every method.
@@ -84,14 +80,12 @@ class SparsyFed(Method):
 
     name: ClassVar[str] = "sparsyfed"
     exact: ClassVar[bool] = False
-    density: float = 0.05
     power: float = 1.25
     aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if self.power < 1:
-            raise ConfigError(f"power = {self.power}: must be at least 1")
+        super().__post_init__()
+        check_range("[1, inf)", power=self.power)
 
     def init(self, plan: Plan) -> State:
         vector = powered(plan.initial(), plan.layout.prunable_size, 1 / self.power)

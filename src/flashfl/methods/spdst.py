@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ..aggregate import Aggregator, average
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Weights
 from ..core.method import Method
 from ..core.rng import fold
 from ..core.state import TRAINING, Phase, Plan, State
 from ..sparsity import PruneRegrow, allocate, calibrate, check_pattern, pattern_budgets, random_mask, top_mask
-from .common import check_density, check_rule, warn_of_pattern
+from .common import WithDensity, check_rule, warn_of_pattern
 
 SENSITIVITY = Phase("sensitivity", 1, counts=False)  # the paper's stage 1
 
 
 @dataclass(frozen=True)
-class SPDST(Method):
+class SPDST(WithDensity):
     """Sensitivity-driven pre-defined sparse training: FLASH with a frozen mask.
 
     In the first phase a few clients train sparse models and move their masks. They report only how dense each layer
@@ -40,7 +40,6 @@ class SPDST(Method):
 
     name: ClassVar[str] = "spdst"
     phases: ClassVar[tuple[Phase, ...]] = (SENSITIVITY, TRAINING)
-    density: float = 0.05
     warmup_clients: int = 10
     warmup_epochs: int = 10
     adapt: PruneRegrow = field(default_factory=PruneRegrow)
@@ -49,12 +48,9 @@ class SPDST(Method):
     aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if self.warmup_clients < 0 or self.warmup_epochs < 1:
-            raise ConfigError(
-                f"warmup_clients = {self.warmup_clients}, warmup_epochs = {self.warmup_epochs}: warmup_clients must be "
-                "at least 0, warmup_epochs at least 1"
-            )
+        super().__post_init__()
+        check_range("[0, inf)", warmup_clients=self.warmup_clients)
+        check_range("[1, inf)", warmup_epochs=self.warmup_epochs)
         check_pattern(self.nm)
         check_rule(self.adapt)
 

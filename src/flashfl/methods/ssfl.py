@@ -11,17 +11,14 @@ from torch import Tensor
 from ..aggregate import Aggregator, average
 from ..core.exchange import Client, Local, Sums
 from ..core.mask import Mask, Weights
-from ..core.method import Method
-from ..core.parts import part
-from ..core.state import TRAINING, Phase, Plan, State
+from ..core.state import TRAINING, Phase, State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import AddedUp, check_density
+from .common import AddedUp, WithDensity
 
 SALIENCY = Phase("saliency", 1, counts=False)
 
 
-@part
 @dataclass(frozen=True)
 class Saliency(AddedUp):
     """Reports |gradient * weight| of every prunable weight."""
@@ -33,7 +30,7 @@ class Saliency(AddedUp):
 
 
 @dataclass(frozen=True)
-class SSFL(Method):
+class SSFL(WithDensity):
     """Salient sparse federated learning (Ohib et al., TMLR 2026).
 
     Before training, every client computes |g * w| of the initial weights on one batch. The server averages these
@@ -51,14 +48,7 @@ class SSFL(Method):
 
     name: ClassVar[str] = "ssfl"
     phases: ClassVar[tuple[Phase, ...]] = (SALIENCY, TRAINING)
-    density: float = 0.05
     aggregator: Aggregator = "fedavg"  # fedavg: weights that a client lacks count as 0; wfa: average over holders
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
-
-    def init(self, plan: Plan) -> State:
-        return State(plan, Weights.dense(plan.layout, plan.initial()), SALIENCY)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:
         return tuple(clients) if s.phase == SALIENCY else super().cohort(s, clients)

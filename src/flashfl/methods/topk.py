@@ -12,15 +12,12 @@ from ..core.client import Clients, Field, Part
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.method import Method
-from ..core.parts import part
-from ..core.state import Plan, State
+from ..core.state import State
 from ..sparsity import weight_budget
 from ..sparsity.select import lowest, magnitude
-from .common import check_density, follow
+from .common import WithDensity, follow
 
 
-@part
 @dataclass(frozen=True)
 class LargestChanges(Part):
     """Report the largest changes of the whole model and remember the others, to be added to the next round's."""
@@ -43,7 +40,7 @@ class LargestChanges(Part):
 
 
 @dataclass(frozen=True)
-class TopK(Method):
+class TopK(WithDensity):
     """Top-K sparsification with error feedback (Stich et al., 2018; Sattler et al., 2019).
 
     Clients train the whole model. A client sends only the `density` * K largest entries of (its change + what it could
@@ -62,13 +59,6 @@ class TopK(Method):
 
     name: ClassVar[str] = "topk"
     exact: ClassVar[bool] = False
-    density: float = 0.05
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
-
-    def init(self, plan: Plan) -> State:
-        return State(plan, Weights.dense(plan.layout, plan.initial()))
 
     def work(self, s: State, client: Client) -> Local:
         return self.local(s, parts=(LargestChanges(self.density),))

@@ -13,13 +13,11 @@ from ..core.client import Part
 from ..core.exchange import Client, Sums
 from ..core.layout import Layout
 from ..core.mask import Weights
-from ..core.parts import part
 from ..core.state import Plan, State
-from ..sparsity.width import levels, width_mask
+from ..sparsity.width import belonging, width_mask
 from .common import Nested, check_shares, share_densities
 
 
-@part
 @dataclass(frozen=True)
 class Width(Part):
     """Train only the channels of a width. The server counts who trained what, for tensors without a mask too."""
@@ -28,8 +26,7 @@ class Width(Part):
     width: float = 1.0
 
     def tally(self, layout: Layout, vectors: Tensor, masks: Tensor) -> Mapping[str, Tensor]:
-        kept = levels(layout, self.widths, vectors.device) <= self.widths.index(self.width)
-        return {"kept": kept.expand(len(vectors), -1)}
+        return {"kept": belonging(layout, self.width, vectors.device).expand(len(vectors), -1)}
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Widths(Nested):
 
     def _cut(self, layout: Layout, model: Weights, width: float) -> Weights:
         """The model with zeros in the biases and BatchNorm parameters of dropped channels."""
-        kept = levels(layout, self.widths, model.vector.device) <= self.widths.index(width)
+        kept = belonging(layout, width, model.vector.device)
         return Weights(model.mask, torch.cat([model.vector[: len(kept)] * kept, model.vector[len(kept) :]]))
 
     def aggregate(self, s: State, sums: Sums) -> State:

@@ -11,21 +11,18 @@ from torch import Tensor
 
 from ..aggregate import wfa
 from ..core.client import Clients, Part, Rows
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layer, Layout
 from ..core.mask import Mask, Weights
-from ..core.method import Method
-from ..core.parts import part
-from ..core.state import Plan, State
+from ..core.state import State
 from ..sparsity import allocate, top_mask
-from ..sparsity.select import keep_largest, lowest_by_layer, magnitude
-from .common import check_density, follow, where_held
+from ..sparsity.select import keep_largest, largest_by_layer
+from .common import WithDensity, follow, where_held
 
 Upload = Literal["weights", "changes of the largest weights", "largest changes"]
 
 
-@part
 @dataclass(frozen=True)
 class Swat(Part):
     """The forward pass sees the largest weights of each layer, chosen anew in each step; inputs are pruned alike.
@@ -47,7 +44,6 @@ class Swat(Part):
         return torch.full((), self.density, device=weight.device)
 
 
-@part
 @dataclass(frozen=True)
 class Largest(Part):
     """Report the largest weights of each layer, their changes, or the largest changes."""
@@ -66,7 +62,7 @@ class Largest(Part):
         layout, k, budgets = c.layout, c.layout.prunable_size, allocate(c.layout, "uniform", self.density)
         trained = c.change() if self.upload != "weights" else c.vectors[:, : layout.trained_size]
         ranked = trained if self.upload == "largest changes" else c.vectors
-        c.masks = lowest_by_layer(layout, -magnitude(ranked[:, :k]), [budgets] * len(ranked), device=ranked.device)
+        c.masks = largest_by_layer(layout, ranked[:, :k], budgets)
         c.vectors = torch.cat([trained, c.vectors[:, layout.trained_size :]], 1)
 
 
@@ -84,7 +80,7 @@ def largest_of_outputs(weights: Tensor, layers: Sequence[Layer], spans: Sequence
 
 
 @dataclass(frozen=True)
-class ZeroFL(Method):
+class ZeroFL(WithDensity):
     """ZeroFL (Qiu et al., ICLR 2022): SWAT-style sparse training on clients.
 
     The server's model is dense. In each step the forward pass uses the largest weights of each layer, a share
@@ -111,12 +107,9 @@ class ZeroFL(Method):
     upload: Upload = "weights"  # what clients send: variants 1, 2 and 3
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        if not (self.mask_ratio >= 0 and self.density + self.mask_ratio <= 1):
-            raise ConfigError(f"mask_ratio = {self.mask_ratio}: must be from 0 to 1 - density, {1 - self.density:g}")
-
-    def init(self, plan: Plan) -> State:
-        return State(plan, Weights.dense(plan.layout, plan.initial()))
+        super().__post_init__()
+        check_range("[0, 1)", mask_ratio=self.mask_ratio)
+        check_range("(0, 1]", "Clients send density + mask_ratio", sent=self.density + self.mask_ratio)
 
     def work(self, s: State, client: Client) -> Local:
         return self.local(s, parts=(Swat(self.density), Largest(self.density + self.mask_ratio, self.upload)))
@@ -129,6 +122,6 @@ class ZeroFL(Method):
     def views(self, s: State) -> Mapping[str, Weights]:
         layers, vector = s.layout.prunable, s.weights.vector[: s.layout.prunable_size]
         top = top_mask(s.layout, vector, allocate(s.layout, "uniform", self.density))
-        spans = [slice(layer.start, layer.stop) for layer in layers]
+        spans = [layer.span for layer in layers]
         bits = top.bits | largest_of_outputs(vector[None], layers, spans)[0]
         return {"after": s.weights.restrict(Mask(s.layout, bits))}

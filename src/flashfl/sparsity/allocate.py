@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ..core.errors import ConfigError, unknown
+from ..core.errors import ConfigError, check_range, unknown
 from ..core.layout import Layout
 
 
@@ -16,12 +16,8 @@ def share_out(wishes: Sequence[float], caps: Sequence[int], total: int) -> tuple
     passes; fractions are settled by largest remainder, the earlier of equals first. Where wishes run out (all zero)
     what is left goes in proportion to the room that is left. All in whole numbers: no rounding surprises.
     """
-    if len(wishes) != len(caps):
-        raise ValueError(f"{len(wishes)} wanted budgets and {len(caps)} caps: give one of each for every layer")
     if not 0 <= total <= sum(caps):
         raise ValueError(f"total = {total}: must lie between 0 and the sum of caps, {sum(caps)}")
-    if any(w < 0 or w != w or w == float("inf") for w in wishes):
-        raise ValueError("wanted budgets must be finite and not negative")
     want = _whole(wishes)
     given, rest = [0] * len(caps), [0] * len(caps)  # whole units, and the remainders over one common divisor
     open_, left = [i for i, cap in enumerate(caps) if cap > 0], total
@@ -50,8 +46,7 @@ def _whole(wishes: Sequence[float]) -> list[int]:
 
 def weight_budget(layout: Layout, density: float) -> int:
     """round(d * K): how many prunable weights a model of this density has."""
-    if not 0 < density <= 1:
-        raise ConfigError(f"density = {density}: must be above 0 and at most 1")
+    check_range("(0, 1]", density=density)
     total = round(density * layout.prunable_size)
     if total < 1 and layout.prunable_size:
         raise ConfigError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import check_range
 from ..core.layout import Layer, Layout
 from .select import lowest
 
@@ -21,58 +21,56 @@ _LARGEST = 65_535  # what a message can say
 
 @dataclass(frozen=True)
 class Groups:
-    """How a layer splits under a pattern: `rows` groups of M, and `rest` positions outside any group."""
+    """How a layer [out, width, inner], whose inputs are `width`, splits into groups of M and positions outside them."""
 
-    layer: Layer
+    out: int
+    width: int
+    inner: int
     m: int
-    rows: int
-    rest: int
 
     @staticmethod
     def of(layer: Layer, m: int) -> Groups:
-        width = _dims(layer)[1] if len(layer.shape) >= 2 else 0
-        rows = layer.size // width * (width // m) if width else 0
-        return Groups(layer, m, rows, layer.size - rows * m)
+        if len(layer.shape) < 2:  # of a vector or a number everything is an output
+            return Groups(layer.size, 1, 1, m)
+        out, width = (1, layer.shape[0]) if layer.turned else layer.shape[:2]
+        return Groups(out, width, layer.size // (out * width) if layer.size else 0, m)
+
+    @property
+    def rows(self) -> int:
+        """How many groups there are."""
+        return self.out * self.inner * (self.width // self.m)
+
+    @property
+    def rest(self) -> int:
+        """How many positions are outside any group."""
+        return self.out * self.inner * (self.width % self.m)
 
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """[..., size] -> the groups [..., rows, M] and the rest [..., rest]."""
-        out, width, inner = _dims(self.layer)
-        table = flat.reshape(*flat.shape[:-1], out, width, inner).movedim(-2, -1)  # input dimension last
-        cut = width // self.m * self.m if self.rows else 0
-        groups = table[..., :cut].reshape(*flat.shape[:-1], self.rows, self.m)
-        return groups, table[..., cut:].reshape(*flat.shape[:-1], self.rest)
+        lead, cut = flat.shape[:-1], self.width - self.width % self.m
+        table = flat.reshape(*lead, self.out, self.width, self.inner).movedim(-2, -1)  # input dimension last
+        return table[..., :cut].reshape(*lead, self.rows, self.m), table[..., cut:].reshape(*lead, self.rest)
 
     def join(self, groups: Tensor, rest: Tensor) -> Tensor:
         """The inverse of `split`."""
-        lead, (out, width, inner) = groups.shape[:-2], _dims(self.layer)
-        cut = width // self.m * self.m if self.rows else 0
-        table = torch.cat(
-            [groups.reshape(*lead, out, inner, cut), rest.reshape(*lead, out, inner, width - cut)], dim=-1
-        )
-        return table.movedim(-1, -2).reshape(*lead, self.layer.size)
+        lead, past = groups.shape[:-2], self.width % self.m
+        shape = (*lead, self.out, self.inner)
+        table = torch.cat([groups.reshape(*shape, self.width - past), rest.reshape(*shape, past)], dim=-1)
+        return table.movedim(-1, -2).reshape(*lead, self.out * self.width * self.inner)
 
     def per_group(self, budget: int) -> int:
         """N: nearest to the layer's density, from 1 to M."""
-        return min(self.m, max(1, round(budget * self.m / self.layer.size))) if self.rows else 0
-
-
-def _dims(layer: Layer) -> tuple[int, int, int]:
-    """A layer as [outputs, inputs, the rest]; of a vector or a number everything is an output."""
-    shape = layer.shape
-    if len(shape) < 2:
-        return layer.size, 1, 1
-    out, width = (1, shape[0]) if layer.turned else shape[:2]
-    return out, width, layer.size // (out * width) if layer.size else 0
+        size = self.out * self.width * self.inner
+        return min(self.m, max(1, round(budget * self.m / size))) if self.rows else 0
 
 
 def check_pattern(m: int) -> None:
-    if m and not 2 <= m <= _LARGEST:
-        raise ConfigError(f"nm = {m}: the group size of an N:M pattern must be from 2 to {_LARGEST} (0: no pattern)")
+    if m:
+        check_range(f"[2, {_LARGEST}]", "It is the group size of an N:M pattern; 0: no pattern", nm=m)
 
 
 def pattern_budgets(layout: Layout, budgets: Sequence[int], m: int) -> tuple[int, ...]:
     """What the layers keep once the pattern has rounded their densities: the density a run declares."""
-    check_pattern(m)
     if m == 0:
         return tuple(budgets)
     out = []
@@ -82,10 +80,8 @@ def pattern_budgets(layout: Layout, budgets: Sequence[int], m: int) -> tuple[int
     return tuple(out)
 
 
-def select(layer: Layer, keys: Tensor, budget: int, m: int = 0) -> Tensor:
-    """The mask of one layer that keeps its `budget` lowest keys, pattern and all; keys are [..., size]."""
-    if m == 0:
-        return lowest(keys, budget)
+def select(layer: Layer, keys: Tensor, budget: int, m: int) -> Tensor:
+    """The mask of one layer that keeps its `budget` lowest keys under a pattern; keys are [..., size]."""
     g = Groups.of(layer, m)
     groups, rest = g.split(keys)
     n = g.per_group(budget)

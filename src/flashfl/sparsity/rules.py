@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import repeat
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, FlashError
+from ..core.errors import FlashError, check_range
 from ..core.exchange import Adapt
 from ..core.layout import Layout
 from ..core.mask import count_rows
@@ -44,8 +44,7 @@ class PruneRegrow:
 
     def __post_init__(self) -> None:
         check_pattern(self.nm)
-        if not 0 <= self.rate < 1:
-            raise ConfigError(f"rate = {self.rate}: the prune rate (adapt.rate) must be at least 0 and below 1")
+        check_range("[0, 1)", "This is the prune rate (adapt.rate)", rate=self.rate)
 
     @property
     def dense_gradient(self) -> bool:
@@ -79,17 +78,14 @@ class PruneRegrow:
         rate: Fraction,
         keys: Sequence[int],
         counts: Sequence[Sequence[int]],
-    ) -> list[tuple[int, ...]]:
-        """Move the masks [clients, K] of a stack of models [clients, size] in place. Returns the new layer counts.
+    ) -> None:
+        """Move the masks [clients, K] of a stack of models [clients, size] in place.
 
         scores: |gradient| or |momentum| of every prunable weight, for growth by score. Weights that are dropped
         become 0, and so do regrown ones.
         """
-        if not layout.prunable:
-            raise ConfigError("no weight of the model is prunable, so no mask can move: set `prunable` of the task")
         keys = [fold(key, "grow") for key in keys]
         drops = [[math.ceil(rate * c) for c in row] for row in counts]
-        kept = [[c - d for c, d in zip(row, drop, strict=True)] for row, drop in zip(counts, drops, strict=True)]
         k, heads = layout.prunable_size, vectors[:, : layout.prunable_size]
         device = vectors.device
         scores = None if self.growth == "random" else scores
@@ -104,26 +100,25 @@ class PruneRegrow:
 
         dropped = lowest_by_layer(layout, size, drops, masks, device=device)
         if self.nm:
-            grown_counts: _Counts = drops
             grown = self._within_groups(layout, rank(0, k), size(0, k), dropped, masks)
         else:
-            grown_counts = self._shares(layout, heads, drops, counts)
-            new, back = _new_and_back(layout, grown_counts, counts)
-            grown = lowest_by_layer(layout, rank, new, ~masks, scores is None, device)
-            if any(map(any, back)):
-                grown |= lowest_by_layer(layout, lambda *span: -size(*span), back, dropped, device=device)
+            shares = np.array(self._shares(layout, heads, drops, counts))
+            new = np.minimum(shares, np.array(layout.sizes) - np.array(counts))  # what fits where a layer was inactive
+            grown = lowest_by_layer(layout, rank, new.tolist(), ~masks, scores is None, device)
+            if (back := shares - new).any():  # the rest comes back from what was dropped
+                grown |= lowest_by_layer(layout, lambda *span: -size(*span), back.tolist(), dropped, device=device)
         heads.masked_fill_(dropped & ~grown, 0.0)
         masks &= ~dropped
         masks |= grown
-        return [tuple(a + b for a, b in zip(x, y, strict=True)) for x, y in zip(kept, grown_counts, strict=True)]
 
     def _within_groups(self, layout: Layout, rank: Tensor, size: Tensor, dropped: Tensor, masks: Tensor) -> Tensor:
         """Growth inside the groups of a pattern: each gets back as many as it lost."""
-        rank, pool = _dropped_last(rank, size, dropped), dropped | ~masks
+        pool = dropped | ~masks
+        rank = torch.where(dropped, (1 << 33) - size.long(), rank.long())  # what was just dropped last, largest first
         grown = torch.zeros_like(dropped)
         for layer in layout.prunable:
-            span = slice(layer.start, layer.stop)
-            grown[:, span] = within_groups(layer, self.nm, rank[:, span], dropped[:, span], pool[:, span])
+            own = (rows[:, layer.span] for rows in (rank, dropped, pool))
+            grown[:, layer.span] = within_groups(layer, self.nm, *own)
         return grown
 
     def _shares(self, layout: Layout, heads: Tensor, drops: _Counts, counts: _Counts) -> list[tuple[int, ...]]:
@@ -132,9 +127,7 @@ class PruneRegrow:
         Magnitudes are added in float64 and rounded to float32, so that the order of addition, which differs between
         devices, does not matter.
         """
-        sums = torch.stack(
-            [heads[:, x.start : x.stop].abs().sum(-1, dtype=torch.float64) for x in layout.prunable], dim=-1
-        )
+        sums = torch.stack([heads[:, x.span].abs().sum(-1, dtype=torch.float64) for x in layout.prunable], dim=-1)
         rows = sums.float().tolist()
         shares = []
         for total, drop, count in zip(rows, drops, counts, strict=True):
@@ -170,25 +163,13 @@ def move(
     keys: Sequence[int],
     counts: Sequence[Sequence[int]],
 ) -> list[tuple[int, ...]]:
-    """`rule.move`, checked: the number of active weights stays, and the counts are true."""
-    found = [tuple(row) for row in rule.move(layout, vectors, masks, scores, rate, keys, counts)]
-    name = type(rule).__name__
-    for old, new, true in zip(counts, found, count_rows(layout, masks), strict=True):
+    """Move masks by a rule, which must keep the number of active weights. Returns the new layer counts."""
+    rule.move(layout, vectors, masks, scores, rate, keys, counts)
+    found = count_rows(layout, masks)
+    for old, new in zip(counts, found, strict=True):
         if sum(old) != sum(new):
             raise FlashError(
-                f"the rule {name} turns {sum(old)} active weights into {sum(new)}: it must keep the number"
+                f"the rule {type(rule).__name__} turns {sum(old)} active weights into {sum(new)}: it must keep the "
+                "number"
             )
-        if new != true:
-            raise FlashError(f"the rule {name} claims the layer counts {new}, but its mask has {true}: return these")
     return found
-
-
-def _new_and_back(layout: Layout, grown: _Counts, counts: _Counts) -> tuple[list[list[int]], list[list[int]]]:
-    """Of what each layer grows: how much fits where it was inactive, and how much of what it dropped comes back."""
-    new = [[min(g, k - c) for g, k, c in zip(*row, strict=True)] for row in zip(grown, repeat(layout.sizes), counts)]
-    return new, [[g - n for g, n in zip(*row, strict=True)] for row in zip(grown, new, strict=True)]
-
-
-def _dropped_last(rank: Tensor, size: Tensor, dropped: Tensor) -> Tensor:
-    """Ranks by which the just dropped come after every inactive position, the largest of them first."""
-    return torch.where(dropped, (1 << 33) - size.long(), rank.long())

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.client import Part, Rows
-from ..core.parts import part
 
 
-@part
 @dataclass(frozen=True)
 class Multiply(Part):
     """A multiplicative step after each SGD step (HAM): w <- w * exp(lr * (-rate * sign(w) * g - decay)).

@@ -10,32 +10,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..core.layout import Layer, Layout
 from ..core.mask import Mask
+from ..core.rng import Device
 
 
-def levels(layout: Layout, widths: Sequence[float], device: torch.device | str = "cpu") -> Tensor:
-    """For each trained weight the place in `widths`, which ascend, of the least width it belongs to, [trained].
-
-    The tensor is shared: do not change it.
-    """
-    return _levels(layout, tuple(widths), torch.device(device))
-
-
-@functools.lru_cache(maxsize=4)
-def _levels(layout: Layout, widths: tuple[float, ...], device: torch.device) -> Tensor:
-    kept = torch.stack([_kept(layout, width) for width in widths])
-    return (len(widths) - kept.sum(0)).to(device)
-
-
-def width_mask(layout: Layout, width: float, device: torch.device | str = "cpu") -> Mask:
+def width_mask(layout: Layout, width: float, device: Device = "cpu") -> Mask:
     """The mask of the prunable weights that belong to a width."""
-    return Mask(layout, _kept(layout, width)[: layout.prunable_size].to(device))
+    return Mask(layout, belonging(layout, width, device)[: layout.prunable_size])
 
 
 def scaled(layout: Layout) -> Tensor:
@@ -43,7 +29,7 @@ def scaled(layout: Layout) -> Tensor:
     out = torch.arange(layout.trained_size) < layout.prunable_size
     biases = {f"{layer.name.rpartition('.')[0]}.bias" for layer in layout.prunable}
     for layer in layout.of_kind("dense"):
-        out[layer.start : layer.stop] = layer.name in biases
+        out[layer.span] = layer.name in biases
     return out
 
 
@@ -53,20 +39,21 @@ def classifier(layout: Layout) -> tuple[Layer, ...]:
     return tuple(layer for layer in layout.of_kind("dense") if [layer.name.rpartition(".")[0]] == names[-1:])
 
 
-def _kept(layout: Layout, width: float) -> Tensor:
-    """Which trained weights belong to a width."""
+@functools.lru_cache(maxsize=16)
+def belonging(layout: Layout, width: float, device: Device = "cpu") -> Tensor:
+    """Which trained weights belong to a width, [trained]. The tensor is shared: do not change it."""
     kept = torch.ones(layout.trained_size, dtype=torch.bool)
     whole = {layer.name.rpartition(".")[0] for layer in layout.of_kind("dense") if len(layer.shape) > 1}
     outputs: set[int] = set()  # of the prunable layers so far
     for layer in layout.prunable:
-        kept[layer.start : layer.stop] = _matrix(layer, _first(layer.shape[0], width), width, outputs)
+        kept[layer.span] = _matrix(layer, _first(layer.shape[0], width), width, outputs)
         outputs.add(layer.shape[0])
     for layer in classifier(layout)[:1]:
-        kept[layer.start : layer.stop] = _matrix(layer, _first(layer.shape[0], 1), width, outputs)
+        kept[layer.span] = _matrix(layer, _first(layer.shape[0], 1), width, outputs)
     for layer in layout.of_kind("dense"):
         if len(layer.shape) == 1 and layer.name.rpartition(".")[0] not in whole:
-            kept[layer.start : layer.stop] = _first(layer.size, width)
-    return kept
+            kept[layer.span] = _first(layer.size, width)
+    return kept.to(device)
 
 
 def _matrix(layer: Layer, rows: Tensor, width: float, outputs: set[int]) -> Tensor:
