@@ -15,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from ..core.errors import CheckpointError, ConfigError, DataError
+from ..core.errors import ConfigError, DataError
 from ..core.method import Method
 from ..core.parts import build
 from ..data.task import Task
@@ -177,7 +177,7 @@ class FlashStrategy(Strategy):
                 f"per_round = {self.train.per_round} and {registry.size} clients registered: start more SuperNodes, "
                 "or lower per_round"
             )
-        for _, entry in sorted(registry.entries.items()):
+        for entry in registry.entries.values():
             log.info("node %d is %s", entry.node, entry)
         return FlowerEngine(self.task, registry, self.train, self.folder / "masks" if self.folder else None)
 
@@ -207,7 +207,7 @@ def _check(train: TrainConfig) -> None:
 def _load_latest(registry: Registry, folder: Path | None) -> None:
     """Take over the clients of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
     for path in checkpoint.found_in(folder / "checkpoints") if folder else ():
-        with suppress(CheckpointError):
+        with suppress(Exception):  # the content may be a stranger's, and fail in any way
             return registry.load(read_record(path)["clients"])
 
 
