@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 from collections.abc import Callable
-from importlib import import_module
 from typing import cast
 
 import torch
@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict, Us
 
 from .. import __version__
 from ..core.errors import ConfigError, FlashError
-from ..core.mask import Mask, Weights
+from ..core.mask import Weights
 from ..data.sources import Source
 from ..data.task import Task
 from ..engine.client import ClientSide, Reply
@@ -71,13 +71,13 @@ class Host:
 
     def about(self, context: Context) -> RecordDict:
         """Who this client is and what it runs. A client of secure rounds does not tell how many samples it has."""
-        secret = "identity" in context.node_config
+        secret, at = "identity" in context.node_config, self._at(context)
         fields: dict[str, str | int | float] = {
-            "client": _client_id(context), "n": 1 if secret else len(self._samples(context)),
+            "client": _client_id(context), "n": 1 if secret else len(self.task.train[at]),
             "held": 0 if secret else len(self._evaluation_samples(context) or ()), "layout": self.task.layout.hash,
             "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
         }  # fmt: skip
-        density = context.node_config.get("density", self.task.clients[self._at(context)].density)
+        density = context.node_config.get("density", self.task.clients[at].density)
         if density is not None:
             fields["density"] = float(density)
         return records.fields("client", fields)
@@ -89,7 +89,7 @@ class Host:
         """
         memory, masks = _recall(context.state)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
-        found = work(side, _client_id(context), self._samples(context), order, memory)
+        found = work(side, _client_id(context), self.task.train[self._at(context)], order, memory)
         names = {name for _, *names in found.memory for name in names if name is not None}
         context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(found.memory)})
         context.state[_MASKS] = ArrayRecord({name: records.to_array(masks[name]) for name in sorted(names)})
@@ -108,9 +108,8 @@ class Host:
             order = decode(data, layout, known={name: mask for name in masks if (mask := store.find(name)) is not None})
         except UnknownMask as error:
             return records.blob("lack", encode(WireMessage("lack", layout, (0, 0, 0), client, lacks=error.hash)).data)
-        statistics = order.local is None or order.local.statistics
-        weights = Weights(Mask.full(layout), order.weights().vector)
-        loss, metric = self.trainer.evaluate_all(weights, samples, statistics)
+        weights = Weights.dense(layout, order.weights().vector)
+        loss, metric = self.trainer.evaluate_all(weights, samples, order.work.statistics)
         return records.fields("evaluated", {"n": len(samples), "loss": loss, "metric": metric})
 
     def _at(self, context: Context) -> int:
@@ -123,9 +122,6 @@ class Host:
             )
         return at
 
-    def _samples(self, context: Context) -> Source:
-        return self.task.train[self._at(context)]
-
     def _evaluation_samples(self, context: Context) -> Source | None:
         if self.task.test is not None:
             return self.task.test if len(self.task.train) == 1 else None
@@ -136,11 +132,11 @@ class Host:
 def _client_id(context: Context) -> int:
     """The node's setting `client-id`, else `partition-id`."""
     config = context.node_config
-    if "client-id" not in config and "partition-id" not in config:
+    if (client := config.get("client-id", config.get("partition-id"))) is None:
         raise ConfigError(
             "this node does not say which client it is: start its SuperNode with --node-config 'partition-id=N'"
         )
-    return int(config["client-id"] if "client-id" in config else config["partition-id"])
+    return int(client)
 
 
 def _recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
@@ -148,13 +144,10 @@ def _recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
 
     Both are empty if the records are damaged.
     """
-    rounds, masks = state.get(_ROUNDS), state.get(_MASKS)
-    if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
-        return [], {}
     try:
-        saved = json.loads(str(rounds["rounds"]))
+        saved = json.loads(str(state.config_records[_ROUNDS]["rounds"]))
         memory = [((tag[0], tag[1], tag[2]), order, own, notes) for tag, order, own, notes in saved]
-        return memory, {digest: records.read_array(array) for digest, array in masks.items()}
+        return memory, {name: records.read_array(array) for name, array in state.array_records[_MASKS].items()}
     except (LookupError, ValueError, TypeError, records.BadRecord):
         return [], {}
 
@@ -185,8 +178,7 @@ def find(make: Task | TaskFn | str, context: Context) -> Host:
         _task.cache_clear()
         _host.cache_clear()
     if isinstance(make, str):
-        module, _, name = make.partition(":")
-        make = cast(TaskFn, getattr(import_module(module), name))
+        make = cast(TaskFn, pkgutil.resolve_name(make))
     if not isinstance(make, Task):
         node, run = (tuple(sorted(config.items())) for config in (context.node_config, context.run_config))
         make = _task(make, context.run_id, node, run)

@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 from flwr.app import ConfigRecord, Context
 
@@ -18,7 +19,7 @@ from ..core.parts import build
 from ..data.sources import Source
 from ..engine.client import ClientSide, Reply
 from ..engine.memory import Rounds
-from ..engine.party import PrivateSide
+from ..engine.party import Drawer, PrivateSide
 from ..privacy.keys import Directory, Identity
 from ..privacy.policy import Policy
 
@@ -28,24 +29,15 @@ _STATE = "flashfl.private"  # the name of our record in a context's state
 def answer(context: Context, side: ClientSide, client: int, data: Source, request: bytes, memory: Rounds) -> Reply:
     """A node's answer to a request of a private round."""
     config = context.node_config
-    policy = {
-        name: config[f"policy-{name}"]
-        for name in ("least", "survive", "corrupt", "noise")
-        if f"policy-{name}" in config
-    }
+    policy = {name.removeprefix("policy-"): value for name, value in config.items() if name.startswith("policy-")}
     secure = "identity" in config  # it takes part in secure rounds, and in no others
     if secure:
         identity, directory = read_identity(Path(str(config["identity"]))), _directory(context)
     else:  # without masks nobody signs anything; a secure round finds that its key is unknown
         identity, directory = Identity.new(), Directory({})
-    record = context.state.get(_STATE)  # stays on its node
-    kept = record.items() if isinstance(record, ConfigRecord) else ()
-    drawer = {name: value for name, value in kept if isinstance(value, bytes)}
-    try:
-        own = PrivateSide(side, client, drawer, build(Policy, policy, "policy"), identity, directory, secure)
-        return own.answer(data, request, memory)
-    finally:
-        context.state[_STATE] = ConfigRecord({**drawer})
+    drawer = cast(Drawer, context.state.config_records.setdefault(_STATE, ConfigRecord()))  # stays on its node
+    own = PrivateSide(side, client, drawer, build(Policy, policy, "policy"), identity, directory, secure)
+    return own.answer(data, request, memory)
 
 
 def _directory(context: Context) -> Directory:

@@ -65,9 +65,7 @@ def fields(name: str, values: Mapping[str, Field]) -> RecordDict:
 
 def read_fields(content: RecordDict, name: str) -> dict[str, Field]:
     """The plain fields under a name; empty if there are none."""
-    record = content.get(name)
-    if not isinstance(record, ConfigRecord):
-        return {}
+    record = content.config_records.get(name, ConfigRecord())
     plain = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
     for value in plain.values():
         if isinstance(value, str) and len(value) > LONGEST_FIELD:
