@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ..core.errors import ConfigError, DataError
 from ..core.method import Method
-from ..core.parts import build
+from ..data.sources import Arrays, Inputs
 from ..data.task import Task
 from ..run import checkpoint
 from ..run.budget import within_budget
-from ..run.config import TrainConfig
+from ..run.config import TrainConfig, make_train
 from ..run.progress import Display, Watch
 from ..run.run import Run
 from ..run.sealed import read_record
@@ -34,22 +34,15 @@ from .registry import Registry
 log = logging.getLogger("flwr.flashfl")
 
 
-class _Elsewhere:
-    """Stands for samples that clients have; an example shows what they look like."""
+def _elsewhere(example: Inputs) -> Arrays:
+    """Two samples that stand for those of clients. An example shows what they look like."""
+    return Arrays(
+        tuple(x[[0, 0]] for x in example), torch.zeros(2, dtype=torch.long), prepare=None if example else _unknown
+    )
 
-    def __init__(self, example: tuple[Tensor, ...] | None) -> None:
-        self.example = example
 
-    def __len__(self) -> int:
-        return 2
-
-    def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[tuple[Tensor, ...], Tensor]:
-        if self.example is None:
-            raise DataError("the server has no samples to count FLOPs with: give server_task an `example` input")
-        return tuple(x[:1] for x in self.example), torch.zeros(1, dtype=torch.long)
-
-    def to(self, device: torch.device | str) -> _Elsewhere:
-        return self
+def _unknown(inputs: Inputs) -> Inputs:
+    raise DataError("the server has no samples to count FLOPs with: give server_task an `example` input")
 
 
 def server_task(
@@ -70,8 +63,8 @@ def server_task(
             "server_task has a loss, but no test samples and no metric. Give the metric that clients report, such as "
             "metric=flashfl.accuracy. If they report the loss, give metric=loss and metric_name='loss'."
         )
-    inputs = (example,) if isinstance(example, Tensor) else example
-    task = Task(model, [_Elsewhere(inputs)], test, **settings)
+    inputs = (example,) if isinstance(example, Tensor) else example or ()
+    task = Task(model, [_elsewhere(inputs)], test, **settings)
     task.metric_known = test is not None or "metric" in settings  # otherwise clients may have another metric
     return task
 
@@ -108,7 +101,7 @@ class FlashStrategy(Strategy):
         secure: bool | None = None,
     ) -> None:
         self.method, self.task = method, task
-        train = train or build(TrainConfig, {"checkpoint_every": 1, **method.recipe}, "train")
+        train = train or make_train({"checkpoint_every": 1, **method.recipe})
         self.train = replace(train, robust="on") if train.robust == "auto" else train
         self.options = options or FlowerOptions()
         if secure is not None:
@@ -138,7 +131,7 @@ class FlashStrategy(Strategy):
             )
         self.train = replace(self.train, rounds=num_rounds) if num_rounds else self.train
         self.options = replace(self.options, timeout=timeout) if timeout else self.options
-        resume = self.resume and self.folder is not None and bool(checkpoint.found_in(self.folder / "checkpoints"))
+        resume = self.resume and self.folder is not None
         engine = self.connect(grid)
         if self.task.test is None and not any(entry.held for entry in engine.registry.entries.values()):
             raise ConfigError(
@@ -148,21 +141,11 @@ class FlashStrategy(Strategy):
         self.summary()
         shown = Metric.of_task(self.task)
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
-        try:
+        with closing(display):
             self.run = drive(
-                self.method,
-                self.task,
-                self.train,
-                engine,
-                engine.registry,
-                self.folder,
-                resume,
-                display,
-                self.header,
+                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header,
                 display.tick,
-            )
-        finally:
-            display.close()
+            )  # fmt: skip
         return _result(self.run)
 
     def connect(self, grid: Grid) -> FlowerEngine:
