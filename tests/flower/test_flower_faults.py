@@ -60,12 +60,6 @@ def foreign(message: Message, reply: Message) -> Iterable[Message]:
     return [reply]
 
 
-def mistyped(message: Message, reply: Message) -> Iterable[Message]:
-    data = records.read_blob(reply.content, "update")[1]
-    reply.content = RecordDict({"update": ArrayRecord({"blob": Array("uint8", (7,), "flash.v1", data)})})
-    return [reply]
-
-
 def crashed(message: Message, reply: Message) -> Iterable[Message]:
     return [Message(Error(8, "the app crashed"), reply_to=message)]
 
@@ -80,7 +74,6 @@ TAMPERED = {
     "garbage": (garbage, "BadLength|BadVersion|BadChecksum|BadField"),
     "damaged": (damaged, "BadChecksum"),
     "foreign": (foreign, "BadRecord"),
-    "mistyped": (mistyped, "BadRecord"),
     "crashed": (crashed, "error 8"),
     "babbling": (babbling, "for no good reason|UnknownMask"),
 }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, check_range
 from ..core.exchange import Client
 from ..data.task import Task
 from ..wire.frame import VERSION
@@ -45,8 +45,8 @@ class Entry:
                 f"it registers as client {client} with {n} samples and {self.held} held back: the client must be from "
                 "0 to 2^63 - 1, samples from 1 to 2^32, and those held back from 0 to 2^32"
             )
-        if density is not None and not 0 < density <= 1:
-            raise ConfigError(f"client {client} states density {density}: must be above 0 and at most 1")
+        if density is not None:
+            check_range("(0, 1]", density=density)
 
     @staticmethod
     def read(node: int, fields: Mapping[str, Field], layout: str, fixed: str = NONE, most: int = 0) -> Entry:

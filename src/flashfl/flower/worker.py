@@ -116,12 +116,11 @@ def _watch(socket: Path, parent: int, last: list[float]) -> None:
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # a zombie is not alive
+    except FileNotFoundError:  # there is no /proc on this system
+        return True
     except OSError:
         return False
-    try:  # a zombie is not alive either
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return True
 
 
 if __name__ == "__main__":
