@@ -98,12 +98,8 @@ def server_main(grid: Grid, context: Context) -> None:
 def task_of(context: Context) -> Task:
     """The configured task on a node, whose `num-partitions` says among how many clients the data is split."""
     config, node = read_config(context.run_config).run, context.node_config
-    task = config.task
-    if "num-partitions" in node:
-        task = replace(task, clients=int(node["num-partitions"]))
-    if "data-root" in node:
-        task = replace(task, data_root=str(node["data-root"]))
-    return _task(task, config.train.seed, context.run_id)
+    clients, root = node.get("num-partitions", config.task.clients), node.get("data-root", config.task.data_root)
+    return _task(replace(config.task, clients=int(clients), data_root=str(root)), config.train.seed, context.run_id)
 
 
 @functools.lru_cache(1)

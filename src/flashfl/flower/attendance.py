@@ -63,15 +63,13 @@ class Attendance:
         self._missed: dict[int, int] = {}  # client -> rounds it missed in a row
         self._seconds: dict[tuple[str, int], deque[float]] = {}  # by kind of message and client
 
-    def time_allowed(self, kind: str, waiting: Iterable[int], replies: Sequence[float]) -> float:
-        """Seconds after which to go on without the clients in `waiting`; `replies`: what the good replies took."""
-        missing = list(waiting)
-        asked = len(missing) + len(replies)
-        enough = max(self.need, math.ceil(self.options.enough * asked))
+    def time_allowed(self, kind: str, missing: Sequence[int], replies: Sequence[float]) -> float:
+        """Seconds after which to go on without the clients in `missing`; `replies`: what the good replies took."""
+        enough = max(self.need, math.ceil(self.options.enough * (len(missing) + len(replies))))
         if len(replies) < enough:
             return self.options.timeout
         soon = sorted(replies)[enough - 1]
-        return min(self.options.timeout, max((self._patience(kind, c, soon) for c in missing), default=soon))
+        return min(self.options.timeout, max(self._patience(kind, client, soon) for client in missing))
 
     def _patience(self, kind: str, client: int, soon: float) -> float:
         """Seconds to wait for one client, if enough others have replied after `soon` seconds."""

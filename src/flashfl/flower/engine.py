@@ -130,7 +130,6 @@ class Exchange:
         self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
         self.entries = registry.entries  # as of now: the registry replaces them when it looks again
         self.group = ".".join(map(str, tag))
-        self.kind = ""  # of the messages that are on their way
         self.posts: dict[str, Post] = {}  # those whose replies are waited for, by message id
         self.times: dict[int, float] = {}  # how long a client took to reply to the last one
         self.silent: list[int] = []  # clients that gave no reply
@@ -138,13 +137,13 @@ class Exchange:
 
     def ask(self, requests: Iterable[tuple[int, bytes]], kind: str = "train") -> None:
         """Send each client its bytes. Take replies until all are in, or as long as options and past rounds allow."""
-        self.kind, self.posts, self.times = kind, {}, {}
+        self.posts, self.times = {}, {}
         began = time.monotonic()
         rest = ((Post(client, kind), data) for client, data in requests)
         while some := list(itertools.islice(rest, _TOGETHER)):  # never all messages in memory
             self._send(some)
         sent = time.monotonic()
-        self._wait()
+        self._wait(kind)
         self.seconds["send"] += sent - began
         self.seconds["wait"] += time.monotonic() - sent
 
@@ -165,7 +164,7 @@ class Exchange:
         node = self.entries[post.client].node
         return Message(content, node, post.kind, ttl=self.options.timeout, group_id=self.group)
 
-    def _wait(self) -> None:
+    def _wait(self, kind: str) -> None:
         """Take replies until all are in or time is up, and drop the clients that did not reply.
 
         Flower's own loop looks every three seconds only.
@@ -175,7 +174,7 @@ class Exchange:
         while self.posts:
             missing = [post.client for post in self.posts.values()]
             times = [seconds for client, seconds in self.times.items() if client not in self.account.failures]
-            allowed = self.attendance.time_allowed(self.kind, missing, times)
+            allowed = self.attendance.time_allowed(kind, missing, times)
             waited, so_far = time.monotonic() - began, f"{len(times)} of {asked} replies are in"
             if waited >= allowed:
                 log.warning("waited %.0f s for %s; %s", waited, _names(missing), so_far)

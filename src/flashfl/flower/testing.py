@@ -38,7 +38,6 @@ class InProcessGrid(Grid):
         self.pushed: list[tuple[int, str]] = []
         self._run = Run.create_empty(1)
         self._boxes: dict[str, Message] = {}
-        self._replies: list[Message] = []
         for node, (app, config) in nodes.items():
             self.join(node, app, config)
 
@@ -74,12 +73,8 @@ class InProcessGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        wanted = list(message_ids)
-        for message_id in [each for each in wanted if each in self._boxes]:
-            self._replies += self._deliver(self._boxes.pop(message_id))
-        found = [r for r in self._replies if r.metadata.reply_to_message_id in wanted]
-        self._replies = [r for r in self._replies if r not in found]
-        return found
+        messages = [self._boxes.pop(each) for each in message_ids if each in self._boxes]
+        return [reply for message in messages for reply in self._deliver(message)]
 
     def _deliver(self, message: Message) -> Iterable[Message]:
         node = message.metadata.dst_node_id
