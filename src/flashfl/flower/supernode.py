@@ -23,7 +23,7 @@ from multiprocessing.context import ForkServerProcess
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-SUPEREXEC = "--as-superexec"  # our own first argument: run the SuperExec in place of the SuperNode
+_SUPEREXEC = "from flashfl.flower.supernode import superexec; superexec()"
 REJOIN = 120.0  # seconds to try again; the SuperLink forgets a crashed node after 60
 _PRELOAD = ["flwr.supernode.cli.flwr_clientapp", "flashfl.flower.client", "flashfl.flower.worker"]
 
@@ -36,7 +36,7 @@ def instead(module: ModuleType, **names: Any) -> SimpleNamespace:
 def start_superexec(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process; in place of a SuperExec, start ours."""
     if command[0] == "flower-superexec":
-        command = [sys.executable, "-m", "flashfl.flower.supernode", SUPEREXEC, *command[1:]]
+        command = [sys.executable, "-c", _SUPEREXEC, *command[1:]]
     return subprocess.Popen(command, **options)
 
 
@@ -47,9 +47,9 @@ def try_again(activate: Callable[[], Any], seconds: float = REJOIN, pause: float
         try:
             return activate()
         except Exception as error:
-            if not not_activated(error) or time.monotonic() + pause > end:
-                raise
             left = end - time.monotonic()
+            if not not_activated(error) or left < pause:
+                raise
             print(
                 "flashfl: the SuperLink refuses this node. Either it does not know the node's key, or the node has "
                 f"crashed and still counts as online. Trying again for up to {left:.0f} s.",
@@ -104,9 +104,6 @@ def superexec() -> None:
 
 def main() -> None:
     """Start a SuperNode."""
-    if sys.argv[1:2] == [SUPEREXEC]:
-        del sys.argv[1]
-        return superexec()
     most = max(0.01, float(os.environ.get("FLASHFL_POLL", "0.2")))
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(most))
     try:
