@@ -8,7 +8,7 @@ Takes the same arguments as flower-supernode. It differs in three ways:
   minute after a crash. Here it waits and tries again.
 
 Flower has no settings for this, so its modules are given another clock, another way to start processes, and another
-client. If a later version of Flower is built differently, those names are not found and the command says so.
+way to join. If a later version of Flower is built differently, those names are not found and the command says so.
 """
 
 from __future__ import annotations
@@ -107,18 +107,15 @@ def main() -> None:
     most = max(0.01, float(os.environ.get("FLASHFL_POLL", "0.2")))
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(most))
     try:
-        from flwr.supernode import fleet_http_connection, start_client_internal
+        from flwr.supernode import start_client_internal
         from flwr.supernode.cli import flower_supernode
         from flwr.supernode.fleet_http_client import FleetHttpClient
-    except ImportError as error:
-        sys.exit(f"flashfl: a SuperNode needs Flower ({error}): pip install 'flashfl[flower]'")
 
-    class Client(FleetHttpClient):
-        def ActivateNode(self, request: Any) -> Any:  # noqa: N802 - Flower's name
-            return try_again(lambda: super(Client, self).ActivateNode(request))
-
-    connection: Any = fleet_http_connection
-    connection.FleetHttpClient = Client
+        client: Any = FleetHttpClient
+        activate = client.ActivateNode
+    except (ImportError, AttributeError) as error:
+        sys.exit(f"flashfl: a SuperNode needs Flower 1.41 or 1.42 ({error}): pip install 'flashfl[flower]'")
+    client.ActivateNode = lambda self, request: try_again(lambda: activate(self, request))
     loop: Any = start_client_internal
     loop.time = instead(time, sleep=lambda seconds: time.sleep(min(seconds, most)))
     loop.subprocess = instead(subprocess, Popen=start_superexec)

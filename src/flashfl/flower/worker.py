@@ -38,10 +38,9 @@ def ask(reference: str, message: Message, context: Context) -> RecordDict | None
     with _connect(folder / f"{name}.sock", parent, reference) as connection:
         connection.send((message, context))
         reply, context.state = connection.recv()
-    if isinstance(reply, str):
+    if not isinstance(reply, RecordDict):
         raise RuntimeError(f"in the worker: {reply}")
-    found: RecordDict = reply
-    return found
+    return reply
 
 
 def _folder() -> Path | None:
