@@ -107,7 +107,8 @@ def test_node_whose_app_fails_is_asked_three_times() -> None:
 
 def test_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
-    run = train(small("hetero-spdst"), task, federation(task, nodes={4: {"density": 0.77}}), per_round=4)
+    grid = federation(task, nodes={4: {"density": 0.77}})
+    run = train(small("hetero-spdst"), task, grid, per_round=4, options=replace(PATIENT, clients=7))
     assert run.state is not None
     assert all(4 not in line.cohort for line in run.history)
     assert "client 4 states density 0.77" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -11,8 +10,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ..core.errors import check_range
+from .records import log
 
-log = logging.getLogger("flwr.flashfl")
 _PAST = 9  # reply times that are remembered of each client
 _KNOWN = 3  # reply times from which on a client's usual time is known
 _SLOWER = 3.0  # how many times its usual time a client gets

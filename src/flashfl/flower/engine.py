@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -35,12 +34,12 @@ from ..engine.vault import Vault, open_vault
 from ..run.config import TrainConfig
 from . import records
 from .attendance import Post
+from .records import log
 from .registry import Registry
 
 if TYPE_CHECKING:
     from ..engine.private import PrivateRound
 
-log = logging.getLogger("flwr.flashfl")
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
 _TOGETHER = 8  # messages pushed at a time
 _PATIENT = 10.0  # seconds of waiting for the last clients after which the log says so

@@ -6,12 +6,14 @@ in one piece. Every record is read as if a stranger had written it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from ..core.errors import FlashError
 
+log = logging.getLogger("flwr.flashfl")
 LONGEST_FIELD = 1 << 20  # characters of one text field
 Field = str | int | float
 

@@ -9,7 +9,6 @@ so refused nodes are asked again now and then, and so are clients that were drop
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,9 +24,9 @@ from ..core.parts import coerce
 from ..data.task import Task
 from . import records
 from .attendance import Attendance, FlowerOptions
+from .records import log
 from .registration import Entry, fingerprint
 
-log = logging.getLogger("flwr.flashfl")
 _TRIES = 3  # how often an unknown node may fail to answer before it is refused
 _AGAIN = 60.0  # seconds after which refused nodes are asked again, when a round begins
 
@@ -54,7 +53,7 @@ class Registry:
         self.attendance = Attendance(options, self.need)
         self.nodes: dict[int, Node] = {}  # those that are there now
         self.bound: dict[int, Entry] = {}  # by client id: what its node registered first in this run
-        self.densities: dict[int, float] = {}  # what the method gave clients that have none of their own
+        self.densities: dict[int, float] = {}  # by client id: its own, or what the method gave it
         self.size = 0  # how many clients the run was planned for
         self.stale = True  # whether `present` must look again
         self._checked = time.monotonic()  # when refused nodes were last asked again
@@ -78,14 +77,8 @@ class Registry:
     # What the loop and the methods see.
 
     def admit(self, method: Method, key: int) -> None:
-        """From now on, give clients the densities this method assigns. Nodes that it cannot take are refused."""
+        """From now on, refuse clients that this method cannot take, and give the others the densities it assigns."""
         self._admit = lambda clients: method.admit(clients, key)
-        for entry in self.entries.values():
-            try:
-                self._admit([entry.client])
-            except ConfigError as error:
-                del self.bound[entry.client.id]
-                self._refuse(self.nodes[entry.node], str(error))
 
     def doubt(self, clients: Iterable[int]) -> None:
         """Ask these clients again who they are: they may have been restarted with other data."""
@@ -120,10 +113,8 @@ class Registry:
         if self.stale:
             self._find(self.need)
         said = [entry.client for entry in self.entries.values()]
-        own = {client.id for client in said if client.density is not None}
-        given = [c if c.id in own else replace(c, density=self.densities.get(c.id)) for c in said]
-        known = tuple(self._admit(given))
-        self.densities |= {c.id: c.density for c in known if c.density is not None and c.id not in own}
+        known = tuple(self._admit([replace(c, density=c.density or self.densities.get(c.id)) for c in said]))
+        self.densities |= {c.id: c.density for c in known if c.density is not None}
         ready = tuple(c for c in known if c.id not in self.attendance.passed_over)
         return ready if len(ready) >= self.need else known
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
@@ -29,9 +28,8 @@ from ..run.simulate import drive
 from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
+from .records import log
 from .registry import Registry
-
-log = logging.getLogger("flwr.flashfl")
 
 
 def _elsewhere(example: Inputs) -> Arrays:
@@ -152,6 +150,7 @@ class FlashStrategy(Strategy):
         """Wait for clients. Returns the engine that sends them orders."""
         options = self.options
         registry = Registry(grid, self.task, options, self.train.min_replies)
+        registry.admit(self.method, 0)  # to refuse unfit clients; the run does it again, with its key
         if self.resume:
             _load_latest(registry, self.folder)
         registry.gather(options.clients or min(self.train.per_round, registry.size or self.train.per_round))
