@@ -23,8 +23,7 @@ from ..data.tasks import TaskConfig, build_task
 from ..run.config import RunConfig, load_toml, make_config
 from .attendance import FlowerOptions
 
-_TABLES = ("task", "train", "method", "flower")
-_OWN = ("config", "settings", "folder", "resume")
+_KNOWN = ("config", "settings", "folder", "resume", "task", "train", "method", "flower")
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,10 @@ def read_config(flat: Mapping[str, UserConfigValue]) -> AppConfig:
     """
     tables = unflatten_dict(dict(flat))
     for name in tables:
-        if name not in (*_OWN, *_TABLES):
-            raise unknown("setting of the app", name, [*_OWN, *_TABLES])
+        if name not in _KNOWN:
+            raise unknown("setting of the app", name, _KNOWN)
     options = build(FlowerOptions, tables.get("flower", {}), "flower")
-    own = {name: tables.get(name, {}) for name in ("task", "train", "method")}
+    own = {name: table for name, table in tables.items() if name in ("task", "train", "method")}
     data = load_toml(Path(str(flat["config"]))) if flat.get("config") else own
     if isinstance(table := data.get("train", {}), Mapping):  # a server may be killed, and clients may lie
         data = {**data, "train": {"checkpoint_every": 1, "robust": "on", **table}}

@@ -32,21 +32,18 @@ def answer(context: Context, side: ClientSide, client: int, data: Source, reques
     policy = {name.removeprefix("policy-"): value for name, value in config.items() if name.startswith("policy-")}
     secure = "identity" in config  # it takes part in secure rounds, and in no others
     if secure:
-        identity, directory = read_identity(Path(str(config["identity"]))), _directory(context)
+        if "identities" not in config:
+            raise ConfigError(
+                "the node's settings have `identity`, but not `identities`: add the file with all clients' public keys "
+                'to --node-config, such as identities="keys/identities.json"'
+            )
+        identity = read_identity(Path(str(config["identity"])))
+        directory = Directory.read(Path(str(config["identities"])))
     else:  # without masks nobody signs anything; a secure round finds that its key is unknown
         identity, directory = Identity.new(), Directory({})
     drawer = cast(Drawer, context.state.config_records.setdefault(_STATE, ConfigRecord()))  # stays on its node
     own = PrivateSide(side, client, drawer, build(Policy, policy, "policy"), identity, directory, secure)
     return own.answer(data, request, memory)
-
-
-def _directory(context: Context) -> Directory:
-    if "identities" not in context.node_config:
-        raise ConfigError(
-            "the node's settings have `identity`, but not `identities`: add the file with all clients' public keys to "
-            '--node-config, such as identities="keys/identities.json"'
-        )
-    return Directory.read(Path(str(context.node_config["identities"])))
 
 
 def read_identity(path: Path) -> Identity:
