@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..data.task import Task
     from .host import TaskFn
 
-Serve = Callable[[Message, Context], RecordDict]
-
 
 def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that trains `task`.
@@ -44,7 +42,7 @@ def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> Clie
     return app_around(serve, mods)
 
 
-def app_around(serve: Serve, mods: list[Mod] | None = None) -> ClientApp:
+def app_around(serve: Callable[[Message, Context], RecordDict], mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that answers with what `serve` returns."""
     app = ClientApp(mods=mods)
 

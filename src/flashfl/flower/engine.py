@@ -281,8 +281,8 @@ class ClientEvaluation(Exchange):
             # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
             return self.account.in_full(post.client)
         found, held = records.read_fields(content, "evaluated"), self.entries[post.client].held
-        values = (found.get(name) for name in ("loss", "metric"))
-        n, (loss, metric) = found.get("n"), (value if isinstance(value, float) else math.nan for value in values)
+        n, *sums = (found.get(name) for name in ("n", "loss", "metric"))
+        loss, metric = (value if isinstance(value, float) else math.nan for value in sums)
         least, most = (0.0, held * (1 + 1e-5)) if self.share else (-LARGEST_METRIC, LARGEST_METRIC)
         if not (n == held and abs(loss) <= LARGEST_METRIC and least <= metric <= most):
             raise records.BadRecord(

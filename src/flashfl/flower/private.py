@@ -14,7 +14,7 @@ from typing import cast
 
 from flwr.app import ConfigRecord, Context
 
-from ..core.errors import ConfigError, FlashError
+from ..core.errors import ConfigError
 from ..core.parts import build
 from ..data.sources import Source
 from ..engine.client import ClientSide, Reply
@@ -77,7 +77,7 @@ def main() -> None:
         known = json.loads(path.read_text()) if path.exists() else {}
         known |= {str(client): make_identity(client, given.folder) for client in given.clients}
         path.write_text(json.dumps(known, indent=1) + "\n")
-    except (OSError, FlashError) as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     print(f"wrote {len(given.clients)} private keys and {path}")
 

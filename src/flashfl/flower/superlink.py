@@ -58,13 +58,11 @@ def main() -> None:
     for name in _LEGACY:
         os.environ.pop(name, None)
     try:
-        import uvicorn
-
         command: Any = import_module("flwr.superlink.cli.flower_superlink")
-        serve = command.uvicorn.run
+        server = command.uvicorn
     except (ImportError, AttributeError) as error:
         sys.exit(f"flashfl: a SuperLink needs Flower 1.41 or 1.42 ({error}): pip install 'flashfl[flower]'")
-    command.uvicorn = instead(uvicorn, run=lambda app, **options: serve(guard(app), **options))
+    command.uvicorn = instead(server, run=lambda app, **options: server.run(guard(app), **options))
     command.flower_superlink()
 
 
