@@ -235,7 +235,7 @@ def test_new_run_reads_its_data_again() -> None:
         for context in grid.contexts.values():
             context.run_id = run
         train(small("dense"), server, grid, rounds=2, per_round=2)
-        assert host._task.cache_info().currsize == 2, "the tasks of the run before are dropped"
+        assert host._kept.cache_info().currsize == 1, "the tasks of the run before are dropped"
     assert made == [7, 7, 8, 8]
 
 

@@ -149,20 +149,22 @@ def _recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
         return [], {}
 
 
-# What a process keeps between messages: the tasks of one run, by the function that makes them and by node, and a host
-# for each task. It is kept here and not in the app, because Flower may make a new app for every message, as Ray does.
-# Both are bounded, because a task may hold a whole data set. Another run reads its data again: they may have changed.
 _MOST = 8
-_run: list[int] = []  # the id of that run
 Settings = tuple[tuple[str, UserConfigValue], ...]
 
 
-@functools.lru_cache(_MOST)
-def _task(make: TaskFn, run_id: int, node: Settings, run: Settings) -> Task:
-    return make(Context(run_id, 0, dict(node), RecordDict(), dict(run)))
+@functools.lru_cache(1)
+def _kept(run_id: int) -> tuple[Callable[[TaskFn, Settings, Settings], Task], Callable[[Task, int], Host]]:
+    """What a process keeps between messages of one run: the tasks, by their function and node, and a host for each.
 
+    It is kept here and not in the app, because Flower may make a new app for every message, as Ray does. It is bounded,
+    because a task may hold a whole data set. Another run reads its data again: they may have changed.
+    """
 
-_host = functools.lru_cache(_MOST)(Host)
+    def made(make: TaskFn, node: Settings, run: Settings) -> Task:
+        return make(Context(run_id, 0, dict(node), RecordDict(), dict(run)))
+
+    return functools.lru_cache(_MOST)(made), functools.lru_cache(_MOST)(Host)
 
 
 def find(make: Task | TaskFn | str, context: Context) -> Host:
@@ -170,13 +172,10 @@ def find(make: Task | TaskFn | str, context: Context) -> Host:
 
     make: the task, the function that makes it, or `module:function`.
     """
-    if _run != [context.run_id]:
-        _run[:] = [context.run_id]
-        _task.cache_clear()
-        _host.cache_clear()
+    task_of, host_of = _kept(context.run_id)
     if isinstance(make, str):
         make = cast(TaskFn, pkgutil.resolve_name(make))
     if not isinstance(make, Task):
         node, run = (tuple(sorted(config.items())) for config in (context.node_config, context.run_config))
-        make = _task(make, context.run_id, node, run)
-    return _host(make, int(context.node_config.get("threads", 1)))
+        make = task_of(make, node, run)
+    return host_of(make, int(context.node_config.get("threads", 1)))
