@@ -40,6 +40,7 @@ class ProcessGrid(InProcessGrid):
         super().__init__({})
         self.processes: dict[int, Any] = {}
         self.lines: dict[int, Connection] = {}
+        self.replies: list[Message] = []
         context = mp.get_context("fork")
         for client in task.clients:
             ours, theirs = context.Pipe()
@@ -62,8 +63,11 @@ class ProcessGrid(InProcessGrid):
         for line in self.lines.values():
             with contextlib.suppress(OSError, EOFError):
                 while line.poll():
-                    self._replies.append(line.recv())
-        return super().pull_messages(message_ids)
+                    self.replies.append(line.recv())
+        wanted = set(message_ids)
+        found = [reply for reply in self.replies if reply.metadata.reply_to_message_id in wanted]
+        self.replies = [reply for reply in self.replies if reply.metadata.reply_to_message_id not in wanted]
+        return found
 
     def close(self) -> None:
         for process in self.processes.values():

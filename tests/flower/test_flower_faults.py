@@ -60,12 +60,6 @@ def foreign(message: Message, reply: Message) -> Iterable[Message]:
     return [reply]
 
 
-def mistyped(message: Message, reply: Message) -> Iterable[Message]:
-    data = records.read_blob(reply.content, "update")[1]
-    reply.content = RecordDict({"update": ArrayRecord({"blob": Array("uint8", (7,), "flash.v1", data)})})
-    return [reply]
-
-
 def crashed(message: Message, reply: Message) -> Iterable[Message]:
     return [Message(Error(8, "the app crashed"), reply_to=message)]
 
@@ -80,7 +74,6 @@ TAMPERED = {
     "garbage": (garbage, "BadLength|BadVersion|BadChecksum|BadField"),
     "damaged": (damaged, "BadChecksum"),
     "foreign": (foreign, "BadRecord"),
-    "mistyped": (mistyped, "BadRecord"),
     "crashed": (crashed, "error 8"),
     "babbling": (babbling, "for no good reason|UnknownMask"),
 }
@@ -152,7 +145,20 @@ def test_second_reply_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     grid = federation(task, only(node_of(BAD), "train", lambda message, reply: [reply, reply]))
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
         assert_equal(whole, train(small("spdst"), task, grid, **EVERY))
-    assert f"client {BAD} replied twice" in caplog.text
+    assert f"node {node_of(BAD)} sent a second reply" in caplog.text
+
+
+def test_message_that_the_superlink_refuses_costs_no_waiting() -> None:
+    task = make_task("norm")
+    grid = federation(task)
+    push = grid.push_messages
+    grid.push_messages = lambda messages: [  # type: ignore[method-assign]
+        "" if message.metadata.message_type == "train" and message.metadata.dst_node_id == node_of(BAD) else taken
+        for message, taken in zip(messages, push(messages), strict=True)
+    ]
+    run = train(small("pdst"), task, grid, **EVERY)
+    assert all("did not accept the message" in line.failures[BAD] for line in run.history)
+    assert_equal(run, without_bad("pdst"))
 
 
 def test_reply_for_an_old_round_is_dropped() -> None:

@@ -25,7 +25,7 @@ from flashfl.core.mask import Weights
 from flashfl.data.task import Task
 from flashfl.flower import FlashStrategy, FlowerOptions, client_app, records, server_task
 from flashfl.flower.app import read_config, task_of
-from flashfl.flower.registration import NONE, Entry, difference, fingerprint
+from flashfl.flower.registration import Entry, difference, fingerprint
 from flashfl.flower.testing import InProcessGrid
 from tests.conftest import blobs, make_task
 from tests.test_every_method import small
@@ -112,11 +112,15 @@ def test_skewed_honest_clients_are_accepted(name: str, static: bool) -> None:
 # -- registration -------------------------------------------------------------------------------------------------
 
 
+NONE = "{}"  # the fingerprint of a model without fixed tensors
+
+
 def fields(**said: Any) -> dict[str, Any]:
     from flashfl import __version__
     from flashfl.wire.frame import VERSION
 
-    return {"client": 1, "n": 10, "held": 0, "layout": "a", "wire": VERSION, "package": __version__, **said}
+    about = {"layout": "a", "fixed": NONE, "wire": VERSION, "package": __version__}
+    return {"client": 1, "n": 10, "held": 0, **about, **said}
 
 
 @pytest.mark.parametrize(
@@ -132,10 +136,10 @@ def fields(**said: Any) -> dict[str, Any]:
     ],
 )
 def test_registration_out_of_bounds_is_refused(said: dict[str, Any], why: str) -> None:
-    assert Entry.read(7, fields(n=100), "a", most=100).client.n == 100
-    assert Entry.read(7, fields(n=2**32), "a").client.n == 2**32
+    assert Entry.read(7, fields(n=100), "a", NONE, most=100).client.n == 100
+    assert Entry.read(7, fields(n=2**32), "a", NONE, most=0).client.n == 2**32
     with pytest.raises(ConfigError, match=why):
-        Entry.read(7, fields(**said), "a", most=100)
+        Entry.read(7, fields(**said), "a", NONE, most=100)
 
 
 def test_max_samples_refuses_larger_clients() -> None:
@@ -231,7 +235,7 @@ def test_new_run_reads_its_data_again() -> None:
         for context in grid.contexts.values():
             context.run_id = run
         train(small("dense"), server, grid, rounds=2, per_round=2)
-        assert host._task.cache_info().currsize == 2, "the tasks of the run before are dropped"
+        assert host._kept.cache_info().currsize == 1, "the tasks of the run before are dropped"
     assert made == [7, 7, 8, 8]
 
 

@@ -105,7 +105,6 @@ def test_slow_client_gets_three_times_its_usual_time() -> None:
     for seconds in (20.0, 300.0, 30.0):
         attendance.replied("train", 3, seconds)
         attendance.replied("evaluate", 3, 1.0)
-    assert attendance.usual("train", 3) == 30.0
     assert attendance.time_allowed("train", [3], [2.0, 4.0]) == 90.0
     assert attendance.time_allowed("evaluate", [3], [2.0, 4.0]) == 12.0, "each kind of work has its own times"
     assert attendance.time_allowed("evaluate", [5], [2.0, 4.0]) == 14.0, "a client whose times are not known"

@@ -107,7 +107,8 @@ def test_node_whose_app_fails_is_asked_three_times() -> None:
 
 def test_density_the_method_does_not_offer_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     task = make_task("norm")
-    run = train(small("hetero-spdst"), task, federation(task, nodes={4: {"density": 0.77}}), per_round=4)
+    grid = federation(task, nodes={4: {"density": 0.77}})
+    run = train(small("hetero-spdst"), task, grid, per_round=4, options=replace(PATIENT, clients=7))
     assert run.state is not None
     assert all(4 not in line.cohort for line in run.history)
     assert "client 4 states density 0.77" in caplog.text
@@ -144,7 +145,7 @@ def test_too_few_clients_stop_the_run_with_the_reason() -> None:
 
 def test_per_round_above_the_number_of_clients_raises_before_training() -> None:
     task = make_task("norm")
-    with pytest.raises(ConfigError, match="per_round = 9 and 8 clients"):
+    with pytest.raises(ConfigError, match="per_round = 9: must be between 1 and the number of clients, 8"):
         train(small("dense"), task, federation(task), per_round=9)
 
 

@@ -23,8 +23,7 @@ from ..data.tasks import TaskConfig, build_task
 from ..run.config import RunConfig, load_toml, make_config
 from .attendance import FlowerOptions
 
-_TABLES = ("task", "train", "method", "flower")
-_OWN = ("config", "settings", "folder", "resume")
+_KNOWN = ("config", "settings", "folder", "resume", "task", "train", "method", "flower")
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,10 @@ def read_config(flat: Mapping[str, UserConfigValue]) -> AppConfig:
     """
     tables = unflatten_dict(dict(flat))
     for name in tables:
-        if name not in (*_OWN, *_TABLES):
-            raise unknown("setting of the app", name, [*_OWN, *_TABLES])
+        if name not in _KNOWN:
+            raise unknown("setting of the app", name, _KNOWN)
     options = build(FlowerOptions, tables.get("flower", {}), "flower")
-    own = {name: tables.get(name, {}) for name in ("task", "train", "method")}
+    own = {name: table for name, table in tables.items() if name in ("task", "train", "method")}
     data = load_toml(Path(str(flat["config"]))) if flat.get("config") else own
     if isinstance(table := data.get("train", {}), Mapping):  # a server may be killed, and clients may lie
         data = {**data, "train": {"checkpoint_every": 1, "robust": "on", **table}}
@@ -98,12 +97,8 @@ def server_main(grid: Grid, context: Context) -> None:
 def task_of(context: Context) -> Task:
     """The configured task on a node, whose `num-partitions` says among how many clients the data is split."""
     config, node = read_config(context.run_config).run, context.node_config
-    task = config.task
-    if "num-partitions" in node:
-        task = replace(task, clients=int(node["num-partitions"]))
-    if "data-root" in node:
-        task = replace(task, data_root=str(node["data-root"]))
-    return _task(task, config.train.seed, context.run_id)
+    clients, root = node.get("num-partitions", config.task.clients), node.get("data-root", config.task.data_root)
+    return _task(replace(config.task, clients=int(clients), data_root=str(root)), config.train.seed, context.run_id)
 
 
 @functools.lru_cache(1)

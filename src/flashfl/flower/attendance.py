@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -10,11 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from flwr.app import Metadata
+from ..core.errors import check_range
+from .records import log
 
-from ..core.errors import ConfigError
-
-log = logging.getLogger("flwr.flashfl")
 _PAST = 9  # reply times that are remembered of each client
 _KNOWN = 3  # reply times from which on a client's usual time is known
 _SLOWER = 3.0  # how many times its usual time a client gets
@@ -40,14 +37,9 @@ class FlowerOptions:
     rebind: bool = False  # let clients come back with other data or another key
 
     def __post_init__(self) -> None:
-        for name in ("clients", "wait", "timeout", "grace", "poll", "max_samples"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} = {value}: must be a number of at least 0")
-        if self.timeout == 0 or self.poll == 0:
-            raise ConfigError(f"timeout = {self.timeout}, poll = {self.poll}: both must be above 0")
-        if not 0 < self.enough <= 1:
-            raise ConfigError(f"enough = {self.enough}: must be above 0 and at most 1")
+        check_range("[0, inf)", clients=self.clients, wait=self.wait, grace=self.grace, max_samples=self.max_samples)
+        check_range("(0, inf)", timeout=self.timeout, poll=self.poll)
+        check_range("(0, 1]", enough=self.enough)
 
 
 @dataclass
@@ -55,11 +47,9 @@ class Post:
     """A message on its way to a client."""
 
     client: int
-    metadata: Metadata  # its message id is known once Flower has taken the message
+    kind: str
+    again: bool = False  # whether the client has been sent it a second time, with the full mask
     sent: float = field(default_factory=time.monotonic)
-    seconds: float | None = None  # how long a reply of the client took
-    reminded: bool = False
-    done: bool = False
 
 
 class Attendance:
@@ -72,27 +62,21 @@ class Attendance:
         self._missed: dict[int, int] = {}  # client -> rounds it missed in a row
         self._seconds: dict[tuple[str, int], deque[float]] = {}  # by kind of message and client
 
-    def usual(self, kind: str, client: int) -> float:
-        """The median of the client's last reply times to this kind of message; 0 if there are none."""
-        return median(self._seconds.get((kind, client), (0.0,)))
-
-    def time_allowed(self, kind: str, waiting: Iterable[int], replies: Sequence[float]) -> float:
-        """Seconds after which to go on without the clients in `waiting`; `replies`: what the good replies took."""
-        missing = list(waiting)
-        asked = len(missing) + len(replies)
-        enough = max(self.need, math.ceil(self.options.enough * asked))
+    def time_allowed(self, kind: str, missing: Sequence[int], replies: Sequence[float]) -> float:
+        """Seconds after which to go on without the clients in `missing`; `replies`: what the good replies took."""
+        enough = max(self.need, math.ceil(self.options.enough * (len(missing) + len(replies))))
         if len(replies) < enough:
             return self.options.timeout
         soon = sorted(replies)[enough - 1]
-        return min(self.options.timeout, max((self._patience(kind, c, soon) for c in missing), default=soon))
+        return min(self.options.timeout, max(self._patience(kind, client, soon) for client in missing))
 
     def _patience(self, kind: str, client: int, soon: float) -> float:
         """Seconds to wait for one client, if enough others have replied after `soon` seconds."""
-        usual, brief = max(soon, self.usual(kind, client)), _BRIEF * self.options.grace
+        times, brief = self._seconds.get((kind, client), ()), _BRIEF * self.options.grace
+        usual = max(soon, median(times or (0.0,)))
         if client in self._missed:
             return usual + brief
-        known = len(self._seconds.get((kind, client), ())) >= _KNOWN
-        return max(soon + (brief if known else self.options.grace), _SLOWER * usual)
+        return max(soon + (brief if len(times) >= _KNOWN else self.options.grace), _SLOWER * usual)
 
     def replied(self, kind: str, client: int, seconds: float) -> None:
         self._seconds.setdefault((kind, client), deque(maxlen=_PAST)).append(seconds)

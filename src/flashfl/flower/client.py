@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..data.task import Task
     from .host import TaskFn
 
-Serve = Callable[[Message, Context], RecordDict]
-
 
 def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that trains `task`.
@@ -31,7 +29,8 @@ def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> Clie
     """
 
     def serve(message: Message, context: Context) -> RecordDict:
-        if isinstance(task, str) and _brief() and context.node_config.get("worker", True):
+        brief = Path(sys.argv[0]).name == "flwr-clientapp"  # Flower's own process, which lives for one message only
+        if isinstance(task, str) and brief and context.node_config.get("worker", True):
             from .worker import ask
 
             if (reply := ask(task, message, context)) is not None:
@@ -43,12 +42,7 @@ def client_app(task: Task | TaskFn | str, mods: list[Mod] | None = None) -> Clie
     return app_around(serve, mods)
 
 
-def _brief() -> bool:
-    """Whether this process lives for one message only, as Flower's own for ClientApps do."""
-    return Path(sys.argv[0]).name == "flwr-clientapp"
-
-
-def app_around(serve: Serve, mods: list[Mod] | None = None) -> ClientApp:
+def app_around(serve: Callable[[Message, Context], RecordDict], mods: list[Mod] | None = None) -> ClientApp:
     """A ClientApp that answers with what `serve` returns."""
     app = ClientApp(mods=mods)
 

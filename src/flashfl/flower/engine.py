@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-import logging
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -34,12 +34,12 @@ from ..engine.vault import Vault, open_vault
 from ..run.config import TrainConfig
 from . import records
 from .attendance import Post
+from .records import log
 from .registry import Registry
 
 if TYPE_CHECKING:
     from ..engine.private import PrivateRound
 
-log = logging.getLogger("flwr.flashfl")
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
 _TOGETHER = 8  # messages pushed at a time
 _PATIENT = 10.0  # seconds of waiting for the last clients after which the log says so
@@ -129,71 +129,71 @@ class Exchange:
         self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
         self.entries = registry.entries  # as of now: the registry replaces them when it looks again
         self.group = ".".join(map(str, tag))
-        self.kind, self.posts = "", list[Post]()  # of the messages that are on their way
+        self.posts: dict[str, Post] = {}  # those whose replies are waited for, by message id
+        self.times: dict[int, float] = {}  # how long a client took to reply to the last one
         self.silent: list[int] = []  # clients that gave no reply
         self.seconds = {"send": 0.0, "wait": 0.0}
 
     def ask(self, requests: Iterable[tuple[int, bytes]], kind: str = "train") -> None:
         """Send each client its bytes. Take replies until all are in, or as long as options and past rounds allow."""
-        self.kind, self.posts = kind, []
+        self.posts, self.times = {}, {}
         began = time.monotonic()
-        self._push(self._post(client, data) for client, data in requests)
+        rest = ((Post(client, kind), data) for client, data in requests)
+        while some := list(itertools.islice(rest, _TOGETHER)):  # never all messages in memory
+            self._send(some)
         sent = time.monotonic()
-        self._wait(sent)
+        self._wait(kind)
         self.seconds["send"] += sent - began
         self.seconds["wait"] += time.monotonic() - sent
 
-    def _post(self, client: int, data: bytes) -> Message:
-        message = self._message(client, data)
-        self.posts.append(Post(client, message.metadata))
-        return message
+    def _send(self, posts: list[tuple[Post, bytes]]) -> None:
+        """Send messages together, which is faster than one by one."""
+        messages = [self._message(post, data) for post, data in posts]
+        # Flower returns no ids at all if the messages are too large for the SuperLink.
+        for (post, _), message_id in itertools.zip_longest(posts, self.grid.push_messages(messages)):
+            if message_id:
+                self.posts[message_id] = post
+            else:
+                self.account.failed(post.client, "the SuperLink did not accept the message to it")
 
-    def _message(self, client: int, data: bytes) -> Message:
+    def _message(self, post: Post, data: bytes) -> Message:
         content = records.blob(self.sends, data)
         if self.account.memory.sparse:
             content.update(records.fields("compute", {"sparse": 1}))
-        node = self.entries[client].node
-        return Message(content, node, self.kind, ttl=self.options.timeout, group_id=self.group)
+        node = self.entries[post.client].node
+        return Message(content, node, post.kind, ttl=self.options.timeout, group_id=self.group)
 
-    def _push(self, messages: Iterable[Message]) -> None:
-        """Send messages a few at a time: faster than one by one, and never all of them in memory."""
-        rest = iter(messages)
-        while some := list(itertools.islice(rest, _TOGETHER)):
-            if not all(self.grid.push_messages(some)):
-                log.warning("the SuperLink did not accept a message; its client will be dropped")
-
-    def _wait(self, began: float) -> None:
+    def _wait(self, kind: str) -> None:
         """Take replies until all are in or time is up, and drop the clients that did not reply.
 
         Flower's own loop looks every three seconds only.
         """
+        began, asked = time.monotonic(), len(self.posts)
         pause, told = min(0.05, self.options.poll), False
-        # Without an id, Flower never took the message.
-        while waiting := {p.metadata.message_id: p for p in self.posts if p.metadata.message_id and not p.done}:
-            missing = [post.client for post in waiting.values()]
-            times = [p.seconds for p in self.posts if p.seconds is not None and p.client not in self.account.failures]
-            allowed = self.attendance.time_allowed(self.kind, missing, times)
-            waited, so_far = time.monotonic() - began, f"{len(times)} of {len(self.posts)} replies are in"
+        while self.posts:
+            missing = [post.client for post in self.posts.values()]
+            times = [seconds for client, seconds in self.times.items() if client not in self.account.failures]
+            allowed = self.attendance.time_allowed(kind, missing, times)
+            waited, so_far = time.monotonic() - began, f"{len(times)} of {asked} replies are in"
             if waited >= allowed:
                 log.warning("waited %.0f s for %s; %s", waited, _names(missing), so_far)
                 self.silent += missing
-                self.attendance.late |= waiting
-                break
+                self.attendance.late |= self.posts
+                for post in self.posts.values():
+                    self.account.failed(post.client, f"no reply within {time.monotonic() - post.sent:.0f} s")
+                return
             if not told and times and waited > max(times) + _PATIENT:
                 told = True
                 log.info("%s; waiting up to %.0f s for %s", so_far, allowed - waited, _names(missing))
-            if not self._pull(list(waiting)):
+            if not self._pull():
                 time.sleep(pause)
                 pause = min(self.options.poll, 2 * pause)
-        for post in self.posts:
-            if not post.done:
-                self._drop(post, f"no reply within {time.monotonic() - post.sent:.0f} s")
 
-    def _pull(self, messages: list[str]) -> bool:
-        """Take the replies to these messages that have arrived; whether there were any."""
+    def _pull(self) -> bool:
+        """Take the replies that have arrived; whether there were any."""
         now, late = time.monotonic(), self.attendance.late
         late = self.attendance.late = {i: p for i, p in late.items() if now - p.sent < self.options.timeout}
-        replies = list(self.grid.pull_messages([*messages, *late]))
+        replies = list(self.grid.pull_messages([*self.posts, *late]))
         for reply in replies:
             post = late.pop(reply.metadata.reply_to_message_id, None)
             if post is None:
@@ -201,36 +201,35 @@ class Exchange:
             elif not reply.has_error():
                 seconds = time.monotonic() - post.sent
                 log.warning("client %d replied after %.0f s, too late: dropped", post.client, seconds)
-                self.attendance.replied(post.metadata.message_type, post.client, seconds)
+                self.attendance.replied(post.kind, post.client, seconds)
         return bool(replies)
 
     def _take(self, reply: Message) -> None:
         about, sender = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
-        post = next((p for p in self.posts if p.metadata.message_id == about), None)
+        post = self.posts.get(about)
         if post is None:
-            log.warning("node %d sent a reply, but no request to it is open; dropped", sender)
-        elif post.done:
-            log.warning("client %d replied twice: the second reply is dropped", post.client)
+            log.warning("node %d sent a second reply, or one to no request of this %s; dropped", sender, self.name)
         elif reply.has_error():
-            self._drop(post, f"Flower reports error {reply.error.code}: {reply.error.reason}")
-        elif sender != post.metadata.dst_node_id:
+            del self.posts[about]
+            self.account.failed(post.client, f"Flower reports error {reply.error.code}: {reply.error.reason}")
+        elif sender != self.entries[post.client].node:
             log.warning("node %d replied for client %d, which belongs to another node; dropped", sender, post.client)
         else:
+            del self.posts[about]
             self._read(post, reply.content)
 
     def _read(self, post: Post, content: RecordDict) -> None:
         """Count a reply. If the client lacks a mask, it is sent another message."""
         try:
             if (why := records.failure(content)) is not None:
-                self._drop(post, why)
+                self.account.failed(post.client, why)
             elif (data := self._count(post, content)) is not None:
-                follow = self._message(post.client, data)
-                post.metadata, post.reminded = follow.metadata, True
-                return self._push([follow])
+                post.again = True
+                return self._send([(post, data)])
         except FlashError as error:
-            self._drop(post, f"{type(error).__name__}: {error}")
-        post.done, post.seconds = True, time.monotonic() - post.sent
-        self.attendance.replied(self.kind, post.client, post.seconds)
+            self.account.failed(post.client, f"{type(error).__name__}: {error}")
+        self.times[post.client] = time.monotonic() - post.sent
+        self.attendance.replied(post.kind, post.client, self.times[post.client])
 
     def _count(self, post: Post, content: RecordDict) -> bytes | None:
         """Count a reply, or raise a FlashError that says what is wrong with it; the order again if it lacks a mask."""
@@ -240,10 +239,6 @@ class Exchange:
             return account.lacking(client, data)
         account.received(client, data)
         return None
-
-    def _drop(self, post: Post, why: str) -> None:
-        post.done = True
-        self.account.failed(post.client, why)
 
     def settle(self) -> Outcome:
         """Close the account: the round is over. Clients that did not reply are passed over for a while."""
@@ -282,22 +277,19 @@ class ClientEvaluation(Exchange):
         self._found: dict[int, tuple[int, float, float]] = {}  # samples, and sums of loss and metric over them
 
     def _count(self, post: Post, content: RecordDict) -> bytes | None:
-        if "lack" in content and not post.reminded:
+        if "lack" in content and not post.again:
             # Evaluating does not change what clients hold, so a client that lacks a mask is just sent the full one.
             return self.account.in_full(post.client)
         found, held = records.read_fields(content, "evaluated"), self.entries[post.client].held
-        try:
-            n, loss, metric = int(found["n"]), float(found["loss"]), float(found["metric"])
-        except (KeyError, ValueError, OverflowError) as error:
-            raise records.BadRecord(f"its evaluation cannot be read ({error!r})") from None
-        possible = 0 <= metric <= n * (1 + 1e-5) if self.share else abs(metric) <= LARGEST_METRIC
-        if n != held or not (abs(loss) <= LARGEST_METRIC and possible):
+        n, *sums = (found.get(name) for name in ("n", "loss", "metric"))
+        loss, metric = (value if isinstance(value, float) else math.nan for value in sums)
+        least, most = (0.0, held * (1 + 1e-5)) if self.share else (-LARGEST_METRIC, LARGEST_METRIC)
+        if not (n == held and abs(loss) <= LARGEST_METRIC and least <= metric <= most):
             raise records.BadRecord(
                 f"it reports {n} samples with a total loss of {loss} and a total metric of {metric}. Expected {held} "
-                f"samples, a total loss of at most {LARGEST_METRIC:g}, and a total metric from "
-                f"{0 if self.share else -LARGEST_METRIC:g} to {held if self.share else LARGEST_METRIC:g}."
+                f"samples, a total loss of at most {LARGEST_METRIC:g}, and a total metric from {least:g} to {most:g}."
             )
-        self._found[post.client] = (n, loss, metric)
+        self._found[post.client] = (held, loss, metric)
         return None
 
     def mean(self) -> Evaluation:
@@ -305,7 +297,7 @@ class ClientEvaluation(Exchange):
         self.attendance.missed(self.silent)
         self.registry.doubt(self._dropped())
         found = [self._found[c] for c in sorted(self._found)]
-        if self.account.robust.bounded and found:
+        if self.account.robust.bounded:
             most = most_samples([n for n, _, _ in found])
             found = [
                 (min(n, most), loss * min(1.0, most / n), metric * min(1.0, most / n)) for n, loss, metric in found

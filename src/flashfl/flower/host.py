@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 from collections.abc import Callable
-from importlib import import_module
 from typing import cast
 
 import torch
@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict, Us
 
 from .. import __version__
 from ..core.errors import ConfigError, FlashError
-from ..core.mask import Mask, Weights
+from ..core.mask import Weights
 from ..data.sources import Source
 from ..data.task import Task
 from ..engine.client import ClientSide, Reply
@@ -71,13 +71,13 @@ class Host:
 
     def about(self, context: Context) -> RecordDict:
         """Who this client is and what it runs. A client of secure rounds does not tell how many samples it has."""
-        secret = "identity" in context.node_config
+        secret, at = "identity" in context.node_config, self._at(context)
         fields: dict[str, str | int | float] = {
-            "client": _client_id(context), "n": 1 if secret else len(self._samples(context)),
+            "client": _client_id(context), "n": 1 if secret else len(self.task.train[at]),
             "held": 0 if secret else len(self._evaluation_samples(context) or ()), "layout": self.task.layout.hash,
             "fixed": fingerprint(self.task), "wire": VERSION, "package": __version__,
         }  # fmt: skip
-        density = context.node_config.get("density", self.task.clients[self._at(context)].density)
+        density = context.node_config.get("density", self.task.clients[at].density)
         if density is not None:
             fields["density"] = float(density)
         return records.fields("client", fields)
@@ -89,7 +89,7 @@ class Host:
         """
         memory, masks = _recall(context.state)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
-        found = work(side, _client_id(context), self._samples(context), order, memory)
+        found = work(side, _client_id(context), self.task.train[self._at(context)], order, memory)
         names = {name for _, *names in found.memory for name in names if name is not None}
         context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(found.memory)})
         context.state[_MASKS] = ArrayRecord({name: records.to_array(masks[name]) for name in sorted(names)})
@@ -98,19 +98,15 @@ class Host:
     def evaluate(self, context: Context, data: bytes) -> RecordDict:
         """Loss and metric of a model on the samples this client holds back, times their number."""
         samples, layout, client = self._evaluation_samples(context), self.task.layout, _client_id(context)
-        if samples is None:
-            raise ConfigError(
-                f"client {client} holds no samples back, so it cannot evaluate: give its task a `holdout` above 0"
-            )
+        assert samples is not None  # others register that they hold none back, and are not asked
         masks = _recall(context.state)[1]
         store = MaskStore(layout, masks)
         try:
             order = decode(data, layout, known={name: mask for name in masks if (mask := store.find(name)) is not None})
         except UnknownMask as error:
             return records.blob("lack", encode(WireMessage("lack", layout, (0, 0, 0), client, lacks=error.hash)).data)
-        statistics = order.local is None or order.local.statistics
-        weights = Weights(Mask.full(layout), order.weights().vector)
-        loss, metric = self.trainer.evaluate_all(weights, samples, statistics)
+        weights = Weights.dense(layout, order.weights().vector)
+        loss, metric = self.trainer.evaluate_all(weights, samples, order.work.statistics)
         return records.fields("evaluated", {"n": len(samples), "loss": loss, "metric": metric})
 
     def _at(self, context: Context) -> int:
@@ -123,9 +119,6 @@ class Host:
             )
         return at
 
-    def _samples(self, context: Context) -> Source:
-        return self.task.train[self._at(context)]
-
     def _evaluation_samples(self, context: Context) -> Source | None:
         if self.task.test is not None:
             return self.task.test if len(self.task.train) == 1 else None
@@ -136,11 +129,11 @@ class Host:
 def _client_id(context: Context) -> int:
     """The node's setting `client-id`, else `partition-id`."""
     config = context.node_config
-    if "client-id" not in config and "partition-id" not in config:
+    if (client := config.get("client-id", config.get("partition-id"))) is None:
         raise ConfigError(
             "this node does not say which client it is: start its SuperNode with --node-config 'partition-id=N'"
         )
-    return int(config["client-id"] if "client-id" in config else config["partition-id"])
+    return int(client)
 
 
 def _recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
@@ -148,31 +141,30 @@ def _recall(state: RecordDict) -> tuple[Rounds, dict[str, bytes]]:
 
     Both are empty if the records are damaged.
     """
-    rounds, masks = state.get(_ROUNDS), state.get(_MASKS)
-    if not isinstance(rounds, ConfigRecord) or not isinstance(masks, ArrayRecord):
-        return [], {}
     try:
-        saved = json.loads(str(rounds["rounds"]))
+        saved = json.loads(str(state.config_records[_ROUNDS]["rounds"]))
         memory = [((tag[0], tag[1], tag[2]), order, own, notes) for tag, order, own, notes in saved]
-        return memory, {digest: records.read_array(array) for digest, array in masks.items()}
+        return memory, {name: records.read_array(array) for name, array in state.array_records[_MASKS].items()}
     except (LookupError, ValueError, TypeError, records.BadRecord):
         return [], {}
 
 
-# What a process keeps between messages: the tasks of one run, by the function that makes them and by node, and a host
-# for each task. It is kept here and not in the app, because Flower may make a new app for every message, as Ray does.
-# Both are bounded, because a task may hold a whole data set. Another run reads its data again: they may have changed.
 _MOST = 8
-_run: list[int] = []  # the id of that run
 Settings = tuple[tuple[str, UserConfigValue], ...]
 
 
-@functools.lru_cache(_MOST)
-def _task(make: TaskFn, run_id: int, node: Settings, run: Settings) -> Task:
-    return make(Context(run_id, 0, dict(node), RecordDict(), dict(run)))
+@functools.lru_cache(1)
+def _kept(run_id: int) -> tuple[Callable[[TaskFn, Settings, Settings], Task], Callable[[Task, int], Host]]:
+    """What a process keeps between messages of one run: the tasks, by their function and node, and a host for each.
 
+    It is kept here and not in the app, because Flower may make a new app for every message, as Ray does. It is bounded,
+    because a task may hold a whole data set. Another run reads its data again: they may have changed.
+    """
 
-_host = functools.lru_cache(_MOST)(Host)
+    def made(make: TaskFn, node: Settings, run: Settings) -> Task:
+        return make(Context(run_id, 0, dict(node), RecordDict(), dict(run)))
+
+    return functools.lru_cache(_MOST)(made), functools.lru_cache(_MOST)(Host)
 
 
 def find(make: Task | TaskFn | str, context: Context) -> Host:
@@ -180,14 +172,10 @@ def find(make: Task | TaskFn | str, context: Context) -> Host:
 
     make: the task, the function that makes it, or `module:function`.
     """
-    if _run != [context.run_id]:
-        _run[:] = [context.run_id]
-        _task.cache_clear()
-        _host.cache_clear()
+    task_of, host_of = _kept(context.run_id)
     if isinstance(make, str):
-        module, _, name = make.partition(":")
-        make = cast(TaskFn, getattr(import_module(module), name))
+        make = cast(TaskFn, pkgutil.resolve_name(make))
     if not isinstance(make, Task):
         node, run = (tuple(sorted(config.items())) for config in (context.node_config, context.run_config))
-        make = _task(make, context.run_id, node, run)
-    return _host(make, int(context.node_config.get("threads", 1)))
+        make = task_of(make, node, run)
+    return host_of(make, int(context.node_config.get("threads", 1)))

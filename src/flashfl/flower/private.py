@@ -10,15 +10,16 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 from flwr.app import ConfigRecord, Context
 
-from ..core.errors import ConfigError, FlashError
+from ..core.errors import ConfigError
 from ..core.parts import build
 from ..data.sources import Source
 from ..engine.client import ClientSide, Reply
 from ..engine.memory import Rounds
-from ..engine.party import PrivateSide
+from ..engine.party import Drawer, PrivateSide
 from ..privacy.keys import Directory, Identity
 from ..privacy.policy import Policy
 
@@ -28,33 +29,21 @@ _STATE = "flashfl.private"  # the name of our record in a context's state
 def answer(context: Context, side: ClientSide, client: int, data: Source, request: bytes, memory: Rounds) -> Reply:
     """A node's answer to a request of a private round."""
     config = context.node_config
-    policy = {
-        name: config[f"policy-{name}"]
-        for name in ("least", "survive", "corrupt", "noise")
-        if f"policy-{name}" in config
-    }
+    policy = {name.removeprefix("policy-"): value for name, value in config.items() if name.startswith("policy-")}
     secure = "identity" in config  # it takes part in secure rounds, and in no others
     if secure:
-        identity, directory = read_identity(Path(str(config["identity"]))), _directory(context)
+        if "identities" not in config:
+            raise ConfigError(
+                "the node's settings have `identity`, but not `identities`: add the file with all clients' public keys "
+                'to --node-config, such as identities="keys/identities.json"'
+            )
+        identity = read_identity(Path(str(config["identity"])))
+        directory = Directory.read(Path(str(config["identities"])))
     else:  # without masks nobody signs anything; a secure round finds that its key is unknown
         identity, directory = Identity.new(), Directory({})
-    record = context.state.get(_STATE)  # stays on its node
-    kept = record.items() if isinstance(record, ConfigRecord) else ()
-    drawer = {name: value for name, value in kept if isinstance(value, bytes)}
-    try:
-        own = PrivateSide(side, client, drawer, build(Policy, policy, "policy"), identity, directory, secure)
-        return own.answer(data, request, memory)
-    finally:
-        context.state[_STATE] = ConfigRecord({**drawer})
-
-
-def _directory(context: Context) -> Directory:
-    if "identities" not in context.node_config:
-        raise ConfigError(
-            "the node's settings have `identity`, but not `identities`: add the file with all clients' public keys to "
-            '--node-config, such as identities="keys/identities.json"'
-        )
-    return Directory.read(Path(str(context.node_config["identities"])))
+    drawer = cast(Drawer, context.state.config_records.setdefault(_STATE, ConfigRecord()))  # stays on its node
+    own = PrivateSide(side, client, drawer, build(Policy, policy, "policy"), identity, directory, secure)
+    return own.answer(data, request, memory)
 
 
 def read_identity(path: Path) -> Identity:
@@ -88,7 +77,7 @@ def main() -> None:
         known = json.loads(path.read_text()) if path.exists() else {}
         known |= {str(client): make_identity(client, given.folder) for client in given.clients}
         path.write_text(json.dumps(known, indent=1) + "\n")
-    except (OSError, FlashError) as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     print(f"wrote {len(given.clients)} private keys and {path}")
 

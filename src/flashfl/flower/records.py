@@ -6,13 +6,14 @@ in one piece. Every record is read as if a stranger had written it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from ..core.errors import FlashError
 
-STYPE = "flash.v1"
+log = logging.getLogger("flwr.flashfl")
 LONGEST_FIELD = 1 << 20  # characters of one text field
 Field = str | int | float
 
@@ -33,18 +34,13 @@ def blob(name: str, data: bytes) -> RecordDict:
 
 
 def to_array(data: bytes) -> Array:
-    return Array("uint8", (len(data),), STYPE, data)
+    return Array("uint8", (len(data),), "flash.v1", data)
 
 
 def read_array(array: Array, limit: int | None = None) -> bytes:
-    """The bytes of an array that `to_array` made; BadRecord if there are more than `limit`."""
+    """The bytes of an array, whatever it says that they are; BadRecord if there are more than `limit`."""
     if limit is not None and len(array.data) > limit:
         raise BadRecord(f"the reply has {len(array.data)} bytes, at most {limit} are allowed for this order")
-    if array.stype != STYPE or array.dtype != "uint8" or tuple(array.shape) != (len(array.data),):
-        raise BadRecord(
-            f"the array has dtype {array.dtype} and stype {array.stype}, expected a flat array of uint8 with stype "
-            f"{STYPE}"
-        )
     return bytes(array.data)
 
 
@@ -65,9 +61,7 @@ def fields(name: str, values: Mapping[str, Field]) -> RecordDict:
 
 def read_fields(content: RecordDict, name: str) -> dict[str, Field]:
     """The plain fields under a name; empty if there are none."""
-    record = content.get(name)
-    if not isinstance(record, ConfigRecord):
-        return {}
+    record = content.config_records.get(name, ConfigRecord())
     plain = {key: value for key, value in record.items() if isinstance(value, str | int | float)}
     for value in plain.values():
         if isinstance(value, str) and len(value) > LONGEST_FIELD:

@@ -8,7 +8,6 @@ bits between processors.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,14 +16,12 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, check_range
 from ..core.exchange import Client
 from ..data.task import Task
 from ..wire.frame import VERSION
-from .records import Field, printable
+from .records import Field, log, printable
 
-log = logging.getLogger("flwr.flashfl")
-NONE = "{}"  # the fingerprint of a model without fixed tensors
 _SAMPLES = 1 << 32  # of one client: sums over any cohort fit 64 bits
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CLOSE = 1e-4  # of a tensor's norm
@@ -45,11 +42,11 @@ class Entry:
                 f"it registers as client {client} with {n} samples and {self.held} held back: the client must be from "
                 "0 to 2^63 - 1, samples from 1 to 2^32, and those held back from 0 to 2^32"
             )
-        if density is not None and not 0 < density <= 1:
-            raise ConfigError(f"client {client} states density {density}: must be above 0 and at most 1")
+        if density is not None:
+            check_range("(0, 1]", density=density)
 
     @staticmethod
-    def read(node: int, fields: Mapping[str, Field], layout: str, fixed: str = NONE, most: int = 0) -> Entry:
+    def read(node: int, fields: Mapping[str, Field], layout: str, fixed: str, most: int) -> Entry:
         """What a node says about itself, or a ConfigError that says why it cannot take part.
 
         layout: the hash of the server's model. fixed: the fingerprint of its fixed tensors. most: the most samples a
@@ -59,7 +56,7 @@ class Entry:
             client, n, held = (int(fields[name]) for name in ("client", "n", "held"))
             theirs, wire, package = str(fields["layout"]), int(fields["wire"]), str(fields["package"])
             density = float(fields["density"]) if "density" in fields else None
-            other = difference(fixed, str(fields.get("fixed", NONE)))
+            other = difference(fixed, str(fields["fixed"]))
         except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ConfigError(f"its registration cannot be read ({error!r})") from None
         entry = Entry(node, Client(client, n, density), held)

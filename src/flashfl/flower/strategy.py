@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,13 +14,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor, nn
 
-from ..core.errors import CheckpointError, ConfigError, DataError
+from ..core.errors import ConfigError, DataError
 from ..core.method import Method
-from ..core.parts import build
+from ..data.sources import Arrays, Inputs
 from ..data.task import Task
 from ..run import checkpoint
 from ..run.budget import within_budget
-from ..run.config import TrainConfig
+from ..run.config import TrainConfig, make_train
 from ..run.progress import Display, Watch
 from ..run.run import Run
 from ..run.sealed import read_record
@@ -29,27 +28,19 @@ from ..run.simulate import drive
 from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
+from .records import log
 from .registry import Registry
 
-log = logging.getLogger("flwr.flashfl")
+
+def _elsewhere(example: Inputs) -> Arrays:
+    """Two samples that stand for those of clients. An example shows what they look like."""
+    return Arrays(
+        tuple(x[[0, 0]] for x in example), torch.zeros(2, dtype=torch.long), prepare=None if example else _unknown
+    )
 
 
-class _Elsewhere:
-    """Stands for samples that clients have; an example shows what they look like."""
-
-    def __init__(self, example: tuple[Tensor, ...] | None) -> None:
-        self.example = example
-
-    def __len__(self) -> int:
-        return 2
-
-    def fetch(self, index: Tensor, key: int | None = None, at: int = 0) -> tuple[tuple[Tensor, ...], Tensor]:
-        if self.example is None:
-            raise DataError("the server has no samples to count FLOPs with: give server_task an `example` input")
-        return tuple(x[:1] for x in self.example), torch.zeros(1, dtype=torch.long)
-
-    def to(self, device: torch.device | str) -> _Elsewhere:
-        return self
+def _unknown(inputs: Inputs) -> Inputs:
+    raise DataError("the server has no samples to count FLOPs with: give server_task an `example` input")
 
 
 def server_task(
@@ -70,8 +61,8 @@ def server_task(
             "server_task has a loss, but no test samples and no metric. Give the metric that clients report, such as "
             "metric=flashfl.accuracy. If they report the loss, give metric=loss and metric_name='loss'."
         )
-    inputs = (example,) if isinstance(example, Tensor) else example
-    task = Task(model, [_Elsewhere(inputs)], test, **settings)
+    inputs = (example,) if isinstance(example, Tensor) else example or ()
+    task = Task(model, [_elsewhere(inputs)], test, **settings)
     task.metric_known = test is not None or "metric" in settings  # otherwise clients may have another metric
     return task
 
@@ -108,7 +99,7 @@ class FlashStrategy(Strategy):
         secure: bool | None = None,
     ) -> None:
         self.method, self.task = method, task
-        train = train or build(TrainConfig, {"checkpoint_every": 1, **method.recipe}, "train")
+        train = train or make_train({"checkpoint_every": 1, **method.recipe})
         self.train = replace(train, robust="on") if train.robust == "auto" else train
         self.options = options or FlowerOptions()
         if secure is not None:
@@ -138,7 +129,7 @@ class FlashStrategy(Strategy):
             )
         self.train = replace(self.train, rounds=num_rounds) if num_rounds else self.train
         self.options = replace(self.options, timeout=timeout) if timeout else self.options
-        resume = self.resume and self.folder is not None and bool(checkpoint.found_in(self.folder / "checkpoints"))
+        resume = self.resume and self.folder is not None
         engine = self.connect(grid)
         if self.task.test is None and not any(entry.held for entry in engine.registry.entries.values()):
             raise ConfigError(
@@ -148,36 +139,22 @@ class FlashStrategy(Strategy):
         self.summary()
         shown = Metric.of_task(self.task)
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
-        try:
+        with closing(display):
             self.run = drive(
-                self.method,
-                self.task,
-                self.train,
-                engine,
-                engine.registry,
-                self.folder,
-                resume,
-                display,
-                self.header,
+                self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header,
                 display.tick,
-            )
-        finally:
-            display.close()
+            )  # fmt: skip
         return _result(self.run)
 
     def connect(self, grid: Grid) -> FlowerEngine:
         """Wait for clients. Returns the engine that sends them orders."""
         options = self.options
         registry = Registry(grid, self.task, options, self.train.min_replies)
+        registry.admit(self.method, 0)  # to refuse unfit clients; the run does it again, with its key
         if self.resume:
             _load_latest(registry, self.folder)
         registry.gather(options.clients or min(self.train.per_round, registry.size or self.train.per_round))
-        if self.train.per_round > registry.size:
-            raise ConfigError(
-                f"per_round = {self.train.per_round} and {registry.size} clients registered: start more SuperNodes, "
-                "or lower per_round"
-            )
-        for _, entry in sorted(registry.entries.items()):
+        for entry in registry.entries.values():
             log.info("node %d is %s", entry.node, entry)
         return FlowerEngine(self.task, registry, self.train, self.folder / "masks" if self.folder else None)
 
@@ -207,7 +184,7 @@ def _check(train: TrainConfig) -> None:
 def _load_latest(registry: Registry, folder: Path | None) -> None:
     """Take over the clients of the newest checkpoint that can be read. Its tensors are checked when it is loaded."""
     for path in checkpoint.found_in(folder / "checkpoints") if folder else ():
-        with suppress(CheckpointError):
+        with suppress(Exception):  # the content may be a stranger's, and fail in any way
             return registry.load(read_record(path)["clients"])
 
 

@@ -15,18 +15,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .supernode import instead
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
 FLEET = "/v1/fleet/"  # what SuperNodes use
 _LEGACY = ("FLWR_INTERNAL_GRPC_CONTROL_API", "FLWR_INTERNAL_GRPC_FLEET_API")  # would open other ports
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def allowed(host: str, path: str) -> bool:
@@ -39,7 +37,7 @@ def allowed(host: str, path: str) -> bool:
     return (mapped or address).is_loopback or path.startswith(FLEET)
 
 
-def guard(app: App) -> App:
+def guard(app: ASGIApp) -> ASGIApp:
     """An ASGI app that passes on what is allowed, and answers 403 to the rest."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,13 +58,11 @@ def main() -> None:
     for name in _LEGACY:
         os.environ.pop(name, None)
     try:
-        import uvicorn
-
         command: Any = import_module("flwr.superlink.cli.flower_superlink")
-        serve = command.uvicorn.run
+        server = command.uvicorn
     except (ImportError, AttributeError) as error:
         sys.exit(f"flashfl: a SuperLink needs Flower 1.41 or 1.42 ({error}): pip install 'flashfl[flower]'")
-    command.uvicorn = instead(uvicorn, run=lambda app, **options: serve(guard(app), **options))
+    command.uvicorn = instead(server, run=lambda app, **options: server.run(guard(app), **options))
     command.flower_superlink()
 
 

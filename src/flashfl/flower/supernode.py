@@ -8,7 +8,7 @@ Takes the same arguments as flower-supernode. It differs in three ways:
   minute after a crash. Here it waits and tries again.
 
 Flower has no settings for this, so its modules are given another clock, another way to start processes, and another
-client. If a later version of Flower is built differently, those names are not found and the command says so.
+way to join. If a later version of Flower is built differently, those names are not found and the command says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from multiprocessing.context import ForkServerProcess
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-SUPEREXEC = "--as-superexec"  # our own first argument: run the SuperExec in place of the SuperNode
+_SUPEREXEC = "from flashfl.flower.supernode import superexec; superexec()"
 REJOIN = 120.0  # seconds to try again; the SuperLink forgets a crashed node after 60
 _PRELOAD = ["flwr.supernode.cli.flwr_clientapp", "flashfl.flower.client", "flashfl.flower.worker"]
 
@@ -36,7 +36,7 @@ def instead(module: ModuleType, **names: Any) -> SimpleNamespace:
 def start_superexec(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start a process; in place of a SuperExec, start ours."""
     if command[0] == "flower-superexec":
-        command = [sys.executable, "-m", "flashfl.flower.supernode", SUPEREXEC, *command[1:]]
+        command = [sys.executable, "-c", _SUPEREXEC, *command[1:]]
     return subprocess.Popen(command, **options)
 
 
@@ -47,9 +47,9 @@ def try_again(activate: Callable[[], Any], seconds: float = REJOIN, pause: float
         try:
             return activate()
         except Exception as error:
-            if not not_activated(error) or time.monotonic() + pause > end:
-                raise
             left = end - time.monotonic()
+            if not not_activated(error) or left < pause:
+                raise
             print(
                 "flashfl: the SuperLink refuses this node. Either it does not know the node's key, or the node has "
                 f"crashed and still counts as online. Trying again for up to {left:.0f} s.",
@@ -104,24 +104,18 @@ def superexec() -> None:
 
 def main() -> None:
     """Start a SuperNode."""
-    if sys.argv[1:2] == [SUPEREXEC]:
-        del sys.argv[1]
-        return superexec()
     most = max(0.01, float(os.environ.get("FLASHFL_POLL", "0.2")))
     os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(most))
     try:
-        from flwr.supernode import fleet_http_connection, start_client_internal
+        from flwr.supernode import start_client_internal
         from flwr.supernode.cli import flower_supernode
         from flwr.supernode.fleet_http_client import FleetHttpClient
-    except ImportError as error:
-        sys.exit(f"flashfl: a SuperNode needs Flower ({error}): pip install 'flashfl[flower]'")
 
-    class Client(FleetHttpClient):
-        def ActivateNode(self, request: Any) -> Any:  # noqa: N802 - Flower's name
-            return try_again(lambda: super(Client, self).ActivateNode(request))
-
-    connection: Any = fleet_http_connection
-    connection.FleetHttpClient = Client
+        client: Any = FleetHttpClient
+        activate = client.ActivateNode
+    except (ImportError, AttributeError) as error:
+        sys.exit(f"flashfl: a SuperNode needs Flower 1.41 or 1.42 ({error}): pip install 'flashfl[flower]'")
+    client.ActivateNode = lambda self, request: try_again(lambda: activate(self, request))
     loop: Any = start_client_internal
     loop.time = instead(time, sleep=lambda seconds: time.sleep(min(seconds, most)))
     loop.subprocess = instead(subprocess, Popen=start_superexec)

@@ -38,8 +38,6 @@ class InProcessGrid(Grid):
         self.pushed: list[tuple[int, str]] = []
         self._run = Run.create_empty(1)
         self._boxes: dict[str, Message] = {}
-        self._replies: list[Message] = []
-        self._count = 0
         for node, (app, config) in nodes.items():
             self.join(node, app, config)
 
@@ -68,21 +66,15 @@ class InProcessGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         ids = []
         for message in messages:
-            self._count += 1
-            message.metadata.__dict__["_message_id"] = f"message-{self._count}"
-            self._boxes[message.metadata.message_id] = message
             self.pushed.append((message.metadata.dst_node_id, message.metadata.message_type))
-            ids.append(message.metadata.message_id)
+            ids.append(f"message-{len(self.pushed)}")
+            message.metadata.__dict__["_message_id"] = ids[-1]
+            self._boxes[ids[-1]] = message
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        wanted = list(message_ids)
-        for message_id in wanted:
-            if (message := self._boxes.pop(message_id, None)) is not None:
-                self._replies += self._deliver(message)
-        found = [r for r in self._replies if r.metadata.reply_to_message_id in wanted]
-        self._replies = [r for r in self._replies if r not in found]
-        return found
+        messages = [self._boxes.pop(each) for each in message_ids if each in self._boxes]
+        return [reply for message in messages for reply in self._deliver(message)]
 
     def _deliver(self, message: Message) -> Iterable[Message]:
         node = message.metadata.dst_node_id
