@@ -82,7 +82,7 @@ class Counting(Account):
         good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
         if local.report != "counts":  # else neither weights nor statistics travel
             good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
-            if self.cohort is not None:
+            if self.waits:
                 for work, row in zip(works, _copied(values), strict=True):
                     self._held[work.client.id] = self._update(work, row)
             else:
@@ -139,7 +139,7 @@ class Counting(Account):
                     sizes[key] = taken if most is None else taken.clamp(max=most)
         return [sizes[key] for key in keys]
 
-    def settle(self) -> None:
+    def settle(self) -> list[Update]:
         """The round's last wait: read every number that is still on the device."""
         bases = [(self.memory.base(client.id).mask,) for client, _ in self.orders]
         numbers = self._mask_bytes([order.weights.mask for _, order in self.orders], bases)
@@ -161,8 +161,7 @@ class Counting(Account):
                 else:
                     self._held.pop(work.client.id, None)
                     self.failed(work.client.id, "a running variance is below zero" if finite else NOT_FINITE)
-        if self.cohort is not None:
-            self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
+        return [self._held[client] for client in sorted(self._held)]
 
     def _down(self, client: Client, order: Order) -> Traffic:
         """What an order takes without its mask."""
@@ -189,14 +188,13 @@ class Counting(Account):
         mean = self._mean(work, loss)
         extra = {**work.extra, **self._tallies.get(work.client.id, {})}
         update = Update(work.client.id, work.n, None, None, work.counts, {"loss": mean}, extra)
-        if self.cohort is None:
+        if not self.waits:
             add(self.sums, update, work.mask)
         else:
             held = self._held.get(work.client.id, update)
             sent = work.sent  # unrounded, as the encoding account has it
             start = start_of(held, local, sent.mask, sent.packed())
-            self._held[work.client.id] = held = replace(held, metrics=update.metrics, extra=extra, start=start)
-            self.cohort.see(held)
+            self._held[work.client.id] = replace(held, metrics=update.metrics, extra=extra, start=start)
         self.traffic += self._up(work, mask_bytes, saved, mean)
         keeps = "mask" in local.keep and local.report == "weights"
         store = self.memory.store

@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..core.client import active_range, fields_of, overrides, reports_changes
+from ..core.client import active_range, fields_of, moves_mask, overrides, reports_changes
 from ..core.exchange import Carries, Local, Traffic, Update
 from ..core.mask import Mask, repacked
 from ..core.precision import EXACT
+from ..sparsity import recipe_mask
 from ..wire import Limits, Message, decode
 from ..wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
 from .pipeline import tallied
@@ -22,22 +23,30 @@ from .pipeline import tallied
 LARGEST_METRIC = 1e30  # the largest metric or extra; sums of such numbers stay finite
 
 
-def read_update(
-    data: bytes, order: Message, own: Mask | None, frozen: Mask | None, compared: bool = False
-) -> tuple[Update, Traffic]:
+def read_update(data: bytes, order: Message, own: Mask | None, compared: bool = False) -> tuple[Update, Traffic]:
     """The update that answers `order` and what it took, or the WireError that says why this is none.
 
-    own: the mask that the client keeps, which the update may refer to. frozen: see `check_update`. compared: the
-    changes of clients will be compared, so the update needs its `start`.
+    own: the mask that the client keeps, which the update may refer to. compared: the changes of clients will be
+    compared, so the update needs its `start`.
     """
     known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
     message = _restored(decode(data, order.layout, known=known, limits=limits_of(order)), order)
-    check_update(message, order, frozen)
+    check_update(message, order, frozen_mask(order, own))
     update = _as_update(message, order)
     if compared and order.mask is not None and order.values is not None:
         update = replace(update, start=start_of(update, order.work, order.mask, order.values))
     assert message.parts is not None
     return update, message.parts.traffic("update")
+
+
+def frozen_mask(order: Message, own: Mask | None) -> Mask | None:
+    """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
+    local = order.work
+    if local.adapt is not None or moves_mask(local.parts):
+        return None
+    if "mask" in local.keep and order.start is not None:
+        return own
+    return order.mask if local.start is None else recipe_mask(order.layout, local.start)
 
 
 def check_update(update: Message, order: Message, frozen: Mask | None = None) -> None:

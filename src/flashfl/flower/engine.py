@@ -244,7 +244,7 @@ class Exchange:
         """Close the account: the round is over. Clients that did not reply are passed over for a while."""
         began = time.monotonic()
         outcome = self.account.close()
-        for client, what in sorted(self.account.cohort.notes.items()) if self.account.cohort else ():
+        for client, what in sorted(self.account.notes.items()):
             log.warning("client %d: %s", client, what)
         self.attendance.round_over(self.silent)
         self.registry.doubt(outcome.failures)
