@@ -147,7 +147,7 @@ def test_dropped_clients_hold_nothing_new() -> None:
     finished(account)
     memory, server = account.memory, Encoding(account.memory)
     assert memory.start(0) == TAG
-    base = memory.base(0).mask
+    base = memory.base(0)
     assert base is not None
     assert base.equal(MASK)
     assert memory.start(1) is None
@@ -452,7 +452,7 @@ def test_frozen_own_mask_must_be_returned_unchanged() -> None:
     memory = server.memory
     memory.hear(1, TAG, memory.store.keep(order.weights.mask), memory.store.keep(OTHER, own=True))
     memory.accept()
-    kept = frozen_mask(server.message(Client(1, 10), order), memory.own(1).mask)
+    kept = frozen_mask(server.message(Client(1, 10), order), memory.own(1))
     assert kept is not None
     assert kept.equal(OTHER)
     moving = replace(first, local=replace(order.local, adapt=PruneRegrow()))

@@ -120,7 +120,7 @@ def test_only_hashes_lead_to_files(tmp_path: Path, name: str) -> None:
     store.keep_only([name])
     assert victim.read_bytes() == b"precious"
     memory = ClientMemory(MaskStore.in_folder(LAYOUT, tmp_path / "masks"))
-    forged = {"clients": {"0": [[2, 0, 0], 0, None]}, "masks": [name], "known": 1, "simulated": True}
+    forged = {"clients": {"0": [[2, 0, 0], 0, None, None]}, "masks": [name], "known": 1, "simulated": True}
     with pytest.raises(CheckpointError):
         memory.load(forged)
     memory.keep_only({name})

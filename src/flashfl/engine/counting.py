@@ -89,7 +89,7 @@ class Counting(Account):
                 self._add(works, values, bits, good)
         saved = torch.zeros_like(losses) if saved is None else saved
         found = torch.stack([good.double(), fine.double(), losses.double(), saved.double()])
-        known = [(work.order.weights.mask, self.memory.own(work.client.id).mask) for work in works]
+        known = [(work.order.weights.mask, self.memory.own(work.client.id)) for work in works]
         masks = self._mask_bytes([work.mask for work in works], known)
         self.heard.append(_Heard(works, masks, found))
         if "mask" not in local.keep:
@@ -141,7 +141,7 @@ class Counting(Account):
 
     def settle(self) -> list[Update]:
         """The round's last wait: read every number that is still on the device."""
-        bases = [(self.memory.base(client.id).mask,) for client, _ in self.orders]
+        bases = [(self.memory.base(client.id),) for client, _ in self.orders]
         numbers = self._mask_bytes([order.weights.mask for _, order in self.orders], bases)
         for heard in self.heard:
             numbers += [*heard.bytes, *heard.found.flatten()]
@@ -167,7 +167,7 @@ class Counting(Account):
         """What an order takes without its mask."""
         message = Message(
             "order", self.layout, order.tag, client.id, key=order.key, start=self.memory.start(client.id),
-            local=order.local, own="0" * 16 if self.memory.own(client.id).mask is not None else None,
+            local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
             carries=order.local.order_carries, extra=order.extra,
         )  # fmt: skip
         return self._sized(message, order.weights.mask.active, self.values).traffic("order")
@@ -199,7 +199,7 @@ class Counting(Account):
         keeps = "mask" in local.keep and local.report == "weights"
         store = self.memory.store
         own = store.keep(work.mask, own=True) if keeps else None
-        notes = Kept(store, notes=work.notes) if work.notes else None
+        notes = Kept(notes=work.notes) if work.notes else None
         self.memory.hear(work.client.id, order.tag, store.keep(order.weights.mask), own, notes)
 
     def _mean(self, work: Work, loss: float) -> float:

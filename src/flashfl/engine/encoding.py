@@ -52,7 +52,7 @@ class Account:
 
         A client whose mask is no longer known here is sent the whole model, and covers it itself.
         """
-        own, start = self.memory.own(client.id).mask, order.local.start
+        own, start = self.memory.own(client.id), order.local.start
         fresh = "mask" not in order.local.keep or self.memory.start(client.id) is None
         if own is None and start is not None and fresh:
             own = recipe_mask(self.layout, start, order.weights.vector.device)
@@ -119,7 +119,7 @@ class Encoding(Account):
 
     def encode(self, message: Message) -> Encoded:
         """An order as bytes; its mask leans on the one that the client acknowledged last."""
-        base = self.memory.base(message.client).mask
+        base = self.memory.base(message.client)
         return encode(message, () if base is None else (base,), values=self.values)
 
     def largest_update(self, client: int) -> int:
@@ -152,7 +152,7 @@ class Encoding(Account):
             )
         self._reminded.add(client)
         self.traffic += lack.parts.traffic("lack")
-        own = self.memory.own(client).mask
+        own = self.memory.own(client)
         if own is None:
             self.memory.forget(client)
         order = replace(order, start=self.memory.start(client), own=None if own is None else own.hash)
@@ -178,7 +178,7 @@ class Encoding(Account):
         """An answer. If it is not a good one, its client is dropped. notes: the hash of what a simulated one keeps."""
         order = self._orders[client]
         try:
-            known = self.memory.own(client).mask if order.own is not None else None
+            known = self.memory.own(client) if order.own is not None else None
             update, traffic = read_update(data, order, known, compared=self.waits)
         except WireError as error:
             self.traffic += Traffic(up=len(data), overhead=len(data))
@@ -188,7 +188,7 @@ class Encoding(Account):
         self.traffic += traffic
         store = self.memory.store
         own = store.keep(update.mask, own=True) if update.mask is not None and "mask" in order.work.keep else None
-        kept = None if notes is None else Kept(store, notes)
+        kept = None if notes is None else Kept(notes)
         self.memory.hear(client, order.tag, store.keep(order.mask), own, kept)
         del self._orders[client]
         self._held.put(update, order.mask)

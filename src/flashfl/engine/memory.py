@@ -17,6 +17,7 @@ from ..core.engine import JSON
 from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import Tag
 from ..core.mask import Mask
+from ..wire.frame import TAG
 from .pipeline import Notes
 from .store import Kept, MaskStore
 
@@ -38,7 +39,7 @@ class _Round:
     notes: Kept | None = None
 
 
-_NOTHING, _LOST = _Round(), Kept()
+_NOTHING = _Round()
 
 # What all clients hold, and the masks that the server still knows: oldest acknowledgement first, with how many clients
 # hold each.
@@ -74,26 +75,28 @@ class ClientMemory:
     def _held(self, client: int) -> _Round:
         return self._clients.get(client, _NOTHING)
 
-    def _known(self, kept: Kept | None) -> Kept:
-        """A mask, if the server knows it. One that is lost has no mask: its client is then sent a full one."""
-        return kept if kept is not None and kept in self._history else _LOST
+    def _known(self, kept: Kept | None) -> Kept | None:
+        return kept if kept in self._history else None
+
+    def _mask(self, kept: Kept | None) -> Mask | None:
+        return None if kept is None else kept.loaded or self.store.find(kept.digest)
 
     def start(self, client: int) -> Tag | None:
         """The last round accepted from this client: its next work starts from there."""
         return self._held(client).tag
 
-    def base(self, client: int) -> Kept:
-        """The mask of the last order this client acknowledged, if the server still knows it."""
-        return self._known(self._held(client).order)
+    def base(self, client: int) -> Mask | None:
+        """The mask of the last order this client acknowledged. If it is lost here, the client is sent a full one."""
+        return self._mask(self._known(self._held(client).order))
 
-    def own(self, client: int) -> Kept:
+    def own(self, client: int) -> Mask | None:
         """The mask this client keeps, if the server still knows it."""
-        return self._known(self._held(client).own)
+        return self._mask(self._known(self._held(client).own))
 
     def own_hash(self, client: int) -> str | None:
         """The hash of `own`, without reading the mask."""
-        digest = self.own(client).digest
-        return digest if digest in self.store else None
+        own = self._known(self._held(client).own)
+        return own.digest if own is not None and own.digest in self.store else None
 
     def remembered(self, client: int) -> Mask | None:
         """The mask that a simulated client kept, whether or not the server knows it."""
@@ -105,8 +108,8 @@ class ClientMemory:
         held = self._held(client)
         if held.tag is None:
             return []
-        order = held.order.digest if held.order is not None and held.order in self._history else None
-        own, notes = (None if kept is None else kept.digest for kept in (held.own, held.notes))
+        kept = (self._known(held.order), held.own, held.notes)
+        order, own, notes = (None if one is None else one.digest for one in kept)
         for digest in (own, notes):
             if digest is not None and digest not in self.store:
                 raise CheckpointError(
@@ -214,10 +217,7 @@ class ClientMemory:
 
     def load(self, saved: Mapping[str, JSON]) -> None:
         """Restore what `save` gave. If masks of real clients are lost, those are sent full ones again."""
-        try:
-            clients, history = _read(saved, self.store)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"the clients' memory in the checkpoint is damaged: {error!r}") from None
+        clients, history = _read(saved)
         try:
             for kept in _masks(clients, history):
                 found = self.store[kept.digest]
@@ -256,25 +256,15 @@ def _notes(clients: Mapping[int, _Round]) -> list[Kept]:
     return [held.notes for held in clients.values() if held.notes is not None]
 
 
-def _read(saved: Mapping[str, Any], store: MaskStore) -> _Table:
-    """What `save` gave as a table. Raises errors of many kinds if it is damaged."""
-    masks, known = saved["masks"], saved["known"]
-    if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
-        raise ValueError(f"`masks` must be texts, and `known` = {known!s:.20} a number from 0 to {len(masks)}")
-    kept = [Kept(store, digest) for digest in masks]
-    clients, history = dict[int, _Round](), dict.fromkeys(kept[:known], 0)
-    for client, ((phase, round, attempt), *places) in saved["clients"].items():
-        tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))
-        order, own, notes = (None if at is None else kept[_whole(at, len(kept))] for at in places)
-        held = _Round(tag, order, own, notes)
+def _read(saved: Mapping[str, Any]) -> _Table:
+    """What `save` gave as a table. Raises errors of many kinds if it is no such thing."""
+    kept = [Kept(digest) for digest in saved["masks"]]
+    clients, history = dict[int, _Round](), dict.fromkeys(kept[: saved["known"]], 0)
+    for client, (tag, *places) in saved["clients"].items():
+        TAG.pack(*tag)  # an error unless it fits into a message
+        order, own, notes = (None if at is None else kept[at] for at in places)
+        held = clients[int(client)] = _Round(tuple(tag), order, own, notes)
         if own is not None:
             own.own = True
-        clients[_whole(int(client), 1 << 64)] = held
         _count(history, held, 1)
     return clients, history
-
-
-def _whole(value: object, end: int) -> int:
-    if type(value) is not int or not 0 <= value < end:
-        raise ValueError(f"got {value!s:.20}, expected a number from 0 to {end - 1}")
-    return value

@@ -114,7 +114,7 @@ class MaskStore(Mapping[str, Mask]):
 
     def keep(self, mask: Mask, own: bool = False) -> Kept:
         """A mask that a client holds. On a CPU it is stored now."""
-        return Kept(self, self.put(mask), None, own) if mask.bits.device.type == "cpu" else Kept(self, "", mask, own)
+        return Kept(self.put(mask), None, own) if mask.bits.device.type == "cpu" else Kept("", mask, own)
 
     def put_notes(self, notes: Mapping[str, Extra]) -> str:
         """Store what a client's parts remember; its hash."""
@@ -183,16 +183,10 @@ class MaskStore(Mapping[str, Mask]):
 class Kept:
     """A mask or notes that a client holds: its hash. On a GPU the thing itself, as hashing waits for the GPU."""
 
-    store: MaskStore | None = None
     digest: str = ""
     loaded: Mask | None = None
     own: bool = False  # the client's own mask, not that of an order
     notes: Mapping[str, Extra] | None = None
-
-    @property
-    def mask(self) -> Mask | None:
-        """The mask; None if it is lost."""
-        return self.loaded or (None if self.store is None else self.store.find(self.digest))
 
 
 def _digest(data: bytes) -> str:
