@@ -318,7 +318,7 @@ def lose_all(lose: str, memory: dict[int, Any], store: MaskStore) -> None:
         store.keep_only([])
     elif lose == "damaged":
         store._cache.clear()
-        store.backend.update(dict.fromkeys(store, b"?"))
+        store.backend.update(dict.fromkeys(store.backend, b"?"))
 
 
 METHODS = [fl.NST(density=0.3), fl.PDST(density=0.3)]

@@ -195,7 +195,7 @@ def test_masks_that_no_client_holds_are_dropped() -> None:
     assert saved["known"] == 2
     held.rollback()
     held.keep_only(set())
-    assert set(held.store) == {mask(4).hash, mask(104).hash}
+    assert set(held.store.backend) == {mask(4).hash, mask(104).hash}
 
 
 def rounds(play: Play, first: int, last: int) -> None:
@@ -274,10 +274,10 @@ def test_masks_on_a_gpu_stay_there_until_they_are_saved() -> None:
     accept(held, 0, (2, 0, 0), order, own)
     assert held.base(0) is order
     assert held.remembered(0) is own
-    assert not len(held.store)
+    assert not len(held.store.backend)
     held.snapshot()
     saved = held.save()
-    assert set(held.store) == {order.hash, own.hash}
+    assert set(held.store.backend) == {order.hash, own.hash}
     again = memory(held.store, device="cuda")
     again.load(saved)
     found = again.remembered(0)

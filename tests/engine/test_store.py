@@ -27,8 +27,8 @@ def test_round_trip_in_a_folder(tmp_path: Path) -> None:
     store = MaskStore.in_folder(LAYOUT, tmp_path / "masks")
     hashes = [store.put(mask(i)) for i in range(5)]
     fresh = MaskStore.in_folder(LAYOUT, tmp_path / "masks")
-    assert len(fresh) == 5
-    assert set(fresh) == set(hashes)
+    assert len(fresh.backend) == 5
+    assert set(fresh.backend) == set(hashes)
     for i, digest in enumerate(hashes):
         assert digest == mask(i).hash
         assert digest in fresh
@@ -68,7 +68,7 @@ def test_stored_mask_is_near_the_entropy_bound() -> None:
 def test_equal_masks_are_one_file(tmp_path: Path) -> None:
     store = MaskStore.in_folder(LAYOUT, tmp_path)
     assert store.put(mask(1)) == store.put(Mask(LAYOUT, mask(1).bits.clone()))
-    assert len(store) == 1
+    assert len(store.backend) == 1
 
 
 def test_missing_mask_is_a_key_error(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_keep_only_deletes_other_masks(tmp_path: Path) -> None:
     store = MaskStore.in_folder(LAYOUT, tmp_path)
     hashes = [store.put(mask(i)) for i in range(4)]
     store.keep_only([hashes[1], "unheard of"])
-    assert set(store) == {hashes[1]}
+    assert set(store.backend) == {hashes[1]}
     with pytest.raises(KeyError):
         store[hashes[0]]
 

@@ -22,7 +22,6 @@ from ..core.mask import Mask, Weights
 from ..data.sources import Source
 from ..data.task import Task
 from ..wire import Message, UnknownMask, WireError, decode, encode
-from ..wire.errors import WrongContent
 from ..wire.frame import read_frame
 from .encoding import OWN
 from .memory import Rounds
@@ -120,10 +119,6 @@ class ClientSide:
         extra = dict(order.extra)
         given = extra.pop(OWN, None)  # the server gives back the client's own mask
         if given is not None and order.start is not None and order.mask is not None:
-            if given.value.numel() != self.layout.prunable_size:
-                raise WrongContent(
-                    f"the server sent a mask for {given.value.numel()} weights, expected {self.layout.prunable_size}"
-                )
             held = Remembered(order.mask, Mask(self.layout, given.value), held.notes)
         if order.own is not None and (held.own is None or held.own.hash != order.own):
             raise UnknownMask(order.own)

@@ -112,11 +112,12 @@ class CPUEngine:
                 yield client, partial(Worker.answer, client=client, request=request, memory=memory)
 
     def _jobs(self, account: Encoding, s: State, orders: Iterable[tuple[Client, Order]]) -> Iterator[tuple[int, Job]]:
-        for client, data in account.messages(orders):
-            if drops(s, client, self.config.dropout):
-                account.failed(client, DROPPED)
+        for client, order in orders:
+            data = account.sent(client, order)
+            if drops(s, client.id, self.config.dropout):
+                account.failed(client.id, DROPPED)
             else:
-                yield client, self._training(client, data)
+                yield client.id, self._training(client.id, data)
 
     def _training(self, client: int, order: bytes) -> Job:
         memory, sparse = self.memory.rounds(client), self.memory.sparse

@@ -91,11 +91,6 @@ class Encoding(Account):
         self._packed: tuple[Weights, Tensor] | None = None
         self._held = Held(self.layout, memory.store.folder)
 
-    def messages(self, orders: Iterable[tuple[Client, Order]]) -> Iterator[tuple[int, bytes]]:
-        """What each client is sent. Orders are made as they are needed."""
-        for client, order in orders:
-            yield client.id, self.sent(client, order)
-
     def sent(self, client: Client, order: Order) -> bytes:
         """The bytes of an order that is sent now."""
         message = self.message(client, self.personal(client, order) if order.local.personal else order)

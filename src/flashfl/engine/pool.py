@@ -93,10 +93,7 @@ class Pool(Generic[J, R]):
         process = self._context.Process(target=_serve, args=args, daemon=True, name=_NAME)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
-            try:
-                process.start()
-            except BrokenPipeError as error:
-                raise self._cannot_spawn(error) from None
+            process.start()
         theirs.close()
         return process, ours
 

@@ -74,8 +74,8 @@ class Folder(MutableMapping[str, bytes]):
         return self.path / f"{digest}.mask"
 
 
-class MaskStore(Mapping[str, Mask]):
-    """hash -> Mask over any mapping of bytes, with the recently used masks decoded in memory."""
+class MaskStore:
+    """hash -> Mask, over any mapping of bytes, with the recently used masks decoded in memory."""
 
     def __init__(self, layout: Layout, backend: MutableMapping[str, bytes], cache_bytes: int = 64 << 20) -> None:
         self.layout, self.backend = layout, backend
@@ -152,12 +152,6 @@ class MaskStore(Mapping[str, Mask]):
         del self.backend[digest]  # or `put` would take it for the mask when that comes again
         return CheckpointError(f"{self.folder or 'memory'}/{digest}.mask is damaged: {why}")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.backend)
-
-    def __len__(self) -> int:
-        return len(self.backend)
-
     def __contains__(self, digest: object) -> bool:
         return digest in self.backend
 
@@ -168,7 +162,7 @@ class MaskStore(Mapping[str, Mask]):
 
     def keep_only(self, digests: Iterable[str]) -> None:
         """Delete all other masks."""
-        for digest in set(self) - set(digests):
+        for digest in set(self.backend) - set(digests):
             del self.backend[digest]
             self._cache.pop(digest, None)
 

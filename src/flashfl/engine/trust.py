@@ -66,23 +66,18 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
             raise WrongContent(f"client {update.client} reports {name} = {value:.3g}, above {LARGEST_METRIC:g}")
     _check_extras(update, order)
     local = order.work
-    carries = {"weights": order.carries, "mask": "rest", "statistics": "statistics", "counts": None}[local.report]
     counts = update.mask.counts if update.mask is not None else update.counts
-    fits = (update.mask is not None) == (local.report in ("weights", "mask"))
-    fits = fits and (counts is not None or local.report == "statistics")
-    if not fits or carries != (update.carries if update.values is not None else None):
-        raise WrongContent(
-            f"client {update.client} sent values: {'none' if update.values is None else update.carries}, mask: "
-            f"{'no' if update.mask is None else 'yes'}, counts: {'no' if counts is None else 'yes'}. Expected values: "
-            f"{carries or 'none'}, mask: {'yes' if local.report in ('weights', 'mask') else 'no'}, counts: "
-            f"{'no' if local.report == 'statistics' else 'yes'}."
-        )
-    if counts is not None and order.mask is not None and local.report != "statistics":
+    carries = None if local.report == "counts" else local.update_carries
+    sent = (None if update.values is None else update.carries, update.mask is not None, counts is not None)
+    wanted = (carries, local.report in ("weights", "mask"), local.report != "statistics")
+    if sent != wanted:
+        raise WrongContent(f"client {update.client} sent (values, mask, counts) = {sent}, expected {wanted}")
+    if counts is not None and order.mask is not None:
         expected = sum(local.start.budgets if local.start is not None else order.mask.counts)
         least, most = active_range(local.parts, order.layout, expected)
         if not least <= sum(counts) <= most:
-            wanted = str(least) if least == most else f"{least} to {most}"
-            raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {wanted}")
+            wanted_active = str(least) if least == most else f"{least} to {most}"
+            raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {wanted_active}")
     if frozen is not None and update.mask is not None and not update.mask.equal(frozen):
         raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
     _check_variances(update)
