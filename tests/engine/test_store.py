@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 
@@ -154,9 +155,11 @@ def test_cache_is_bounded(tmp_path: Path) -> None:
 
 
 def test_temporary_folder_is_removed() -> None:
-    folder = Folder()
-    store = MaskStore(LAYOUT, folder)
+    store = MaskStore(LAYOUT, Folder())
     store.put(mask(1))
-    assert folder.path.exists()
-    folder._finalizer()
-    assert not folder.path.exists()
+    path = store.folder
+    assert path is not None
+    assert path.exists()
+    del store
+    gc.collect()
+    assert not path.exists()

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add
-from ..core.client import active_range
 from ..core.exchange import Client, Extra, Order, Outcome, Sums, Traffic, Update
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
-from ..wire import Encoded, Message, WireError, decode, encode, size_with
+from ..wire import Encoded, Message, WireError, decode, encode
 from .memory import ClientMemory
 from .robust import PLAIN, Robust, add_bounded
 from .store import Kept
-from .trust import limits_of, read_update
+from .trust import largest_answer, read_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 _ROOM = 1 << 30  # bytes of memory for updates that wait
@@ -118,17 +117,8 @@ class Encoding(Account):
         return encode(message, () if base is None else (base,), values=self.values)
 
     def largest_update(self, client: int) -> int:
-        """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
-        order = self._orders[client]
-        local, k = order.work, self.layout.prunable_size
-        active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
-        active = max(active, active_range(local.parts, self.layout, active)[1])
-        values = local.sends(self.values)
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
-        if not (order.extra or local.parts):
-            return plain
-        limits = limits_of(order)
-        return plain + (300 + 8 * limits.elements) * limits.extras
+        """Bytes of the largest update that can answer an order."""
+        return largest_answer(self._orders[client], self.values)
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import weakref
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -28,6 +26,7 @@ from ..wire import Message
 from .client import ClientSide, Reply
 from .memory import Rounds
 from .private import LENGTH, check_deviation
+from .store import temporary_folder
 from .train import ClientFailed
 
 
@@ -165,11 +164,7 @@ class Simulated:
 
     def __init__(self, clients: int, policy: Policy, folder: Path | None, secure: bool) -> None:
         """folder: of the server's private state; without one, clients' folders are temporary."""
-        if folder is None:
-            temporary = TemporaryDirectory(prefix="flashfl-")
-            weakref.finalize(self, temporary.cleanup)
-            folder = Path(temporary.name)
-        self.policy, self.folder, self.secure = policy, folder / "clients", secure
+        self.policy, self.folder, self.secure = policy, (folder or temporary_folder(self)) / "clients", secure
         self._keys = {client: Identity.new().private for client in range(clients)}
 
     @cached_property

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import weakref
 from collections import OrderedDict
@@ -28,6 +29,13 @@ from ..wire.tensors import notes_from_bytes, notes_to_bytes
 _HASH = re.compile("[0-9a-f]{16}")
 
 
+def temporary_folder(owner: object) -> Path:
+    """A new folder that is removed with its owner."""
+    path = Path(tempfile.mkdtemp(prefix="flashfl-"))
+    weakref.finalize(owner, shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
 class Folder(MutableMapping[str, bytes]):
     """Bytes by hash in the files of a folder; without a path in a temporary folder that is removed with this object.
 
@@ -35,11 +43,7 @@ class Folder(MutableMapping[str, bytes]):
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        if path is None:
-            temporary = tempfile.TemporaryDirectory(prefix="flashfl-")
-            self._finalizer = weakref.finalize(self, temporary.cleanup)
-            path = Path(temporary.name)
-        self.path = path
+        self.path = path or temporary_folder(self)
 
     def __getitem__(self, digest: str) -> bytes:
         try:

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..core.client import active_range, fields_of, moves_mask, overrides, reports_changes
 from ..core.exchange import Carries, Local, Traffic, Update
 from ..core.mask import Mask, repacked
-from ..core.precision import EXACT
+from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
-from ..wire import Limits, Message, decode
+from ..wire import Limits, Message, decode, size_with
 from ..wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
 from .pipeline import tallied
 
@@ -72,9 +72,8 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     wanted = (carries, local.report in ("weights", "mask"), local.report != "statistics")
     if sent != wanted:
         raise WrongContent(f"client {update.client} sent (values, mask, counts) = {sent}, expected {wanted}")
-    if counts is not None and order.mask is not None:
-        expected = sum(local.start.budgets if local.start is not None else order.mask.counts)
-        least, most = active_range(local.parts, order.layout, expected)
+    if counts is not None:
+        least, most = _active(order)
         if not least <= sum(counts) <= most:
             wanted_active = str(least) if least == most else f"{least} to {most}"
             raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {wanted_active}")
@@ -118,6 +117,22 @@ def _check_variances(update: Message) -> None:
 
 def _within(values: Tensor, most: float) -> bool:
     return not values.numel() or all(abs(float(x)) <= most for x in torch.aminmax(values))
+
+
+def _active(order: Message) -> tuple[int, int]:
+    """The least and the most active weights of an update that answers this order."""
+    local = order.work
+    assert order.mask is not None
+    before = sum(local.start.budgets if local.start is not None else order.mask.counts)
+    return active_range(local.parts, order.layout, before)
+
+
+def largest_answer(order: Message, values: Precision) -> int:
+    """Bytes of the largest update that can answer this order: no mask takes more than a bit for each weight."""
+    mask_bytes = order.layout.prunable_size // 8 + 2
+    plain = size_with(replace(order, extra={}), _active(order)[1], mask_bytes, order.work.sends(values)).total
+    limits = limits_of(order)
+    return plain + (300 + 8 * limits.elements) * limits.extras
 
 
 def limits_of(order: Message) -> Limits:
