@@ -274,6 +274,16 @@ def test_extras_must_match_those_of_the_order() -> None:
         read_update(sent(**{OWN: Extra("bits", MASK.bits)}), message, None)
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+def test_changes_are_compared_over_all_trained_weights(statistics: bool) -> None:
+    """With static BatchNorm no statistics travel, so none must be cut off."""
+    order = Order(Weights.masked(MASK, torch.ones(LAYOUT.size)), Local(statistics=statistics), 1, TAG)
+    message = make_server().message(Client(0, 10), order)
+    update, _ = read_update(answer(order, 0, value=2.0), message, None, compared=True)
+    assert update.start is not None
+    assert update.start.tolist() == [1.0] * (4 + 2)
+
+
 def test_density_is_checked_against_the_recipe_a_client_starts_from() -> None:
     """NST's server model is denser than any client's mask."""
     account, order = started(1, Local(start=Recipe(5, (3,)), keep=("mask",)))

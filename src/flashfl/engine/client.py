@@ -28,7 +28,7 @@ from .memory import Rounds
 from .pipeline import Notes
 from .store import MaskStore
 from .train import ClientFailed, Trainer
-from .trust import base_values
+from .trust import shifted
 
 if TYPE_CHECKING:
     from .party import Simulated
@@ -89,8 +89,8 @@ class ClientSide:
             data_up = pack(update, message, start.values)
         else:
             answer = update_message(update, message, self.layout)
-            if start is not None and answer.mask is not None and answer.values is not None:
-                answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
+            if start is not None:
+                answer = shifted(answer, start, -1)
             known = (message.mask, held.own if message.own is not None else None)  # to the server too
             data_up = encode(answer, tuple(mask for mask in known if mask is not None), how).data
         now = Remembered(message.mask, update.mask if "mask" in local.keep else None, update.notes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.client import active_range, fields_of, moves_mask, overrides, reports_changes
-from ..core.exchange import Carries, Local, Traffic, Update
+from ..core.exchange import Local, Traffic, Update
 from ..core.mask import Mask, repacked
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
@@ -146,13 +146,21 @@ def limits_of(order: Message) -> Limits:
     return Limits(extras=count, elements=most, recipes=local.start is not None or kept)
 
 
-def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
-    """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
+def shifted(answer: Message, order: Message, sign: int) -> Message:
+    """An answer with changes of the order's weights instead of weights (sign -1), or with weights again (1)."""
+    assert answer.values is not None
+    assert answer.mask is not None
     assert order.values is not None
     assert order.mask is not None
-    layout, values = order.layout, repacked(order.values, order.mask, mask)
-    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
-    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
+    values, start = answer.values.clone(), _weights_at(order.values, order.mask, answer.mask)
+    values[: len(start)].add_(start, alpha=sign)
+    return replace(answer, values=values)
+
+
+def _weights_at(values: Tensor, old: Mask, new: Mask) -> Tensor:
+    """The weights of a packed model, packed under another mask, without statistics."""
+    layout = old.layout
+    return repacked(values, old, new)[: new.active + layout.trained_size - layout.prunable_size]
 
 
 def _restored(update: Message, order: Message) -> Message:
@@ -165,10 +173,10 @@ def _restored(update: Message, order: Message) -> Message:
         raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
     if not coding.values.changes:
         return update
-    values = update.values + base_values(order, update.mask, update.carries)
-    if not bool(values.isfinite().all()):
+    update = shifted(update, order, 1)
+    if update.values is not None and not bool(update.values.isfinite().all()):
         raise NonFinite(f"the changes of client {update.client} lead to weights that are not finite")
-    return replace(update, values=values)
+    return update
 
 
 def _as_update(message: Message, order: Message) -> Update:
@@ -192,12 +200,9 @@ def start_of(update: Update, local: Local, mask: Mask, values: Tensor) -> Tensor
     """`Update.start` for an update whose order has these packed values under `mask`; None if it has no weights."""
     if local.report not in ("weights", "mask") or update.mask is None or update.values is None:
         return None
-    layout = update.mask.layout
+    start, active = _weights_at(values, mask, update.mask), update.mask.active
     if reports_changes(local.parts):
-        start = torch.zeros_like(update.values)
-    else:
-        start = values
-        if local.report == "mask":  # prunable weights are bits: the update has no values of them
-            start = torch.cat([torch.zeros_like(start[: mask.active]), start[mask.active :]])
-        start = repacked(start, mask, update.mask)
-    return start[: len(start) - (layout.size - layout.trained_size)]
+        return torch.zeros_like(start)
+    if local.report == "mask":  # prunable weights are bits: the update has no values of them
+        return torch.cat([torch.zeros_like(start[:active]), start[active:]])
+    return start
