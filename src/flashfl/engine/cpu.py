@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.engine import JSON
-from ..core.errors import CheckpointError, FlashError, warn
+from ..core.errors import FlashError, warn
 from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.files import shared_file
 from ..core.mask import Weights
@@ -130,10 +130,7 @@ class CPUEngine:
             return
         assert isinstance(result, Reply)
         if result.lacks:
-            raise CheckpointError(
-                f"the stored mask of client {client} is missing in {self.memory.store.folder}. Resume the run: it "
-                "continues from the last checkpoint."
-            )
+            raise self.memory.lost(client)
         account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:

@@ -110,13 +110,16 @@ class ClientMemory:
             return []
         kept = (self._known(held.order), held.own, held.notes)
         order, own, notes = (None if one is None else one.digest for one in kept)
-        for digest in (own, notes):
-            if digest is not None and digest not in self.store:
-                raise CheckpointError(
-                    f"the stored memory {digest} of client {client} is missing. Resume the run: it continues from the "
-                    "last checkpoint."
-                )
+        if any(digest is not None and digest not in self.store for digest in (own, notes)):
+            raise self.lost(client)
         return [(held.tag, order, own, notes)]
+
+    def lost(self, client: int) -> CheckpointError:
+        """What a simulated client remembers is gone or damaged."""
+        return CheckpointError(
+            f"the stored memory of client {client} is missing in {self.store.folder}. Resume the run: it continues "
+            "from the last checkpoint."
+        )
 
     def notes(self, client: int) -> Notes:
         """What the parts of a simulated client remember."""

@@ -124,11 +124,6 @@ class PrivateSide:
         assert mask is not None
         honest = 1 if party is None else terms.policy.honest(terms.cohort)
         how = Packing(sent.layout, local, mask.active, terms.cohort, terms.ranges, terms.noise, honest)
-        if (how.length, how.bits) != (terms.length, terms.bits):
-            raise Malformed(
-                f"the order needs {how.length} numbers of {how.bits} bits, but the server announced {terms.length} of "
-                f"{terms.bits}"
-            )
         tail = sent.layout.size - sent.layout.trained_size
         if not local.statistics:  # they were not sent; what is reported of them is their value
             start = torch.cat([start, start.new_zeros(tail)])

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -113,7 +114,7 @@ class Bounds:
             counts[update.client] = update.n
             for name, norm in _norms(update) if robust.clip else ():
                 norms.setdefault(name, {})[update.client] = norm
-        most = most_samples(counts.values()) if robust.bounded else max(counts.values(), default=0)
+        most = most_samples(counts.values()) if robust.bounded and counts else max(counts.values(), default=0)
         self.samples = {client: min(n, most) for client, n in counts.items()}
         self.notes: dict[int, str] = {}  # client -> what is bounded by much
         self.factors = {name: self._factors(name, norms[name], robust.clip) for name in sorted(norms)}
@@ -129,9 +130,9 @@ class Bounds:
         median. Then all are lengthened by the share of the samples that this took away: so the average does not move
         less because clients are unlike, or because one of them lies.
         """
-        samples, median = self.samples, _median(norms.values())
+        samples, median = self.samples, median_low(norms.values())
         added = {client: samples[client] * norm for client, norm in norms.items()}
-        most, most_added = clip * median, clip * _median(added.values())
+        most, most_added = clip * median, clip * median_low(added.values())
         short = {
             client: min(most / max(norm, most), most_added / max(added[client], most_added)) if norm else 1.0
             for client, norm in norms.items()
@@ -267,12 +268,7 @@ def _length(update: Update) -> float:
 
 def most_samples(counts: Collection[int]) -> int:
     """As how many samples a client may count at most in a cohort of these."""
-    return int(SAMPLES * _median(counts))
-
-
-def _median(numbers: Collection[float]) -> float:
-    """The lower median: of two numbers the smaller."""
-    return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
+    return int(SAMPLES * median_low(counts))
 
 
 def _scaled(update: Update, name: str, factor: float) -> Update:

@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +82,7 @@ class MaskStore:
 
     def __init__(self, layout: Layout, backend: MutableMapping[str, bytes], cache_bytes: int = 64 << 20) -> None:
         self.layout, self.backend = layout, backend
-        self._cache: OrderedDict[str, Mask] = OrderedDict()
+        self._cache: dict[str, Mask] = {}  # by last use
         self._room = max(2, cache_bytes // max(1, layout.prunable_size))
 
     @staticmethod
@@ -171,10 +170,10 @@ class MaskStore:
             self._cache.pop(digest, None)
 
     def _remember(self, digest: str, mask: Mask) -> None:
+        self._cache.pop(digest, None)
         self._cache[digest] = mask
-        self._cache.move_to_end(digest)
         while len(self._cache) > self._room:
-            self._cache.popitem(last=False)
+            del self._cache[next(iter(self._cache))]
 
 
 @dataclass(eq=False)
