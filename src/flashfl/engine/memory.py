@@ -55,11 +55,7 @@ class ClientMemory:
     """
 
     def __init__(
-        self,
-        store: MaskStore,
-        device: torch.device | str = "cpu",
-        simulated: bool = True,
-        masks: int = HISTORY_MASKS,
+        self, store: MaskStore, device: torch.device | str = "cpu", simulated: bool = True, masks: int = HISTORY_MASKS
     ) -> None:
         self.store, self.layout, self.device, self.simulated = store, store.layout, torch.device(device), simulated
         self.most = max(1, min(masks, HISTORY_BYTES // max(1, (self.layout.prunable_size + 7) // 8)))
@@ -187,10 +183,8 @@ class ClientMemory:
 
     def _clean(self) -> None:
         """Delete what neither a client, nor the last snapshot, nor a checkpoint needs."""
-        saved, history = self._saved
-        masks = [*_masks(self._clients, self._history), *_masks(saved, history)]
-        notes = [*_notes(self._clients), *_notes(saved)]
-        self.store.keep_only(self._pinned | {kept.digest for kept in (*masks, *notes)})
+        needed = [*_kept(self._clients, self._history), *_kept(*self._saved)]
+        self.store.keep_only(self._pinned | {kept.digest for kept in needed})
 
     def save(self) -> dict[str, JSON]:
         """Masks by place in a list: first the history in its order, then what simulated clients keep, then notes.
@@ -198,7 +192,7 @@ class ClientMemory:
         What has not changed since the last checkpoint is in the store already, and is not written again.
         """
         clients, history = self._saved
-        kept = [*_masks(clients, history), *_notes(clients)] if self.simulated else list(history)
+        kept = _kept(clients, history) if self.simulated else list(history)
         for one in kept:  # on a GPU: only now it goes to the store
             if one.loaded is not None:
                 one.digest = self.store.put(one.loaded)
@@ -221,13 +215,15 @@ class ClientMemory:
     def load(self, saved: Mapping[str, JSON]) -> None:
         """Restore what `save` gave. If masks of real clients are lost, those are sent full ones again."""
         clients, history = _read(saved)
+        notes = {held.notes for held in clients.values()}
         try:
-            for kept in _masks(clients, history):
-                found = self.store[kept.digest]
+            for kept in _kept(clients, history):
+                if kept in notes:
+                    self.store.notes(kept.digest)
+                    continue
+                mask = self.store[kept.digest]
                 if self.device.type != "cpu":
-                    kept.loaded = found.to(self.device)
-            for notes in _notes(clients):
-                self.store.notes(notes.digest)
+                    kept.loaded = mask.to(self.device)
         except (KeyError, FlashError) as error:
             if self.simulated:
                 raise CheckpointError(f"the stored mask of a client cannot be read ({error})") from None
@@ -249,14 +245,10 @@ def _count(history: dict[Kept, int], held: _Round, step: int) -> None:
                 del history[kept]
 
 
-def _masks(clients: Mapping[int, _Round], history: Mapping[Kept, int]) -> list[Kept]:
-    """The masks in the history, then those that only clients keep."""
-    return [*history, *(held.own for held in clients.values() if held.own is not None and held.own not in history)]
-
-
-def _notes(clients: Mapping[int, _Round]) -> list[Kept]:
-    """What clients' parts remember."""
-    return [held.notes for held in clients.values() if held.notes is not None]
+def _kept(clients: Mapping[int, _Round], history: Mapping[Kept, int]) -> list[Kept]:
+    """The masks in the history, then those that only clients keep, then what their parts remember."""
+    own = [held.own for held in clients.values() if held.own is not None and held.own not in history]
+    return [*history, *own, *(held.notes for held in clients.values() if held.notes is not None)]
 
 
 def _read(saved: Mapping[str, Any]) -> _Table:
