@@ -26,6 +26,7 @@ from flashfl.engine.memory import ClientMemory
 from flashfl.engine.robust import PLAIN, Robust
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
+from flashfl.engine.trust import frozen_mask, read_update
 from flashfl.run.config import TrainConfig
 from flashfl.run.config import plan_of as plan_from
 from flashfl.sparsity import PruneRegrow, recipe_mask
@@ -146,7 +147,7 @@ def test_dropped_clients_hold_nothing_new() -> None:
     finished(account)
     memory, server = account.memory, Encoding(account.memory)
     assert memory.start(0) == TAG
-    base = memory.base(0).mask
+    base = memory.base(0)
     assert base is not None
     assert base.equal(MASK)
     assert memory.start(1) is None
@@ -217,7 +218,7 @@ def test_client_without_an_answer_is_dropped_at_the_end() -> None:
 
 @pytest.mark.parametrize("room", [1 << 20, 100, 0])
 def test_held_updates_come_back_from_memory_or_file(room: int, tmp_path: Path) -> None:
-    held, updates = Held(LAYOUT, tmp_path / "new", room), {}
+    held, updates = Held(LAYOUT, tmp_path, room), {}
     for client in (5, 1, 9, 0, 3):
         mask = OTHER if client % 2 else MASK
         update = Update.of(client, 10, Weights.masked(mask, torch.rand(LAYOUT.size)), mask.counts, {"loss": 2.0})
@@ -240,7 +241,7 @@ def test_held_updates_come_back_from_memory_or_file(room: int, tmp_path: Path) -
         assert torch.equal(found.values, update.values)  # type: ignore[arg-type]
         assert torch.equal(found.start, update.start)  # type: ignore[arg-type]
         assert torch.equal(found.extra["x"].value, update.extra["x"].value)
-    assert not list(tmp_path.glob("new/*")), "the file has no name, so it cannot be left behind"
+    assert not list(tmp_path.glob("*")), "the file has no name, so it cannot be left behind"
     assert held.room == room
 
 
@@ -266,11 +267,21 @@ def test_extras_must_match_those_of_the_order() -> None:
         update = Update.of(0, 10, Weights.masked(MASK, torch.ones(LAYOUT.size)), MASK.counts)
         return encode(update_message(replace(update, extra=extra), order, LAYOUT), (MASK,)).data
 
-    assert server.decode(sent(a=Extra("dense", torch.ones(3))), message)[0].extra["a"].value.tolist() == [1.0] * 3
+    assert read_update(sent(a=Extra("dense", torch.ones(3))), message, None)[0].extra["a"].value.tolist() == [1.0] * 3
     with pytest.raises(WrongContent, match="shape"):
-        server.decode(sent(a=Extra("dense", torch.ones(4))), message)
+        read_update(sent(a=Extra("dense", torch.ones(4))), message, None)
     with pytest.raises(WrongContent, match=OWN):
-        server.decode(sent(**{OWN: Extra("bits", MASK.bits)}), message)
+        read_update(sent(**{OWN: Extra("bits", MASK.bits)}), message, None)
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_changes_are_compared_over_all_trained_weights(statistics: bool) -> None:
+    """With static BatchNorm no statistics travel, so none must be cut off."""
+    order = Order(Weights.masked(MASK, torch.ones(LAYOUT.size)), Local(statistics=statistics), 1, TAG)
+    message = make_server().message(Client(0, 10), order)
+    update, _ = read_update(answer(order, 0, value=2.0), message, None, compared=True)
+    assert update.start is not None
+    assert update.start.tolist() == [1.0] * (4 + 2)
 
 
 def test_density_is_checked_against_the_recipe_a_client_starts_from() -> None:
@@ -317,7 +328,7 @@ def lose_all(lose: str, memory: dict[int, Any], store: MaskStore) -> None:
         store.keep_only([])
     elif lose == "damaged":
         store._cache.clear()
-        store.backend.update(dict.fromkeys(store, b"?"))
+        store.backend.update(dict.fromkeys(store.backend, b"?"))
 
 
 METHODS = [fl.NST(density=0.3), fl.PDST(density=0.3)]
@@ -400,7 +411,7 @@ def test_client_memory_is_a_list_of_hashes(side: ClientSide) -> None:
     [(tag, mask, own, _)] = reply.memory
     assert tag == (2, 0, 0)
     assert mask == order.weights.mask.hash
-    update, _ = server.decode(reply.data, message)
+    update, _ = read_update(reply.data, message, None)
     assert update.mask is not None
     assert own == update.mask.hash
     assert own is not None
@@ -445,17 +456,17 @@ def test_frozen_own_mask_must_be_returned_unchanged() -> None:
     server, recipe = make_server(), Recipe(7, (4,))
     order = Order(Weights(Mask.full(LAYOUT), torch.zeros(LAYOUT.size)), Local(start=recipe, keep=("mask",)), 1, TAG)
     first = server.message(Client(1, 10), order)
-    made = server._frozen(first)
+    made = frozen_mask(first, None)
     assert made is not None
     assert made.equal(MADE)
     memory = server.memory
     memory.hear(1, TAG, memory.store.keep(order.weights.mask), memory.store.keep(OTHER, own=True))
     memory.accept()
-    kept = server._frozen(server.message(Client(1, 10), order))
+    kept = frozen_mask(server.message(Client(1, 10), order), memory.own(1))
     assert kept is not None
     assert kept.equal(OTHER)
     moving = replace(first, local=replace(order.local, adapt=PruneRegrow()))
-    assert server._frozen(moving) is None
+    assert frozen_mask(moving, None) is None
 
 
 def test_forgotten_own_mask_may_return_as_a_recipe() -> None:
@@ -468,5 +479,5 @@ def test_forgotten_own_mask_may_return_as_a_recipe() -> None:
     assert known.own == MADE.hash
     data = encode(RECIPE, form="recipe").data
     with pytest.raises(WireError, match="a recipe, but the order did not allow one"):
-        server.decode(data, known)
-    assert server.decode(data, replace(known, own=None))[0].mask is not None
+        read_update(data, known, MADE)
+    assert read_update(data, replace(known, own=None), None)[0].mask is not None

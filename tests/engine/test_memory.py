@@ -72,7 +72,7 @@ class Play:
         self.sizes.append(len(reply.data))
         self.clients[client] = reply.memory
         if not lost:
-            own = self.server.own(client).mask
+            own = self.server.own(client)
             known = {one.hash: one for one in (given, own) if one is not None}
             update = decode(reply.data, self.layout, known)
             accept(self.server, client, tag, given, update.mask if keep else None)
@@ -83,7 +83,7 @@ class Play:
             "order", self.layout, tag, client, key=1, local=local, mask=given, values=values_for(given),
             start=self.server.start(client), own=self.server.own_hash(client),
         )  # fmt: skip
-        base = self.server.base(client).mask
+        base = self.server.base(client)
         sent = encode(order, () if base is None else (base,))
         self.sizes.append(len(sent.data))
         return self.side.work(client, DATA, sent.data, self.clients.get(client, []))
@@ -123,7 +123,7 @@ def test_client_starts_from_its_last_accepted_mask() -> None:
     assert new.equal(given)
     play.turn(3, (2, 2, 0), given, move=0.1, keep=True, lost=True)
     again = play.turn(3, (2, 2, 1), given, move=0.1, keep=True)
-    assert play.server.own(3).mask.hash == again.hash  # type: ignore[union-attr]
+    assert play.server.own(3).hash == again.hash  # type: ignore[union-attr]
     assert changed(mine, 0.1, 2 + 2 + 1 + 3).equal(again)
 
 
@@ -155,18 +155,18 @@ def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("flashfl.engine.memory.HISTORY_BYTES", 3 * ((LAYOUT.prunable_size + 7) // 8))
         for client in range(5):
             accept(held, client, (2, client, 0), mask(client))
-        assert [held.base(client).mask is not None for client in range(5)] == [False, False, True, True, True]
+        assert [held.base(client) is not None for client in range(5)] == [False, False, True, True, True]
         assert held.start(0) == (2, 0, 0)
         accept(held, 2, (2, 9, 0), mask(2))  # acknowledged again: now the newest
         accept(held, 6, (2, 9, 0), mask(6))
-        assert [held.base(client).mask is not None for client in (2, 3, 4, 6)] == [True, False, True, True]
+        assert [held.base(client) is not None for client in (2, 3, 4, 6)] == [True, False, True, True]
 
 
 def test_own_mask_beyond_the_history_is_kept_for_a_simulated_client() -> None:
     held = memory(masks=1)
     for client in range(3):
         accept(held, client, (2, 0, 0), mask(9), own=mask(client))
-    assert [held.own(client).mask is not None for client in range(3)] == [False, False, True]
+    assert [held.own(client) is not None for client in range(3)] == [False, False, True]
     assert [held.own_hash(client) for client in range(3)] == [None, None, mask(2).hash]
     for client in range(3):
         found = held.remembered(client)
@@ -179,9 +179,9 @@ def test_own_mask_beyond_the_history_is_kept_for_a_simulated_client() -> None:
     again.load(json.loads(json.dumps(held.save())))
     assert again.save() == held.save()
     assert [again.rounds(client) for client in range(3)] == [held.rounds(client) for client in range(3)]
-    assert [again.own(client).mask is not None for client in range(3)] == [False, False, True]
+    assert [again.own(client) is not None for client in range(3)] == [False, False, True]
     held.store.keep_only([])
-    with pytest.raises(CheckpointError, match=r"of client 0 is missing\. Resume the run"):
+    with pytest.raises(CheckpointError, match=r"of client 0 is missing in .*\. Resume the run"):
         held.rounds(0)
 
 
@@ -195,7 +195,7 @@ def test_masks_that_no_client_holds_are_dropped() -> None:
     assert saved["known"] == 2
     held.rollback()
     held.keep_only(set())
-    assert set(held.store) == {mask(4).hash, mask(104).hash}
+    assert set(held.store.backend) == {mask(4).hash, mask(104).hash}
 
 
 def rounds(play: Play, first: int, last: int) -> None:
@@ -236,7 +236,7 @@ def test_save_describes_the_last_snapshot() -> None:
     assert held.start(0) == (2, 0, 0)
     held.snapshot()
     assert held.save() == before
-    own = held.own(0).mask
+    own = held.own(0)
     assert own is not None
     assert own.equal(mask(2))
 
@@ -256,19 +256,6 @@ def test_lost_masks_of_real_clients_are_a_warning(tmp_path: Path) -> None:
         memory(MaskStore.in_folder(LAYOUT, tmp_path)).load(saved)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [{"masks": 3}, {"known": "x"}, {"clients": {"a": 1}}, {"clients": {"0": [[2, 0], 0, None]}}, {"masks": []}, {}],
-)
-def test_damaged_memory_is_a_checkpoint_error(damage: dict[str, Any]) -> None:
-    held = memory()
-    accept(held, 0, (2, 0, 0), mask(1), mask(1))
-    held.snapshot()
-    saved = {**held.save(), **damage} if damage else {}
-    with pytest.raises(CheckpointError, match="memory in the checkpoint is damaged"):
-        memory(held.store).load(saved)
-
-
 def test_memory_names_what_a_client_holds() -> None:
     play, given = Play(LAYOUT), mask(1)
     play.turn(1, (2, 0, 0), given, move=0.2, keep=True)
@@ -285,12 +272,12 @@ def test_masks_on_a_gpu_stay_there_until_they_are_saved() -> None:
         pytest.skip("needs a GPU")
     held, order, own = memory(device="cuda"), mask(1).to("cuda"), mask(2).to("cuda")
     accept(held, 0, (2, 0, 0), order, own)
-    assert held.base(0).mask is order
+    assert held.base(0) is order
     assert held.remembered(0) is own
-    assert not len(held.store)
+    assert not len(held.store.backend)
     held.snapshot()
     saved = held.save()
-    assert set(held.store) == {order.hash, own.hash}
+    assert set(held.store.backend) == {order.hash, own.hash}
     again = memory(held.store, device="cuda")
     again.load(saved)
     found = again.remembered(0)

@@ -18,10 +18,8 @@ from flashfl.core.layout import Layout
 from flashfl.core.mask import Weights
 from flashfl.core.precision import Form, Precision
 from flashfl.engine.client import update_message
-from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu.rounded import decode, rounded
-from flashfl.engine.memory import ClientMemory
-from flashfl.engine.store import MaskStore
+from flashfl.engine.trust import read_update
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, make_config
 from flashfl.wire import Feedback, encode
@@ -117,13 +115,12 @@ def test_updates_say_whether_they_are_changes() -> None:
     """A client that sends weights where changes were asked for, or the other way round, is refused."""
     layout = small_layout()
     mask = mask_of(layout, [0.2, 0.1, 0.0, 1.0], 1)
-    server = Encoding(ClientMemory(MaskStore(layout, {})))
     for asked, sent in ((False, True), (True, False)):
         local = Local(upload=Precision(changes=asked))
         message = order(mask, local)
         data = encode(update(mask), (mask,), Precision(changes=sent)).data
         with pytest.raises(WrongContent, match=r"sent (changes|weights) and was asked for (weights|changes)"):
-            server.decode(data, message)
+            read_update(data, message, None)
 
 
 @pytest.mark.parametrize("more", [{}, {"rounding": "nearest", "feedback": True}])

@@ -21,7 +21,7 @@ from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import Cohort, Others, Robust, trimmed_mean
+from flashfl.engine.robust import Others, Robust, add_bounded, trimmed_mean
 from flashfl.engine.store import MaskStore
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
@@ -40,11 +40,8 @@ def update(client: int, n: int, bits: list[int], values: list[float]) -> Update:
 
 def sums_of(updates: Iterable[Update], robust: Robust, start: Weights | None = None) -> Sums:
     """The sums of updates whose clients were sent the model `start`."""
-    sums, cohort = Sums(LAYOUT), Cohort(robust)
-    given = [each if start is None else started(each, start) for each in updates]
-    for each in given:
-        cohort.see(each)
-    cohort.add(sums, given)
+    sums = Sums(LAYOUT)
+    add_bounded(sums, [each if start is None else started(each, start) for each in updates], robust)
     return sums
 
 

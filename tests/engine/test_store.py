@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 
@@ -27,8 +28,8 @@ def test_round_trip_in_a_folder(tmp_path: Path) -> None:
     store = MaskStore.in_folder(LAYOUT, tmp_path / "masks")
     hashes = [store.put(mask(i)) for i in range(5)]
     fresh = MaskStore.in_folder(LAYOUT, tmp_path / "masks")
-    assert len(fresh) == 5
-    assert set(fresh) == set(hashes)
+    assert len(fresh.backend) == 5
+    assert set(fresh.backend) == set(hashes)
     for i, digest in enumerate(hashes):
         assert digest == mask(i).hash
         assert digest in fresh
@@ -68,7 +69,7 @@ def test_stored_mask_is_near_the_entropy_bound() -> None:
 def test_equal_masks_are_one_file(tmp_path: Path) -> None:
     store = MaskStore.in_folder(LAYOUT, tmp_path)
     assert store.put(mask(1)) == store.put(Mask(LAYOUT, mask(1).bits.clone()))
-    assert len(store) == 1
+    assert len(store.backend) == 1
 
 
 def test_missing_mask_is_a_key_error(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_only_hashes_lead_to_files(tmp_path: Path, name: str) -> None:
     store.keep_only([name])
     assert victim.read_bytes() == b"precious"
     memory = ClientMemory(MaskStore.in_folder(LAYOUT, tmp_path / "masks"))
-    forged = {"clients": {"0": [[2, 0, 0], 0, None]}, "masks": [name], "known": 1, "simulated": True}
+    forged = {"clients": {"0": [[2, 0, 0], 0, None, None]}, "masks": [name], "known": 1, "simulated": True}
     with pytest.raises(CheckpointError):
         memory.load(forged)
     memory.keep_only({name})
@@ -131,7 +132,7 @@ def test_keep_only_deletes_other_masks(tmp_path: Path) -> None:
     store = MaskStore.in_folder(LAYOUT, tmp_path)
     hashes = [store.put(mask(i)) for i in range(4)]
     store.keep_only([hashes[1], "unheard of"])
-    assert set(store) == {hashes[1]}
+    assert set(store.backend) == {hashes[1]}
     with pytest.raises(KeyError):
         store[hashes[0]]
 
@@ -154,9 +155,11 @@ def test_cache_is_bounded(tmp_path: Path) -> None:
 
 
 def test_temporary_folder_is_removed() -> None:
-    folder = Folder()
-    store = MaskStore(LAYOUT, folder)
+    store = MaskStore(LAYOUT, Folder())
     store.put(mask(1))
-    assert folder.path.exists()
-    folder._finalizer()
-    assert not folder.path.exists()
+    path = store.folder
+    assert path is not None
+    assert path.exists()
+    del store
+    gc.collect()
+    assert not path.exists()

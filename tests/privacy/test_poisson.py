@@ -19,7 +19,7 @@ from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Client
 from flashfl.core.rng import flip
 from flashfl.core.state import State
-from flashfl.engine.private import empty_order, packing
+from flashfl.engine.private import packing
 from flashfl.engine.vault import Vault, open_vault
 from flashfl.privacy.accounting import Draw, Ledger, epsilon_known, epsilon_sampled, multiplier_for
 from flashfl.privacy.settings import privacy_of
@@ -86,7 +86,7 @@ def test_poisson_sum_has_a_fixed_denominator_and_hides_the_size_of_the_cohort(ta
     s, config = state_of(task)
     privacy = privacy_of(config, 10)
     assert privacy is not None
-    made = [packing(privacy, empty_order(s), asked) for asked in (0, 1, 3, 9)]
+    made = [packing(privacy, s.order(Client(0, 0), s.plan.local), asked) for asked in (0, 1, 3, 9)]
     assert {how.planned for how in made} == {3}
     assert {how.sections for how in made} == {made[0].sections}
     assert made[0].cohort == 10  # all could come

@@ -22,14 +22,13 @@ from ..core.mask import Mask, Weights
 from ..data.sources import Source
 from ..data.task import Task
 from ..wire import Message, UnknownMask, WireError, decode, encode
-from ..wire.errors import WrongContent
 from ..wire.frame import read_frame
 from .encoding import OWN
 from .memory import Rounds
 from .pipeline import Notes
 from .store import MaskStore
 from .train import ClientFailed, Trainer
-from .trust import base_values
+from .trust import shifted
 
 if TYPE_CHECKING:
     from .party import Simulated
@@ -90,8 +89,8 @@ class ClientSide:
             data_up = pack(update, message, start.values)
         else:
             answer = update_message(update, message, self.layout)
-            if start is not None and answer.mask is not None and answer.values is not None:
-                answer = replace(answer, values=answer.values - base_values(start, answer.mask, answer.carries))
+            if start is not None:
+                answer = shifted(answer, start, -1)
             known = (message.mask, held.own if message.own is not None else None)  # to the server too
             data_up = encode(answer, tuple(mask for mask in known if mask is not None), how).data
         now = Remembered(message.mask, update.mask if "mask" in local.keep else None, update.notes)
@@ -120,10 +119,6 @@ class ClientSide:
         extra = dict(order.extra)
         given = extra.pop(OWN, None)  # the server gives back the client's own mask
         if given is not None and order.start is not None and order.mask is not None:
-            if given.value.numel() != self.layout.prunable_size:
-                raise WrongContent(
-                    f"the server sent a mask for {given.value.numel()} weights, expected {self.layout.prunable_size}"
-                )
             held = Remembered(order.mask, Mask(self.layout, given.value), held.notes)
         if order.own is not None and (held.own is None or held.own.hash != order.own):
             raise UnknownMask(order.own)

@@ -82,14 +82,14 @@ class Counting(Account):
         good = fine = (values.isfinite().all(1) if finite is None else finite(values)) & losses.isfinite()
         if local.report != "counts":  # else neither weights nor statistics travel
             good = fine & (values.index_select(1, _variances(self.layout, values.device)) >= 0).all(1)
-            if self.cohort is not None:
+            if self.waits:
                 for work, row in zip(works, _copied(values), strict=True):
                     self._held[work.client.id] = self._update(work, row)
             else:
                 self._add(works, values, bits, good)
         saved = torch.zeros_like(losses) if saved is None else saved
         found = torch.stack([good.double(), fine.double(), losses.double(), saved.double()])
-        known = [(work.order.weights.mask, self.memory.own(work.client.id).mask) for work in works]
+        known = [(work.order.weights.mask, self.memory.own(work.client.id)) for work in works]
         masks = self._mask_bytes([work.mask for work in works], known)
         self.heard.append(_Heard(works, masks, found))
         if "mask" not in local.keep:
@@ -139,9 +139,9 @@ class Counting(Account):
                     sizes[key] = taken if most is None else taken.clamp(max=most)
         return [sizes[key] for key in keys]
 
-    def settle(self) -> None:
+    def settle(self) -> list[Update]:
         """The round's last wait: read every number that is still on the device."""
-        bases = [(self.memory.base(client.id).mask,) for client, _ in self.orders]
+        bases = [(self.memory.base(client.id),) for client, _ in self.orders]
         numbers = self._mask_bytes([order.weights.mask for _, order in self.orders], bases)
         for heard in self.heard:
             numbers += [*heard.bytes, *heard.found.flatten()]
@@ -161,14 +161,13 @@ class Counting(Account):
                 else:
                     self._held.pop(work.client.id, None)
                     self.failed(work.client.id, "a running variance is below zero" if finite else NOT_FINITE)
-        if self.cohort is not None:
-            self.cohort.add(self.sums, [self._held[client] for client in sorted(self._held)])
+        return [self._held[client] for client in sorted(self._held)]
 
     def _down(self, client: Client, order: Order) -> Traffic:
         """What an order takes without its mask."""
         message = Message(
             "order", self.layout, order.tag, client.id, key=order.key, start=self.memory.start(client.id),
-            local=order.local, own="0" * 16 if self.memory.own(client.id).mask is not None else None,
+            local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
             carries=order.local.order_carries, extra=order.extra,
         )  # fmt: skip
         return self._sized(message, order.weights.mask.active, self.values).traffic("order")
@@ -189,19 +188,18 @@ class Counting(Account):
         mean = self._mean(work, loss)
         extra = {**work.extra, **self._tallies.get(work.client.id, {})}
         update = Update(work.client.id, work.n, None, None, work.counts, {"loss": mean}, extra)
-        if self.cohort is None:
+        if not self.waits:
             add(self.sums, update, work.mask)
         else:
             held = self._held.get(work.client.id, update)
             sent = work.sent  # unrounded, as the encoding account has it
             start = start_of(held, local, sent.mask, sent.packed())
-            self._held[work.client.id] = held = replace(held, metrics=update.metrics, extra=extra, start=start)
-            self.cohort.see(held)
+            self._held[work.client.id] = replace(held, metrics=update.metrics, extra=extra, start=start)
         self.traffic += self._up(work, mask_bytes, saved, mean)
         keeps = "mask" in local.keep and local.report == "weights"
         store = self.memory.store
         own = store.keep(work.mask, own=True) if keeps else None
-        notes = Kept(store, notes=work.notes) if work.notes else None
+        notes = Kept(notes=work.notes) if work.notes else None
         self.memory.hear(work.client.id, order.tag, store.keep(order.weights.mask), own, notes)
 
     def _mean(self, work: Work, loss: float) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.engine import JSON
-from ..core.errors import CheckpointError, FlashError, warn
+from ..core.errors import FlashError, warn
 from ..core.exchange import DROPPED, Client, Evaluation, Local, Order, Outcome
 from ..core.files import shared_file
 from ..core.mask import Weights
@@ -112,11 +112,12 @@ class CPUEngine:
                 yield client, partial(Worker.answer, client=client, request=request, memory=memory)
 
     def _jobs(self, account: Encoding, s: State, orders: Iterable[tuple[Client, Order]]) -> Iterator[tuple[int, Job]]:
-        for client, data in account.messages(orders):
-            if drops(s, client, self.config.dropout):
-                account.failed(client, DROPPED)
+        for client, order in orders:
+            data = account.sent(client, order)
+            if drops(s, client.id, self.config.dropout):
+                account.failed(client.id, DROPPED)
             else:
-                yield client, self._training(client, data)
+                yield client.id, self._training(client.id, data)
 
     def _training(self, client: int, order: bytes) -> Job:
         memory, sparse = self.memory.rounds(client), self.memory.sparse
@@ -129,10 +130,7 @@ class CPUEngine:
             return
         assert isinstance(result, Reply)
         if result.lacks:
-            raise CheckpointError(
-                f"the stored mask of client {client} is missing in {self.memory.store.folder}. Resume the run: it "
-                "continues from the last checkpoint."
-            )
+            raise self.memory.lost(client)
         account.received(client, result.data, result.memory[-1][3] if result.memory else None)
 
     def evaluate(self, weights: Weights, statistics: bool = True) -> Evaluation:

@@ -8,23 +8,22 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..aggregate import add
-from ..core.client import active_range, moves_mask
 from ..core.exchange import Client, Extra, Order, Outcome, Sums, Traffic, Update
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.precision import EXACT, Precision
 from ..sparsity import recipe_mask
-from ..wire import Encoded, Message, WireError, decode, encode, size_with
+from ..wire import Encoded, Message, WireError, decode, encode
 from .memory import ClientMemory
-from .robust import PLAIN, Cohort, Robust
+from .robust import PLAIN, Robust, add_bounded
 from .store import Kept
-from .trust import limits_of, read_update
+from .trust import largest_answer, read_update
 
 OWN = "own mask"  # the extra that gives a client back the mask it kept and lost
 _ROOM = 1 << 30  # bytes of memory for updates that wait
@@ -40,8 +39,8 @@ class Account:
     def __init__(self, memory: ClientMemory, values: Precision = EXACT, robust: Robust = PLAIN) -> None:
         """values: how the values of orders travel."""
         self.memory, self.layout, self.values, self.robust = memory, memory.layout, values, robust
-        # Without a cohort, updates are added as they come.
-        self.cohort = Cohort(robust, memory.store.folder) if robust != PLAIN else None
+        self.waits = robust != PLAIN  # updates are added when the whole cohort is known, not as they come
+        self.notes: dict[int, str] = {}  # client -> what was bounded by much
         memory.heard = {}  # a round that was interrupted is forgotten
         self.traffic = Traffic()
         self.failures: dict[int, str] = {}
@@ -52,7 +51,7 @@ class Account:
 
         A client whose mask is no longer known here is sent the whole model, and covers it itself.
         """
-        own, start = self.memory.own(client.id).mask, order.local.start
+        own, start = self.memory.own(client.id), order.local.start
         fresh = "mask" not in order.local.keep or self.memory.start(client.id) is None
         if own is None and start is not None and fresh:
             own = recipe_mask(self.layout, start, order.weights.vector.device)
@@ -63,13 +62,15 @@ class Account:
         self.failures[client] = why
         self.memory.heard.pop(client, None)
 
-    def settle(self) -> None:
-        """Every client has answered or will not: add up what is left."""
+    def settle(self) -> Iterable[Update]:
+        """Every client has answered or will not: the updates that wait for the whole cohort."""
         raise NotImplementedError
 
     def close(self) -> Outcome:
         """What the round came to. Only now clients are known to hold what this round gave them."""
-        self.settle()
+        waiting = self.settle()
+        if self.waits:
+            self.notes = add_bounded(self.sums, waiting, self.robust, self.memory.store.folder)
         self.memory.accept()
         return Outcome(self.sums, self.traffic, dict(sorted(self.failures.items())))
 
@@ -88,11 +89,6 @@ class Encoding(Account):
         self._reminded: set[int] = set()  # clients that were sent a mask which they had lost
         self._packed: tuple[Weights, Tensor] | None = None
         self._held = Held(self.layout, memory.store.folder)
-
-    def messages(self, orders: Iterable[tuple[Client, Order]]) -> Iterator[tuple[int, bytes]]:
-        """What each client is sent. Orders are made as they are needed."""
-        for client, order in orders:
-            yield client.id, self.sent(client, order)
 
     def sent(self, client: Client, order: Order) -> bytes:
         """The bytes of an order that is sent now."""
@@ -117,21 +113,12 @@ class Encoding(Account):
 
     def encode(self, message: Message) -> Encoded:
         """An order as bytes; its mask leans on the one that the client acknowledged last."""
-        base = self.memory.base(message.client).mask
+        base = self.memory.base(message.client)
         return encode(message, () if base is None else (base,), values=self.values)
 
     def largest_update(self, client: int) -> int:
-        """Bytes of the largest update that can answer an order: no mask takes more than a bit for each weight."""
-        order = self._orders[client]
-        local, k = order.work, self.layout.prunable_size
-        active = max(sum(local.start.budgets) if local.start else 0, order.mask.active if order.mask else 0)
-        active = max(active, active_range(local.parts, self.layout, active)[1])
-        values = local.sends(self.values)
-        plain = size_with(replace(order, extra={}), active, k // 8 + 2, values).total
-        if not (order.extra or local.parts):
-            return plain
-        limits = limits_of(order)
-        return plain + (300 + 8 * limits.elements) * limits.extras
+        """Bytes of the largest update that can answer an order."""
+        return largest_answer(self._orders[client], self.values)
 
     def again(self, client: int) -> bytes:
         """The bytes of an order once more. Nothing is counted: it does not travel again."""
@@ -150,7 +137,7 @@ class Encoding(Account):
             )
         self._reminded.add(client)
         self.traffic += lack.parts.traffic("lack")
-        own = self.memory.own(client).mask
+        own = self.memory.own(client)
         if own is None:
             self.memory.forget(client)
         order = replace(order, start=self.memory.start(client), own=None if own is None else own.hash)
@@ -176,7 +163,8 @@ class Encoding(Account):
         """An answer. If it is not a good one, its client is dropped. notes: the hash of what a simulated one keeps."""
         order = self._orders[client]
         try:
-            update, traffic = self.decode(data, order)
+            known = self.memory.own(client) if order.own is not None else None
+            update, traffic = read_update(data, order, known, compared=self.waits)
         except WireError as error:
             self.traffic += Traffic(up=len(data), overhead=len(data))
             self.failed(client, f"{type(error).__name__}: {error}")
@@ -185,41 +173,30 @@ class Encoding(Account):
         self.traffic += traffic
         store = self.memory.store
         own = store.keep(update.mask, own=True) if update.mask is not None and "mask" in order.work.keep else None
-        kept = None if notes is None else Kept(store, notes)
+        kept = None if notes is None else Kept(notes)
         self.memory.hear(client, order.tag, store.keep(order.mask), own, kept)
         del self._orders[client]
-        if self.cohort is not None:
-            self.cohort.see(update)
         self._held.put(update, order.mask)
         self._add_ready()
 
-    def decode(self, data: bytes, order: Message) -> tuple[Update, Traffic]:
-        """The update that answers `order` and what it took, or the WireError that says why this is none."""
-        own = self.memory.own(order.client).mask if order.own is not None else None
-        return read_update(data, order, own, self._frozen(order), compared=self.cohort is not None)
-
-    def _frozen(self, order: Message) -> Mask | None:
-        """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
-        local = order.work
-        if local.adapt is not None or moves_mask(local.parts):
-            return None
-        if "mask" in local.keep and order.start is not None:
-            return self.memory.own(order.client).mask
-        if local.start is not None:
-            return recipe_mask(self.layout, local.start)
-        return order.mask
-
     def _add_ready(self) -> None:
         """Add the updates of all clients before the first one that has not answered."""
-        if self.cohort is None:
+        if not self.waits:
             for update in self._held.take(before=next(iter(self._orders), None)):
                 add(self.sums, update)
 
-    def settle(self) -> None:
+    def settle(self) -> Iterable[Update]:
         for client in list(self._orders):
             self.failed(client, "no answer")
-        if self.cohort is not None:
-            self.cohort.add(self.sums, self._held)
+        return self._held
+
+
+class _Waiting(NamedTuple):
+    """An update that waits. If it has a place in the file, its tensors are there, except for those of its order."""
+
+    update: Update
+    room: int  # bytes of memory that it takes
+    place: int | None = None
 
 
 class Held:
@@ -227,18 +204,14 @@ class Held:
 
     def __init__(self, layout: Layout, folder: Path | None = None, room: int = _ROOM) -> None:
         """folder: where the file would be. The system's temporary folder may be in memory."""
-        self.layout, self.folder, self.room = layout, folder, room
-        self._memory: dict[int, tuple[Update, int]] = {}  # client -> its update, and the room it takes
-        # Client -> place in the file; its mask and start, if they are its order's.
-        self._places: dict[int, tuple[int, Mask | None, Tensor | None]] = {}
-        self._file: IO[bytes] | None = None
+        self.layout, self.room = layout, room
+        self._waiting: dict[int, _Waiting] = {}
+        self._file = tempfile.SpooledTemporaryFile(1, dir=None if folder is None else str(folder))  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
 
     def __iter__(self) -> Iterator[Update]:
         """The updates, in ascending client id."""
-        return map(self._read, self._clients())
-
-    def _clients(self) -> list[int]:
-        return sorted([*self._memory, *self._places])
+        return map(self._read, sorted(self._waiting))
 
     def put(self, update: Update, order: Mask | None) -> None:
         """Hold an update; `order` is its order's mask."""
@@ -246,44 +219,38 @@ class Held:
         own = mask is not None and mask is not order
         need = (values.nbytes if values is not None else 0) + 2 * self.layout.prunable_size * own  # mask and places
         need += start.nbytes if own and start is not None else 0
-        if need <= self.room:
+        if values is None or need <= self.room:
             self.room -= need
-            self._memory[update.client] = (update, need)
+            self._waiting[update.client] = _Waiting(update, need)
             return
-        if self._file is None:
-            if self.folder is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (closed with this object)
-            weakref.finalize(self, self._file.close)
-        self._places[update.client] = (self._file.seek(0, 2), *((None, None) if own else (mask, start)))
-        arrays = [
-            values.numpy() if values is not None else None,
-            mask.packed if own and mask is not None else None,
-            start.numpy() if own and start is not None else None,
-        ]
-        pickle.dump((replace(update, mask=None, values=None, start=None), *arrays), self._file, protocol=5)
+        rest = replace(update, values=None, extra={})
+        if own:
+            rest = replace(rest, mask=None, start=None)
+        self._waiting[update.client] = _Waiting(rest, 0, self._file.seek(0, 2))
+        bits = mask.packed if own and mask is not None else None
+        began = start.numpy() if own and start is not None else None
+        pickle.dump((values.numpy(), dict(update.extra), bits, began), self._file, protocol=5)
 
     def take(self, before: int | None) -> Iterator[Update]:
         """The updates of all clients before this one, in ascending client id. They are held no longer. None: all."""
-        for client in self._clients():
+        for client in sorted(self._waiting):
             if before is not None and client > before:
                 return
             update = self._read(client)
-            self.room += self._memory.pop(client, (update, 0))[1]
-            if self._places.pop(client, None) is not None and not self._places and self._file is not None:
+            _, room, place = self._waiting.pop(client)
+            self.room += room
+            if place is not None and all(other.place is None for other in self._waiting.values()):
                 self._file.truncate(0)
             yield update
 
     def _read(self, client: int) -> Update:
-        if client in self._memory:
-            return self._memory[client][0]
-        assert self._file is not None
-        place, mask, start = self._places[client]
+        update, _, place = self._waiting[client]
+        if place is None:
+            return update
         self._file.seek(place)
-        update: Update
-        update, values, bits, began = pickle.load(self._file)
-        if bits is not None:
-            mask = Mask(self.layout, Mask.unpack(self.layout, bits).bits, update.counts)
-        if began is not None:
-            start = torch.from_numpy(began)
-        return replace(update, mask=mask, values=None if values is None else torch.from_numpy(values), start=start)
+        values, extra, bits, began = pickle.load(self._file)
+        update = replace(update, values=torch.from_numpy(values), extra=extra)
+        if bits is None:
+            return update
+        mask = Mask(self.layout, Mask.unpack(self.layout, bits).bits, update.counts)
+        return replace(update, mask=mask, start=None if began is None else torch.from_numpy(began))

@@ -17,6 +17,7 @@ from ..core.engine import JSON
 from ..core.errors import CheckpointError, FlashError, warn
 from ..core.exchange import Tag
 from ..core.mask import Mask
+from ..wire.frame import TAG
 from .pipeline import Notes
 from .store import Kept, MaskStore
 
@@ -38,7 +39,7 @@ class _Round:
     notes: Kept | None = None
 
 
-_NOTHING, _LOST = _Round(), Kept()
+_NOTHING = _Round()
 
 # What all clients hold, and the masks that the server still knows: oldest acknowledgement first, with how many clients
 # hold each.
@@ -54,11 +55,7 @@ class ClientMemory:
     """
 
     def __init__(
-        self,
-        store: MaskStore,
-        device: torch.device | str = "cpu",
-        simulated: bool = True,
-        masks: int = HISTORY_MASKS,
+        self, store: MaskStore, device: torch.device | str = "cpu", simulated: bool = True, masks: int = HISTORY_MASKS
     ) -> None:
         self.store, self.layout, self.device, self.simulated = store, store.layout, torch.device(device), simulated
         self.most = max(1, min(masks, HISTORY_BYTES // max(1, (self.layout.prunable_size + 7) // 8)))
@@ -74,26 +71,28 @@ class ClientMemory:
     def _held(self, client: int) -> _Round:
         return self._clients.get(client, _NOTHING)
 
-    def _known(self, kept: Kept | None) -> Kept:
-        """A mask, if the server knows it. One that is lost has no mask: its client is then sent a full one."""
-        return kept if kept is not None and kept in self._history else _LOST
+    def _known(self, kept: Kept | None) -> Kept | None:
+        return kept if kept in self._history else None
+
+    def _mask(self, kept: Kept | None) -> Mask | None:
+        return None if kept is None else kept.loaded or self.store.find(kept.digest)
 
     def start(self, client: int) -> Tag | None:
         """The last round accepted from this client: its next work starts from there."""
         return self._held(client).tag
 
-    def base(self, client: int) -> Kept:
-        """The mask of the last order this client acknowledged, if the server still knows it."""
-        return self._known(self._held(client).order)
+    def base(self, client: int) -> Mask | None:
+        """The mask of the last order this client acknowledged. If it is lost here, the client is sent a full one."""
+        return self._mask(self._known(self._held(client).order))
 
-    def own(self, client: int) -> Kept:
+    def own(self, client: int) -> Mask | None:
         """The mask this client keeps, if the server still knows it."""
-        return self._known(self._held(client).own)
+        return self._mask(self._known(self._held(client).own))
 
     def own_hash(self, client: int) -> str | None:
         """The hash of `own`, without reading the mask."""
-        digest = self.own(client).digest
-        return digest if digest in self.store else None
+        own = self._known(self._held(client).own)
+        return own.digest if own is not None and own.digest in self.store else None
 
     def remembered(self, client: int) -> Mask | None:
         """The mask that a simulated client kept, whether or not the server knows it."""
@@ -105,15 +104,18 @@ class ClientMemory:
         held = self._held(client)
         if held.tag is None:
             return []
-        order = held.order.digest if held.order is not None and held.order in self._history else None
-        own, notes = (None if kept is None else kept.digest for kept in (held.own, held.notes))
-        for digest in (own, notes):
-            if digest is not None and digest not in self.store:
-                raise CheckpointError(
-                    f"the stored memory {digest} of client {client} is missing. Resume the run: it continues from the "
-                    "last checkpoint."
-                )
+        kept = (self._known(held.order), held.own, held.notes)
+        order, own, notes = (None if one is None else one.digest for one in kept)
+        if any(digest is not None and digest not in self.store for digest in (own, notes)):
+            raise self.lost(client)
         return [(held.tag, order, own, notes)]
+
+    def lost(self, client: int) -> CheckpointError:
+        """What a simulated client remembers is gone or damaged."""
+        return CheckpointError(
+            f"the stored memory of client {client} is missing in {self.store.folder}. Resume the run: it continues "
+            "from the last checkpoint."
+        )
 
     def notes(self, client: int) -> Notes:
         """What the parts of a simulated client remember."""
@@ -181,10 +183,8 @@ class ClientMemory:
 
     def _clean(self) -> None:
         """Delete what neither a client, nor the last snapshot, nor a checkpoint needs."""
-        saved, history = self._saved
-        masks = [*_masks(self._clients, self._history), *_masks(saved, history)]
-        notes = [*_notes(self._clients), *_notes(saved)]
-        self.store.keep_only(self._pinned | {kept.digest for kept in (*masks, *notes)})
+        needed = [*_kept(self._clients, self._history), *_kept(*self._saved)]
+        self.store.keep_only(self._pinned | {kept.digest for kept in needed})
 
     def save(self) -> dict[str, JSON]:
         """Masks by place in a list: first the history in its order, then what simulated clients keep, then notes.
@@ -192,7 +192,7 @@ class ClientMemory:
         What has not changed since the last checkpoint is in the store already, and is not written again.
         """
         clients, history = self._saved
-        kept = [*_masks(clients, history), *_notes(clients)] if self.simulated else list(history)
+        kept = _kept(clients, history) if self.simulated else list(history)
         for one in kept:  # on a GPU: only now it goes to the store
             if one.loaded is not None:
                 one.digest = self.store.put(one.loaded)
@@ -214,17 +214,16 @@ class ClientMemory:
 
     def load(self, saved: Mapping[str, JSON]) -> None:
         """Restore what `save` gave. If masks of real clients are lost, those are sent full ones again."""
+        clients, history = _read(saved)
+        notes = {held.notes for held in clients.values()}
         try:
-            clients, history = _read(saved, self.store)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"the clients' memory in the checkpoint is damaged: {error!r}") from None
-        try:
-            for kept in _masks(clients, history):
-                found = self.store[kept.digest]
+            for kept in _kept(clients, history):
+                if kept in notes:
+                    self.store.notes(kept.digest)
+                    continue
+                mask = self.store[kept.digest]
                 if self.device.type != "cpu":
-                    kept.loaded = found.to(self.device)
-            for notes in _notes(clients):
-                self.store.notes(notes.digest)
+                    kept.loaded = mask.to(self.device)
         except (KeyError, FlashError) as error:
             if self.simulated:
                 raise CheckpointError(f"the stored mask of a client cannot be read ({error})") from None
@@ -246,35 +245,21 @@ def _count(history: dict[Kept, int], held: _Round, step: int) -> None:
                 del history[kept]
 
 
-def _masks(clients: Mapping[int, _Round], history: Mapping[Kept, int]) -> list[Kept]:
-    """The masks in the history, then those that only clients keep."""
-    return [*history, *(held.own for held in clients.values() if held.own is not None and held.own not in history)]
+def _kept(clients: Mapping[int, _Round], history: Mapping[Kept, int]) -> list[Kept]:
+    """The masks in the history, then those that only clients keep, then what their parts remember."""
+    own = [held.own for held in clients.values() if held.own is not None and held.own not in history]
+    return [*history, *own, *(held.notes for held in clients.values() if held.notes is not None)]
 
 
-def _notes(clients: Mapping[int, _Round]) -> list[Kept]:
-    """What clients' parts remember."""
-    return [held.notes for held in clients.values() if held.notes is not None]
-
-
-def _read(saved: Mapping[str, Any], store: MaskStore) -> _Table:
-    """What `save` gave as a table. Raises errors of many kinds if it is damaged."""
-    masks, known = saved["masks"], saved["known"]
-    if not all(isinstance(digest, str) for digest in masks) or known not in range(len(masks) + 1):
-        raise ValueError(f"`masks` must be texts, and `known` = {known!s:.20} a number from 0 to {len(masks)}")
-    kept = [Kept(store, digest) for digest in masks]
-    clients, history = dict[int, _Round](), dict.fromkeys(kept[:known], 0)
-    for client, ((phase, round, attempt), *places) in saved["clients"].items():
-        tag = (_whole(phase, 1 << 8), _whole(round, 1 << 32), _whole(attempt, 1 << 16))
-        order, own, notes = (None if at is None else kept[_whole(at, len(kept))] for at in places)
-        held = _Round(tag, order, own, notes)
+def _read(saved: Mapping[str, Any]) -> _Table:
+    """What `save` gave as a table. Raises errors of many kinds if it is no such thing."""
+    kept = [Kept(digest) for digest in saved["masks"]]
+    clients, history = dict[int, _Round](), dict.fromkeys(kept[: saved["known"]], 0)
+    for client, (tag, *places) in saved["clients"].items():
+        TAG.pack(*tag)  # an error unless it fits into a message
+        order, own, notes = (None if at is None else kept[at] for at in places)
+        held = clients[int(client)] = _Round(tuple(tag), order, own, notes)
         if own is not None:
             own.own = True
-        clients[_whole(int(client), 1 << 64)] = held
         _count(history, held, 1)
     return clients, history
-
-
-def _whole(value: object, end: int) -> int:
-    if type(value) is not int or not 0 <= value < end:
-        raise ValueError(f"got {value!s:.20}, expected a number from 0 to {end - 1}")
-    return value

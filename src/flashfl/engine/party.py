@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import weakref
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
-from ..core.errors import FlashError
 from ..core.exchange import Update
 from ..core.files import put
 from ..core.parts import to_json
@@ -22,13 +19,14 @@ from ..privacy.client import Party, Self
 from ..privacy.errors import Malformed, Refused, TooLittleNoise, Unmasked, WrongStep
 from ..privacy.keys import Directory, Identity, Words
 from ..privacy.messages import ADVERTISE, CONFIRM, MASKED, SHARES, UNMASK, Terms, frame
-from ..privacy.noise import LARGEST, LEAST, discrete_gaussian
+from ..privacy.noise import discrete_gaussian
 from ..privacy.policy import Policy
 from ..privacy.vector import Packing
 from ..wire import Message
 from .client import ClientSide, Reply
 from .memory import Rounds
-from .private import LENGTH
+from .private import LENGTH, check_deviation
+from .store import temporary_folder
 from .train import ClientFailed
 
 
@@ -122,19 +120,10 @@ class PrivateSide:
 
     def _words(self, update: Update, sent: Message, start: Tensor, terms: Terms, party: Party | None) -> Words:
         """The report in Z/2^b, with this client's share of the noise."""
-        local, mask = sent.local, sent.mask
-        if local is None or mask is None or (update.mask is not None and not update.mask.equal(mask)):
-            raise FlashError(
-                "training changed the mask of this client, but a private round needs one frozen mask for all clients. "
-                "Use a method such as dense, pdst or spdst."
-            )
+        local, mask = sent.work, sent.mask
+        assert mask is not None
         honest = 1 if party is None else terms.policy.honest(terms.cohort)
         how = Packing(sent.layout, local, mask.active, terms.cohort, terms.ranges, terms.noise, honest)
-        if (how.length, how.bits) != (terms.length, terms.bits):
-            raise Malformed(
-                f"the order needs {how.length} numbers of {how.bits} bits, but the server announced {terms.length} of "
-                f"{terms.bits}"
-            )
         tail = sent.layout.size - sent.layout.trained_size
         if not local.statistics:  # they were not sent; what is reported of them is their value
             start = torch.cat([start, start.new_zeros(tail)])
@@ -142,12 +131,7 @@ class PrivateSide:
         if terms.noise is not None and party is not None:
             scale, members = how.sections[0].scale, terms.policy.honest(len(party.cohort))
             deviation = terms.noise.deviation(scale, how.length, members)
-            if not LEAST <= deviation <= LARGEST:
-                raise TooLittleNoise(
-                    f"the noise has a standard deviation of {deviation} after scaling to integers. It must be from "
-                    f"{LEAST} to {LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon on the server. If "
-                    "it is too large, do the opposite."
-                )
+            check_deviation(deviation, TooLittleNoise)
             numbers += discrete_gaussian(deviation, how.length)
         return numbers.astype(f"<u{terms.bits // 8}")
 
@@ -161,14 +145,12 @@ def common_of(sent: Message, start: Tensor) -> bytes:
 
 
 def _take(request: bytes) -> tuple[int, bytes, bytes]:
-    """The step, the first part of a request, and the rest."""
+    """The step, the first part of a request, and the rest. Whoever reads a part finds that it is cut off."""
     try:
         step, length = LENGTH.unpack_from(request)
     except struct.error:
-        raise Malformed("the request is empty") from None
+        raise Malformed("the request is cut off") from None
     end = LENGTH.size + length
-    if len(request) < end:
-        raise Malformed("the request is cut off")
     return step, request[LENGTH.size : end], request[end:]
 
 
@@ -177,11 +159,7 @@ class Simulated:
 
     def __init__(self, clients: int, policy: Policy, folder: Path | None, secure: bool) -> None:
         """folder: of the server's private state; without one, clients' folders are temporary."""
-        if folder is None:
-            temporary = TemporaryDirectory(prefix="flashfl-")
-            weakref.finalize(self, temporary.cleanup)
-            folder = Path(temporary.name)
-        self.policy, self.folder, self.secure = policy, folder / "clients", secure
+        self.policy, self.folder, self.secure = policy, (folder or temporary_folder(self)) / "clients", secure
         self._keys = {client: Identity.new().private for client in range(clients)}
 
     @cached_property

@@ -93,10 +93,7 @@ class Pool(Generic[J, R]):
         process = self._context.Process(target=_serve, args=args, daemon=True, name=_NAME)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
-            try:
-                process.start()
-            except BrokenPipeError as error:
-                raise self._cannot_spawn(error) from None
+            process.start()
         theirs.close()
         return process, ours
 
@@ -183,22 +180,17 @@ def _serve(
         with contextlib.suppress(Exception):  # an order that needs the module will say so
             importlib.import_module(name)
     work = make()
-    while True:
-        try:
+    answer: tuple[Exception | None, R | None]
+    with contextlib.suppress(EOFError, OSError):  # of the connection: the parent is gone
+        while True:
             job = _collect(connection)
-        except (EOFError, OSError):
-            return
-        answer: tuple[Exception | None, R | None]
-        try:
-            answer = (None, work(job))
-        except Exception as error:
-            answer = (_portable(error), None)
-        try:
+            try:
+                answer = (None, work(job))
+            except Exception as error:
+                answer = (_portable(error), None)
             _post(connection, answer)
-        except OSError:
-            return
-        del job, answer  # each may be as large as a model, and is not needed while we wait
-        return_freed_memory()
+            del job, answer  # each may be as large as a model, and is not needed while we wait
+            return_freed_memory()
 
 
 def _post(connection: Connection, thing: object) -> None:

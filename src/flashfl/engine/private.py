@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, FlashError, check_range
 from ..core.exchange import Client, Order, Outcome, Traffic
 from ..core.state import State
 from ..privacy.errors import Refused
@@ -31,35 +31,29 @@ SPENT = "its privacy budget is spent"
 
 def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
     """Refuse a round in which clients' masks differ: a weight that one client alone holds shows in the sum."""
-    if not orders:
-        return
-    first = orders[0][1]
-    if (highest := max(client.id for client, _ in orders)) >= 1 << 32:
-        raise ConfigError(f"client id {highest}: private rounds need ids below 2^32")
     for client, order in orders:
-        local, layout = order.local, order.weights.layout
+        check_range("[0, 4294967295]", "Private rounds need smaller client ids", client_id=client.id)
+        local, mask, (_, first) = order.local, order.weights.mask, orders[0]
         moves = (local.adapt is not None and local.report != "counts") or local.report == "mask" or local.personal
-        moves = moves or any(part.active(layout, order.weights.mask.active) is not None for part in local.parts)
-        if any(part.changes or part.reports(layout) for part in local.parts):
+        moves = moves or any(part.active(mask.layout, mask.active) is not None for part in local.parts)
+        more = order.extra or any(part.changes or part.reports(mask.layout) for part in local.parts)
+        alike = local == first.local and mask.equal(first.weights.mask)
+        if moves or local.keep or local.start is not None or more or not alike:
             raise ConfigError(
-                f"client {client.id} must report other values than its weights, but `secure` and `dp_*` protect only "
-                f"weights: {USE}"
-            )
-        if moves or local.keep or local.start is not None:
-            raise ConfigError(f"client {client.id} may change its mask in this round, so masks differ: {USE}")
-        if not order.weights.mask.equal(first.weights.mask) or order.local != first.local or order.extra:
-            raise ConfigError(
-                f"client {client.id} gets extra values, or another mask or other training settings than client "
-                f"{orders[0][0].id}, but private rounds need the same for all: {USE}"
+                f"client {client.id} may change its mask, sends or gets more than weights, or has another mask or "
+                f"other training settings than client {orders[0][0].id}. Private rounds need one order for all, with "
+                "one frozen mask: use a method such as dense, pdst or spdst, or switch `secure` and `dp_*` off."
             )
 
 
-USE = "use a method with one frozen mask for all, such as dense, pdst or spdst, or switch `secure` and `dp_*` off"
-
-
-def empty_order(s: State) -> Order:
-    """What a client would be sent, in a Poisson round without clients. Its sum is noise alone."""
-    return s.order(Client(0, 0), s.plan.local)
+def check_deviation(deviation: int, error: type[FlashError] = ConfigError) -> None:
+    """Refuse noise that cannot be drawn. deviation: after scaling to integers."""
+    if not LEAST <= deviation <= LARGEST:
+        raise error(
+            f"the noise has a standard deviation of {deviation} after scaling to integers. It must be from {LEAST} to "
+            f"{LARGEST}. If it is too small, raise dp_noise or lower dp_epsilon on the server. If it is too large, do "
+            "the opposite."
+        )
 
 
 def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
@@ -69,19 +63,18 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
         weights.layout, order.local, weights.mask.active, privacy.most(cohort), privacy.ranges, privacy.noise,
         privacy.noisers(cohort), privacy.draw.cohort if privacy.draw.poisson else cohort,
     )  # fmt: skip
-    if privacy.noise is not None and not LEAST <= how.deviation <= LARGEST:
-        raise ConfigError(
-            f"noise of {privacy.noise.multiplier:.3g} times dp_clip with {cohort} clients: after scaling to integers, "
-            f"the noise has a standard deviation of {how.deviation}. It must be from {LEAST} to {LARGEST}. If it is "
-            "too small, raise dp_noise or lower dp_epsilon. If it is too large, do the opposite."
-        )
+    if privacy.noise is not None:
+        check_deviation(how.deviation)
     return how
 
 
 def agreed(vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> tuple[Order, Packing, Terms]:
-    """What all clients of a round share: the model and the work, how reports become whole numbers, and the terms."""
+    """What all clients of a round share: the model and the work, how reports become whole numbers, and the terms.
+
+    In a Poisson round without clients, the order is what a client would be sent. Its sum is noise alone.
+    """
     check_common(orders)
-    order, privacy = orders[0][1] if orders else empty_order(s), vault.privacy
+    order, privacy = orders[0][1] if orders else s.order(Client(0, 0), s.plan.local), vault.privacy
     how = packing(privacy, order, len(orders))
     terms = Terms(vault.run, s.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise)
     return order, how, terms
@@ -100,13 +93,9 @@ class PrivateRound(Encoding):
     """
 
     def __init__(
-        self,
-        vault: Vault,
-        memory: ClientMemory,
-        s: State,
-        orders: Sequence[tuple[Client, Order]],
+        self, vault: Vault, memory: ClientMemory, s: State, orders: Sequence[tuple[Client, Order]],
         present: Sequence[int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
         self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ _FEW = 3  # fewer values than this cannot be trimmed
 _SUSPICIOUS = 10.0  # changes longer than this many times the median are named
 _ROUNDING = 1e-12  # changes that cancel each other out up to this have no direction
 _STRETCH = 32 << 20  # numbers that are ranked at a time, over all clients
+_CHANGE = ""  # the name of a change among those of extras, which are not empty
 _PART = 1 << 16  # numbers of a change that a CPU works on at a time: they stay in its cache
 
 
@@ -70,89 +72,67 @@ class Told(NamedTuple):
     statistics: Tensor
 
 
-@dataclass
-class Cohort:
-    """The updates of one round. `see` each of them, then `add` them all."""
+def add_bounded(sums: Sums, updates: Iterable[Update], robust: Robust, folder: Path | None = None) -> dict[int, str]:
+    """Bound and add the updates of a cohort: client -> what was bounded by much.
 
-    robust: Robust
-    folder: Path | None = None  # where a temporary file would be
-    notes: dict[int, str] = field(default_factory=dict)  # client -> what was bounded by much
-    _counts: dict[int, int] = field(default_factory=dict)  # client -> its samples
-    # Name -> client -> a length: that of its extra of this name, or of the change of its weights if the name is empty.
-    _norms: dict[str, dict[int, float]] = field(default_factory=dict)
+    updates: in ascending client id, with their `start`. They are gone through up to four times. folder: where a
+    temporary file would be.
+    """
+    bounds = Bounds(updates, robust)
+    layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
+    for update in _bounded(layout, updates, bounds, robust.bounded):
+        add(sums, update)
+        seen.append(replace(update, mask=None, values=None))
+        if update.mask is None or update.values is None:
+            continue
+        statistics = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
+        if robust.trim:
+            if rows is None:
+                rows = _rows(len(bounds.samples), layout.trained_size, statistics.device, folder)
+            _write(rows[len(told)], update.mask, update.values)
+        told.append(Told(update.n, update.mask.active, statistics))
+    if rows is not None:
+        _add_trimmed(sums, rows[: len(told)], _shares([one.n for one in told], rows), robust.trim)
+    if sums.statistics and (robust.bounded or robust.trim):
+        _bound_statistics(sums, told)
+    if robust.bounded and seen:
+        losses = torch.tensor([[update.metrics.get("loss", 0.0)] for update in seen], dtype=torch.float64)
+        votes, shares = torch.tensor([u.counts for u in seen]), _shares([u.n for u in seen], losses)
+        each = torch.ones_like(shares)
+        sums.loss = sums.n * float(trimmed_mean(losses, shares, _cut(shares)))
+        sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(each)).tolist()]
+    return bounds.notes
 
-    def see(self, update: Update) -> None:
-        """An update, with its `start`."""
-        self._counts[update.client] = update.n
-        if self.robust.clip:
-            # Whole numbers too, as the sender chooses the type. Only bits need no bound.
-            tensors = {name: e.value + 0.0 for name, e in update.extra.items() if e.value.dtype != torch.bool}
-            norms = {name: float(torch.linalg.vector_norm(x, dtype=torch.float64)) for name, x in tensors.items()}
-            if update.start is not None:
-                norms[""] = _length(update)
-            for name, norm in norms.items():
-                self._norms.setdefault(name, {})[update.client] = norm
 
-    def add(self, sums: Sums, updates: Iterable[Update]) -> None:
-        """Bound and add the updates, in ascending client id. They are gone through up to three times."""
-        layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
-        for update in self._bounded(layout, updates):
-            add(sums, update)
-            seen.append(replace(update, mask=None, values=None))
-            if update.mask is None or update.values is None:
-                continue
-            statistics = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
-            if self.robust.trim:
-                rows = self._rows(layout.trained_size, statistics.device) if rows is None else rows
-                _write(rows[len(told)], update)
-            told.append(Told(update.n, update.mask.active, statistics))
-        if rows is not None:
-            _add_trimmed(sums, rows[: len(told)], _shares([one.n for one in told], rows), self.robust.trim)
-        if sums.statistics and (self.robust.bounded or self.robust.trim):
-            _bound_statistics(sums, told)
-        if self.robust.bounded and seen:
-            losses = torch.tensor([[update.metrics.get("loss", 0.0)] for update in seen], dtype=torch.float64)
-            votes, shares = torch.tensor([u.counts for u in seen]), _shares([u.n for u in seen], losses)
-            each = torch.ones_like(shares)
-            sums.loss = sums.n * float(trimmed_mean(losses, shares, _cut(shares)))
-            sums.counts = [round(vote) for vote in (trimmed_mean(votes, each, _cut(each)) * len(each)).tolist()]
+class Bounds:
+    """As how many samples each client of a cohort counts, and by what its change and its extras are multiplied."""
 
-    def _bounded(self, layout: Layout, updates: Iterable[Update]) -> Iterator[Update]:
-        """The updates with bounded samples, changes and extras. Those that go against the others most are blended."""
-        (shares, factors), others = self._bounds(), Others(layout)
-        changes = factors.get("", {})
-        blended = self.robust.bounded and len(changes) >= _FEW
-        for look in (others.add, others.compare) if blended else ():
-            for update in updates:
-                look(update, shares[update.client], changes.get(update.client, 1.0))
+    def __init__(self, updates: Iterable[Update], robust: Robust) -> None:
+        counts: dict[int, int] = {}
+        norms: dict[str, dict[int, float]] = {}  # name -> client -> a length
         for update in updates:
-            found = replace(update, n=shares[update.client])
-            for name, mine in factors.items():
-                found = _scaled(found, name, mine.get(update.client, 1.0))
-            yield others.blend(found, max(1, int(_TRIM * len(changes)))) if blended else found
-
-    def _bounds(self) -> tuple[dict[int, int], dict[str, dict[int, float]]]:
-        """As how many samples each client counts, and by what its change ("") and its extras are multiplied."""
-        counts = self._counts
-        most = most_samples(counts.values()) if self.robust.bounded else max(counts.values(), default=0)
-        shares = {client: min(n, most) for client, n in counts.items()}
-        factors = {name: self._factors(name, shares) for name in sorted(self._norms)}
+            counts[update.client] = update.n
+            for name, norm in _norms(update) if robust.clip else ():
+                norms.setdefault(name, {})[update.client] = norm
+        most = most_samples(counts.values()) if robust.bounded and counts else max(counts.values(), default=0)
+        self.samples = {client: min(n, most) for client, n in counts.items()}
+        self.notes: dict[int, str] = {}  # client -> what is bounded by much
+        self.factors = {name: self._factors(name, norms[name], robust.clip) for name in sorted(norms)}
+        self.changes = self.factors.get(_CHANGE, {})
         for client, n in counts.items():
             if n > most:
                 self.notes[client] = f"registered {n} samples, but counts as {most} (twice the median)"
-        return shares, factors
 
-    def _factors(self, name: str, shares: Mapping[int, int]) -> dict[int, float]:
+    def _factors(self, name: str, norms: Mapping[int, float], clip: float) -> dict[int, float]:
         """Client -> by what to multiply its change, or its extra of this name.
 
         Both the change and what it adds to the sum (the change times the samples) are shortened to `clip` times their
         median. Then all are lengthened by the share of the samples that this took away: so the average does not move
         less because clients are unlike, or because one of them lies.
         """
-        norms = self._norms[name]
-        added = {client: shares[client] * norm for client, norm in norms.items()}
-        median, clip = _median(norms.values()), self.robust.clip
-        most, most_added = clip * median, clip * _median(added.values())
+        samples, median = self.samples, median_low(norms.values())
+        added = {client: samples[client] * norm for client, norm in norms.items()}
+        most, most_added = clip * median, clip * median_low(added.values())
         short = {
             client: min(most / max(norm, most), most_added / max(added[client], most_added)) if norm else 1.0
             for client, norm in norms.items()
@@ -166,15 +146,41 @@ class Cohort:
                     else "not 0, while the cohort's median is 0"
                 )
                 self.notes[client] = f"{what} is {times}; it is scaled down"
-        again = sum(shares[client] for client in short) / sum(shares[client] * share for client, share in short.items())
+        again = sum(samples[client] for client in short) / sum(samples[c] * share for c, share in short.items())
         return {client: share * again for client, share in short.items()}
 
-    def _rows(self, size: int, device: torch.device) -> Tensor:
-        """Room for the weights of all clients: on a CPU in a file without a name."""
-        if device.type != "cpu":
-            return torch.empty((len(self._counts), size), device=device)
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=(len(self._counts), size)))
+
+def _norms(update: Update) -> Iterator[tuple[str, float]]:
+    """The lengths of an update's extras and of its change."""
+    for name, extra in update.extra.items():
+        if (
+            extra.value.dtype != torch.bool
+        ):  # whole numbers too, as the sender chooses the type; only bits need no bound
+            yield name, float(torch.linalg.vector_norm(extra.value + 0.0, dtype=torch.float64))
+    if update.start is not None:
+        yield _CHANGE, _length(update)
+
+
+def _bounded(layout: Layout, updates: Iterable[Update], bounds: Bounds, blends: bool) -> Iterator[Update]:
+    """The updates with bounded samples, changes and extras. Those that go against the others most are blended."""
+    others, changes = Others(layout), bounds.changes
+    blends = blends and len(changes) >= _FEW
+    for look in (others.add, others.compare) if blends else ():
+        for update in updates:
+            look(update, bounds.samples[update.client], changes.get(update.client, 1.0))
+    for update in updates:
+        found = replace(update, n=bounds.samples[update.client])
+        for name, mine in bounds.factors.items():
+            found = _scaled(found, name, mine.get(update.client, 1.0))
+        yield others.blend(found, max(1, int(_TRIM * len(changes)))) if blends else found
+
+
+def _rows(count: int, size: int, device: torch.device, folder: Path | None) -> Tensor:
+    """Room for the weights of all clients: on a CPU in a file without a name."""
+    if device.type != "cpu":
+        return torch.empty((count, size), device=device)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=(count, size)))
 
 
 class Others:
@@ -262,12 +268,7 @@ def _length(update: Update) -> float:
 
 def most_samples(counts: Collection[int]) -> int:
     """As how many samples a client may count at most in a cohort of these."""
-    return int(SAMPLES * _median(counts))
-
-
-def _median(numbers: Collection[float]) -> float:
-    """The lower median: of two numbers the smaller."""
-    return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 0.0
+    return int(SAMPLES * median_low(counts))
 
 
 def _scaled(update: Update, name: str, factor: float) -> Update:
@@ -284,14 +285,12 @@ def _scaled(update: Update, name: str, factor: float) -> Update:
     return replace(update, values=values)
 
 
-def _write(row: Tensor, update: Update) -> None:
+def _write(row: Tensor, mask: Mask, values: Tensor) -> None:
     """Unpack the weights of an update; NaN where it holds none."""
-    assert update.mask is not None
-    assert update.values is not None
-    active, k = update.mask.active, update.mask.layout.prunable_size
+    active, k = mask.active, mask.layout.prunable_size
     row[:k] = torch.nan
-    row[update.mask.places] = update.values[:active]
-    row[k:] = update.values[active : active + len(row) - k]
+    row[mask.places] = values[:active]
+    row[k:] = values[active : active + len(row) - k]
 
 
 def _add_trimmed(sums: Sums, rows: Tensor, shares: Tensor, trim: float) -> None:

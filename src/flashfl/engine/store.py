@@ -10,9 +10,9 @@ import contextlib
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,13 @@ from ..wire.tensors import notes_from_bytes, notes_to_bytes
 _HASH = re.compile("[0-9a-f]{16}")
 
 
+def temporary_folder(owner: object) -> Path:
+    """A new folder that is removed with its owner."""
+    path = Path(tempfile.mkdtemp(prefix="flashfl-"))
+    weakref.finalize(owner, shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
 class Folder(MutableMapping[str, bytes]):
     """Bytes by hash in the files of a folder; without a path in a temporary folder that is removed with this object.
 
@@ -35,11 +42,7 @@ class Folder(MutableMapping[str, bytes]):
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        if path is None:
-            temporary = tempfile.TemporaryDirectory(prefix="flashfl-")
-            self._finalizer = weakref.finalize(self, temporary.cleanup)
-            path = Path(temporary.name)
-        self.path = path
+        self.path = path or temporary_folder(self)
 
     def __getitem__(self, digest: str) -> bytes:
         try:
@@ -74,12 +77,12 @@ class Folder(MutableMapping[str, bytes]):
         return self.path / f"{digest}.mask"
 
 
-class MaskStore(Mapping[str, Mask]):
-    """hash -> Mask over any mapping of bytes, with the recently used masks decoded in memory."""
+class MaskStore:
+    """hash -> Mask, over any mapping of bytes, with the recently used masks decoded in memory."""
 
     def __init__(self, layout: Layout, backend: MutableMapping[str, bytes], cache_bytes: int = 64 << 20) -> None:
         self.layout, self.backend = layout, backend
-        self._cache: OrderedDict[str, Mask] = OrderedDict()
+        self._cache: dict[str, Mask] = {}  # by last use
         self._room = max(2, cache_bytes // max(1, layout.prunable_size))
 
     @staticmethod
@@ -114,7 +117,7 @@ class MaskStore(Mapping[str, Mask]):
 
     def keep(self, mask: Mask, own: bool = False) -> Kept:
         """A mask that a client holds. On a CPU it is stored now."""
-        return Kept(self, self.put(mask), None, own) if mask.bits.device.type == "cpu" else Kept(self, "", mask, own)
+        return Kept(self.put(mask), None, own) if mask.bits.device.type == "cpu" else Kept("", mask, own)
 
     def put_notes(self, notes: Mapping[str, Extra]) -> str:
         """Store what a client's parts remember; its hash."""
@@ -152,12 +155,6 @@ class MaskStore(Mapping[str, Mask]):
         del self.backend[digest]  # or `put` would take it for the mask when that comes again
         return CheckpointError(f"{self.folder or 'memory'}/{digest}.mask is damaged: {why}")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.backend)
-
-    def __len__(self) -> int:
-        return len(self.backend)
-
     def __contains__(self, digest: object) -> bool:
         return digest in self.backend
 
@@ -168,31 +165,25 @@ class MaskStore(Mapping[str, Mask]):
 
     def keep_only(self, digests: Iterable[str]) -> None:
         """Delete all other masks."""
-        for digest in set(self) - set(digests):
+        for digest in set(self.backend) - set(digests):
             del self.backend[digest]
             self._cache.pop(digest, None)
 
     def _remember(self, digest: str, mask: Mask) -> None:
+        self._cache.pop(digest, None)
         self._cache[digest] = mask
-        self._cache.move_to_end(digest)
         while len(self._cache) > self._room:
-            self._cache.popitem(last=False)
+            del self._cache[next(iter(self._cache))]
 
 
 @dataclass(eq=False)
 class Kept:
     """A mask or notes that a client holds: its hash. On a GPU the thing itself, as hashing waits for the GPU."""
 
-    store: MaskStore | None = None
     digest: str = ""
     loaded: Mask | None = None
     own: bool = False  # the client's own mask, not that of an order
     notes: Mapping[str, Extra] | None = None
-
-    @property
-    def mask(self) -> Mask | None:
-        """The mask; None if it is lost."""
-        return self.loaded or (None if self.store is None else self.store.find(self.digest))
 
 
 def _digest(data: bytes) -> str:

@@ -11,33 +11,42 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..core.client import active_range, fields_of, overrides, reports_changes
-from ..core.exchange import Carries, Local, Traffic, Update
+from ..core.client import active_range, fields_of, moves_mask, overrides, reports_changes
+from ..core.exchange import Local, Traffic, Update
 from ..core.mask import Mask, repacked
-from ..core.precision import EXACT
-from ..wire import Limits, Message, decode
+from ..core.precision import EXACT, Precision
+from ..sparsity import recipe_mask
+from ..wire import Limits, Message, decode, size_with
 from ..wire.errors import NegativeVariance, NonFinite, WrongContent, WrongDensity, WrongTag
 from .pipeline import tallied
 
 LARGEST_METRIC = 1e30  # the largest metric or extra; sums of such numbers stay finite
 
 
-def read_update(
-    data: bytes, order: Message, own: Mask | None, frozen: Mask | None, compared: bool = False
-) -> tuple[Update, Traffic]:
+def read_update(data: bytes, order: Message, own: Mask | None, compared: bool = False) -> tuple[Update, Traffic]:
     """The update that answers `order` and what it took, or the WireError that says why this is none.
 
-    own: the mask that the client keeps, which the update may refer to. frozen: see `check_update`. compared: the
-    changes of clients will be compared, so the update needs its `start`.
+    own: the mask that the client keeps, which the update may refer to. compared: the changes of clients will be
+    compared, so the update needs its `start`.
     """
     known = {mask.hash: mask for mask in (order.mask, own) if mask is not None}
     message = _restored(decode(data, order.layout, known=known, limits=limits_of(order)), order)
-    check_update(message, order, frozen)
+    check_update(message, order, frozen_mask(order, own))
     update = _as_update(message, order)
     if compared and order.mask is not None and order.values is not None:
         update = replace(update, start=start_of(update, order.work, order.mask, order.values))
     assert message.parts is not None
     return update, message.parts.traffic("update")
+
+
+def frozen_mask(order: Message, own: Mask | None) -> Mask | None:
+    """The mask that the client must return; None if it may move its mask, or if its own is unknown here."""
+    local = order.work
+    if local.adapt is not None or moves_mask(local.parts):
+        return None
+    if "mask" in local.keep and order.start is not None:
+        return own
+    return order.mask if local.start is None else recipe_mask(order.layout, local.start)
 
 
 def check_update(update: Message, order: Message, frozen: Mask | None = None) -> None:
@@ -57,23 +66,17 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
             raise WrongContent(f"client {update.client} reports {name} = {value:.3g}, above {LARGEST_METRIC:g}")
     _check_extras(update, order)
     local = order.work
-    carries = {"weights": order.carries, "mask": "rest", "statistics": "statistics", "counts": None}[local.report]
     counts = update.mask.counts if update.mask is not None else update.counts
-    fits = (update.mask is not None) == (local.report in ("weights", "mask"))
-    fits = fits and (counts is not None or local.report == "statistics")
-    if not fits or carries != (update.carries if update.values is not None else None):
-        raise WrongContent(
-            f"client {update.client} sent values: {'none' if update.values is None else update.carries}, mask: "
-            f"{'no' if update.mask is None else 'yes'}, counts: {'no' if counts is None else 'yes'}. Expected values: "
-            f"{carries or 'none'}, mask: {'yes' if local.report in ('weights', 'mask') else 'no'}, counts: "
-            f"{'no' if local.report == 'statistics' else 'yes'}."
-        )
-    if counts is not None and order.mask is not None and local.report != "statistics":
-        expected = sum(local.start.budgets if local.start is not None else order.mask.counts)
-        least, most = active_range(local.parts, order.layout, expected)
+    carries = None if local.report == "counts" else local.update_carries
+    sent = (None if update.values is None else update.carries, update.mask is not None, counts is not None)
+    wanted = (carries, local.report in ("weights", "mask"), local.report != "statistics")
+    if sent != wanted:
+        raise WrongContent(f"client {update.client} sent (values, mask, counts) = {sent}, expected {wanted}")
+    if counts is not None:
+        least, most = _active(order)
         if not least <= sum(counts) <= most:
-            wanted = str(least) if least == most else f"{least} to {most}"
-            raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {wanted}")
+            wanted_active = str(least) if least == most else f"{least} to {most}"
+            raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {wanted_active}")
     if frozen is not None and update.mask is not None and not update.mask.equal(frozen):
         raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
     _check_variances(update)
@@ -116,6 +119,22 @@ def _within(values: Tensor, most: float) -> bool:
     return not values.numel() or all(abs(float(x)) <= most for x in torch.aminmax(values))
 
 
+def _active(order: Message) -> tuple[int, int]:
+    """The least and the most active weights of an update that answers this order."""
+    local = order.work
+    assert order.mask is not None
+    before = sum(local.start.budgets if local.start is not None else order.mask.counts)
+    return active_range(local.parts, order.layout, before)
+
+
+def largest_answer(order: Message, values: Precision) -> int:
+    """Bytes of the largest update that can answer this order: no mask takes more than a bit for each weight."""
+    mask_bytes = order.layout.prunable_size // 8 + 2
+    plain = size_with(replace(order, extra={}), _active(order)[1], mask_bytes, order.work.sends(values)).total
+    limits = limits_of(order)
+    return plain + (300 + 8 * limits.elements) * limits.extras
+
+
 def limits_of(order: Message) -> Limits:
     """Reject more or larger extras than the order has, and a recipe unless the order allows one."""
     local = order.work
@@ -127,13 +146,21 @@ def limits_of(order: Message) -> Limits:
     return Limits(extras=count, elements=most, recipes=local.start is not None or kept)
 
 
-def base_values(order: Message, mask: Mask, carries: Carries) -> Tensor:
-    """What an order's model has at the places of an update's values; 0 for statistics, which are never changes."""
+def shifted(answer: Message, order: Message, sign: int) -> Message:
+    """An answer with changes of the order's weights instead of weights (sign -1), or with weights again (1)."""
+    assert answer.values is not None
+    assert answer.mask is not None
     assert order.values is not None
     assert order.mask is not None
-    layout, values = order.layout, repacked(order.values, order.mask, mask)
-    weights = values[: mask.active + layout.trained_size - layout.prunable_size]
-    return torch.cat([weights, values.new_zeros(layout.size - layout.trained_size)]) if carries == "all" else weights
+    values, start = answer.values.clone(), _weights_at(order.values, order.mask, answer.mask)
+    values[: len(start)].add_(start, alpha=sign)
+    return replace(answer, values=values)
+
+
+def _weights_at(values: Tensor, old: Mask, new: Mask) -> Tensor:
+    """The weights of a packed model, packed under another mask, without statistics."""
+    layout = old.layout
+    return repacked(values, old, new)[: new.active + layout.trained_size - layout.prunable_size]
 
 
 def _restored(update: Message, order: Message) -> Message:
@@ -146,10 +173,10 @@ def _restored(update: Message, order: Message) -> Message:
         raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
     if not coding.values.changes:
         return update
-    values = update.values + base_values(order, update.mask, update.carries)
-    if not bool(values.isfinite().all()):
+    update = shifted(update, order, 1)
+    if update.values is not None and not bool(update.values.isfinite().all()):
         raise NonFinite(f"the changes of client {update.client} lead to weights that are not finite")
-    return replace(update, values=values)
+    return update
 
 
 def _as_update(message: Message, order: Message) -> Update:
@@ -173,12 +200,9 @@ def start_of(update: Update, local: Local, mask: Mask, values: Tensor) -> Tensor
     """`Update.start` for an update whose order has these packed values under `mask`; None if it has no weights."""
     if local.report not in ("weights", "mask") or update.mask is None or update.values is None:
         return None
-    layout = update.mask.layout
+    start, active = _weights_at(values, mask, update.mask), update.mask.active
     if reports_changes(local.parts):
-        start = torch.zeros_like(update.values)
-    else:
-        start = values
-        if local.report == "mask":  # prunable weights are bits: the update has no values of them
-            start = torch.cat([torch.zeros_like(start[: mask.active]), start[mask.active :]])
-        start = repacked(start, mask, update.mask)
-    return start[: len(start) - (layout.size - layout.trained_size)]
+        return torch.zeros_like(start)
+    if local.report == "mask":  # prunable weights are bits: the update has no values of them
+        return torch.cat([torch.zeros_like(start[:active]), start[active:]])
+    return start

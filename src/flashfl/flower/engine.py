@@ -71,7 +71,7 @@ class FlowerEngine:
             return self._train_privately(self.vault, s, list(orders))
         account = Encoding(self.memory, self.down, self.robust)
         this = Exchange(account, self.registry, s.tag)
-        this.ask(account.messages(orders))
+        this.ask((client.id, account.sent(client, order)) for client, order in orders)
         return this.settle()
 
     def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
@@ -101,7 +101,7 @@ class FlowerEngine:
         present = self.registry.present()  # before anything else: it may find other clients than the last look
         account = Encoding(self.memory, self.down, self.robust)
         this = ClientEvaluation(account, self.registry, self._tag, share)
-        this.ask(account.messages((c, order) for c in present if this.entries[c.id].held), "evaluate")
+        this.ask(((c.id, account.sent(c, order)) for c in present if this.entries[c.id].held), "evaluate")
         return this.mean()
 
     def evaluate_personal(self, weights: Weights, clients: Sequence[tuple[Client, Local]]) -> Score | None:
@@ -244,7 +244,7 @@ class Exchange:
         """Close the account: the round is over. Clients that did not reply are passed over for a while."""
         began = time.monotonic()
         outcome = self.account.close()
-        for client, what in sorted(self.account.cohort.notes.items()) if self.account.cohort else ():
+        for client, what in sorted(self.account.notes.items()):
             log.warning("client %d: %s", client, what)
         self.attendance.round_over(self.silent)
         self.registry.doubt(outcome.failures)
