@@ -303,19 +303,19 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("train", "test", "what"),
     [
-        ({"premise": THREE, "hypothesis": THREE}, {}, "exactly one of texts.* Its texts: premise, hypothesis\\."),
-        ({"question": THREE, "sentence": THREE}, {}, "exactly one of texts.* Its texts: question, sentence\\."),
-        ({"id": THREE}, {}, "Its texts: none"),
+        ({"premise": THREE, "hypothesis": THREE}, {}, "exactly one text column.* columns: premise, hypothesis\\."),
+        ({"question": THREE, "sentence": THREE}, {}, "exactly one text column.* columns: question, sentence\\."),
+        ({"id": THREE}, {}, "Its text columns: none"),
         ({"text": [None, "a", "b"]}, {}, "split 'train' has no text in row 0"),
         (
             {"text": THREE, "label": [-1, 0, 1]},
             {},
-            "'label' is missing or unknown in 1 of 3 rows of split 'train': row 0 has -1",
+            "'label'\\) is missing or unknown in 1 of 3 rows of split 'train': row 0 has -1",
         ),
         (
             {"text": THREE, "label": [0, None, 1]},
             {},
-            "'label' is missing .* 1 of 3 rows of split 'train': row 1 has None",
+            "'label'\\) is missing .* 1 of 3 rows of split 'train': row 1 has None",
         ),
         ({"text": THREE, "label": [0.5, 1, 2]}, {}, "must be whole numbers from 0 to 65535, or strings"),
         ({"text": THREE, "label": [[0], [1], [2]]}, {}, "must be whole numbers from 0 to 65535, or strings"),
@@ -323,12 +323,12 @@ def test_hub_splits_without_labels_are_skipped(monkeypatch: pytest.MonkeyPatch) 
         (
             {"text": THREE, "label": ["a", "b", "a"]},
             {"label": ["a", "c", "a"]},
-            "'label' is missing .* of split 'test': row 1 has 'c'",
+            "'label'\\) is missing .* of split 'test': row 1 has 'c'",
         ),
-        ({"text": THREE}, {"label": [0, None, 1]}, "'label' is missing or unknown in 1 of 3 rows of split 'test'"),
+        ({"text": THREE}, {"label": [0, None, 1]}, "'label'\\) is missing or unknown in 1 of 3 rows of split 'test'"),
         ({"text": THREE}, {"text": ["a", "b", None]}, "split 'test' has no text in row 2"),
         ({"text": [], "label": []}, {}, "it needs a split 'train' with samples"),
-        ({"text": THREE, "label": [None] * 3}, {}, "'label' is missing or unknown in 3 of 3 rows of split 'train'"),
+        ({"text": THREE, "label": [None] * 3}, {}, "'label'\\) is missing or unknown in 3 of 3 rows of split 'train'"),
     ],
 )
 def test_hub_data_that_cannot_be_read_is_an_error(

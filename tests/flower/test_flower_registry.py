@@ -145,7 +145,7 @@ def test_too_few_clients_stop_the_run_with_the_reason() -> None:
 
 def test_per_round_above_the_number_of_clients_raises_before_training() -> None:
     task = make_task("norm")
-    with pytest.raises(ConfigError, match="per_round = 9: must be between 1 and the number of clients, 8"):
+    with pytest.raises(ConfigError, match="per_round = 9: must be at least 1 and at most 8"):
         train(small("dense"), task, federation(task), per_round=9)
 
 

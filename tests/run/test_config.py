@@ -148,7 +148,7 @@ def test_every_method_has_options_with_defaults(name: str) -> None:
         ({"per_round": "-1"}, "per_round = -1: must be at least 1"),
         ({"batch": "0"}, "batch = 0: must be at least 1"),
         ({"lr": "-0.1"}, "lr = -0.1: must be at least 0"),
-        ({"lr": "Infinity"}, "lr = inf: must be at least 0"),
+        ({"lr": "Infinity"}, "lr = inf: must be a finite number, at least 0"),
         ({"dropout": "1"}, "dropout = 1.0: must be at least 0 and below 1"),
         ({"max_bytes": "-1"}, "max_bytes = '-1': expected a number of bytes, such as 2.3MB"),
         ({"lanes": "-3"}, "lanes = -3: must be at least 0"),

@@ -83,7 +83,9 @@ class Local:
         check_range("[0, 1e6]", lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         check_range("[0, 1e6]", prox=self.prox, lr_last=self.lr_last)
         if self.keep not in ((), ("mask",)):
-            raise ConfigError(f"keep = {self.keep}: must be () or ('mask',). For other tensors, parts have `remembers`")
+            raise ConfigError(
+                f"keep = {self.keep}: must be () or ('mask',). For other tensors, write a part that has `remembers`"
+            )
         for own in (*self.parts, *([self.adapt] if self.adapt is not None else ())):
             check_part(own)
         if self.report == "mask" and not self.statistics:

@@ -87,8 +87,8 @@ def close_clients(local: Local, c: Clients) -> Finished:
     for what, names, found in (("reports", reported, c.report), ("remembers", remembered, c.memory)):
         if names.keys() != found.keys():
             raise FlashError(
-                f"the parts declare {sorted(names)} in `{what}`, but they set {sorted(found)}: every name that a part "
-                "sets must be declared, and every declared name set"
+                f"the parts declare {sorted(names)} in `{what}`, but they set {sorted(found)}. Declare every name that "
+                "a part sets, and set every name that is declared"
             )
         for name, declared in names.items():
             wanted = (len(c.keys), *declared.shape(layout))

@@ -71,7 +71,7 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     sent = (None if update.values is None else update.carries, update.mask is not None, counts is not None)
     wanted = (carries, local.report in ("weights", "mask"), local.report != "statistics")
     if sent != wanted:
-        raise WrongContent(f"client {update.client} sent (values, mask, counts) = {sent}, expected {wanted}")
+        raise WrongContent(f"client {update.client} sent {_contents(*sent)}, expected {_contents(*wanted)}")
     if counts is not None:
         least, most = _active(order)
         if not least <= sum(counts) <= most:
@@ -80,6 +80,12 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
     if frozen is not None and update.mask is not None and not update.mask.equal(frozen):
         raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
     _check_variances(update)
+
+
+def _contents(carries: str | None, mask: bool, counts: bool) -> str:
+    """What a message carries, in words."""
+    found = [f"values ({carries})"] * (carries is not None) + ["a mask"] * mask + ["layer counts"] * counts
+    return " and ".join(found) or "nothing"
 
 
 def _check_extras(update: Message, order: Message) -> None:

@@ -208,7 +208,7 @@ class Exchange:
         about, sender = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
         post = self.posts.get(about)
         if post is None:
-            log.warning("node %d sent a second reply, or one to no request of this %s; dropped", sender, self.name)
+            log.warning("node %d sent a reply that this %s does not wait for; ignored", sender, self.name)
         elif reply.has_error():
             del self.posts[about]
             self.account.failed(post.client, f"Flower reports error {reply.error.code}: {reply.error.reason}")

@@ -184,8 +184,8 @@ class Registry:
         if holder.node != entry.node and (holder.node in self.nodes or not self.options.rebind):
             raise ConfigError(
                 f"client {entry.client.id} belongs to node {holder.node}, which registered it first. Give each "
-                "SuperNode its own partition-id. If the client has a new key, or its SuperNode was restarted and is "
-                "not authenticated, stop the first node and resume the run with flower.rebind=true."
+                "SuperNode its own partition-id. If this is the same client after a restart or with a new key, make "
+                f"sure that node {holder.node} no longer runs, and resume the run with flower.rebind=true."
             )
         if own != entry:
             if not self.options.rebind:

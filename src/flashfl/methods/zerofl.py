@@ -109,7 +109,8 @@ class ZeroFL(WithDensity):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("[0, 1)", mask_ratio=self.mask_ratio)
-        check_range("(0, 1]", "Clients send density + mask_ratio", sent=self.density + self.mask_ratio)
+        sent = {"density + mask_ratio": self.density + self.mask_ratio}
+        check_range("(0, 1]", "Clients send this share of the weights", **sent)
 
     def work(self, s: State, client: Client) -> Local:
         return self.local(s, parts=(Swat(self.density), Largest(self.density + self.mask_ratio, self.upload)))

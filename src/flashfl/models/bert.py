@@ -74,7 +74,7 @@ def pretrained(
         )
     check_range(f"[0, {net.config.vocab_size}]", f"{path} knows no more tokens: lower vocab_size", vocab=vocab)
     longest = getattr(net.config, "max_position_embeddings", length)
-    check_range(f"[0, {longest}]", f"{path} reads no longer texts", length=length)
+    check_range(f"[0, {longest}]", f"{path} reads texts of at most so many tokens", length=length)
     return Bert(net.float(), freeze)
 
 

@@ -66,7 +66,7 @@ class Groups:
 
 def check_pattern(m: int) -> None:
     if m:
-        check_range(f"[2, {_LARGEST}]", "It is the group size of an N:M pattern; 0: no pattern", nm=m)
+        check_range(f"[2, {_LARGEST}]", "It is the group size of an N:M pattern. Or set 0 for no pattern", nm=m)
 
 
 def pattern_budgets(layout: Layout, budgets: Sequence[int], m: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def _read(splits: Mapping[str, Rows], options: Options) -> DataSet:
         given, values = list(splits[split][label]), _values(splits[split], column, split)
         if lost := [f"row {i} has {value!r}" for i, value in enumerate(given) if value not in classes]:
             where = f"{len(lost)} of {len(given)} rows of split {split!r}"
-            raise DataError(f"{label!r} is missing or unknown in {where}: {lost[0]}")
+            raise DataError(f"the label (column {label!r}) is missing or unknown in {where}: {lost[0]}")
         targets = [classes[value] for value in given]
         if pictures:
             size = pairs[0][0].shape[2:] if pairs else None
@@ -87,7 +87,10 @@ def _label(train: Rows) -> str:
     labels: list[str] = [column for column, feature in train.features.items() if type(feature).__name__ == "ClassLabel"]
     labels += [column for column in LABELS if column in train.features]
     if not labels:
-        raise DataError(f"it has {', '.join(train.features)}, none a ClassLabel or called {', '.join(LABELS)}")
+        raise DataError(
+            f"it has no column of labels: one of type ClassLabel, or called {' or '.join(LABELS)}. Its columns are "
+            f"{', '.join(train.features)}"
+        )
     return labels[0]
 
 
@@ -118,4 +121,5 @@ def _text(train: Rows, label: str) -> str:
     liked = [column for column in _TEXTS if column in columns]
     if len(columns) == 1 or (liked and not set(columns) & set(_SECOND)):
         return (liked or columns)[0]
-    raise DataError(f"it needs a column of images, or exactly one of texts. Its texts: {', '.join(columns) or 'none'}")
+    found = ", ".join(columns) or "none"
+    raise DataError(f"it needs a column of images, or exactly one text column. Its text columns: {found}")
