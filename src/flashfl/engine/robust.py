@@ -153,9 +153,8 @@ class Bounds:
 def _norms(update: Update) -> Iterator[tuple[str, float]]:
     """The lengths of an update's extras and of its change."""
     for name, extra in update.extra.items():
-        if (
-            extra.value.dtype != torch.bool
-        ):  # whole numbers too, as the sender chooses the type; only bits need no bound
+        # Whole numbers too, as the sender chooses the type. Only bits need no bound.
+        if extra.value.dtype != torch.bool:
             yield name, float(torch.linalg.vector_norm(extra.value + 0.0, dtype=torch.float64))
     if update.start is not None:
         yield _CHANGE, _length(update)
