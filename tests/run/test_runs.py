@@ -59,7 +59,7 @@ def test_more_clients_a_round_than_clients() -> None:
 
 
 def test_an_empty_client() -> None:
-    with pytest.raises(DataError, match="client 1 has no samples"):
+    with pytest.raises(DataError, match=r"clients\[1\] has no samples"):
         Task(DropoutNet, [blobs(3, (6,), 1), blobs(0, (6,), 1)], blobs(3, (6,), 1))
     with pytest.raises(DataError, match="no clients"):
         Task(DropoutNet, [], blobs(3, (6,), 1))

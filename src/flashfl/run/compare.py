@@ -26,7 +26,6 @@ from .run import Run
 from .sealed import Unusable, read_record
 from .simulate import simulate
 from .summary import Metric
-from .track import check_installed
 
 
 class OutOfTime(Exception):
@@ -43,7 +42,6 @@ def run_config(
 ) -> Run:
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
-    check_installed(config.train.track)
 
     def stop(state: State, record: RoundRecord) -> None:
         if time.monotonic() > until and not config.method.done(state):
@@ -82,7 +80,8 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
     done = 0
     for point in points:
         with suppress(Unusable):
-            done = max(done, read_record(point)["rounds"])
+            read_record(point)
+            done = max(done, int(point.stem.removeprefix("checkpoint-")))
     if recorded < done:
         raise CheckpointError(
             f"its checkpoint has {done} rounds, but its results file has only {recorded}: some of its lines are lost"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.errors import ConfigError, unknown
+from ..core.errors import ConfigError, check_range, unknown
 from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
@@ -34,13 +33,13 @@ from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
 OUTSIDE = ("device", "workers", "checkpoint_every", "track", "data_root", "verify")
-_LEAST = {"rounds": 1, "per_round": 1, "eval_every": 1, "min_replies": 1, "threads": 1}
-_LEAST |= {"budget": 0, "max_bytes": 0, "workers": 0, "lanes": 0, "checkpoint_every": 0, "retries": 0}
-_MOST = 1024  # workers, threads or lanes: more than any machine can use
-_BELOW = {  # each must be below this; and what the error adds
-    "dropout": (1, ""),
-    "average": (1, " (0.95 averages about 20 rounds)"),
-    "trim": (0.5, ", or no values would be left"),
+_ALLOWED = {  # the interval that settings lie in
+    "[1, inf)": ("rounds", "per_round", "eval_every", "min_replies"),
+    "[0, inf)": ("budget", "max_bytes", "checkpoint_every", "retries", "clip"),
+    "[1, 1024]": ("threads",),  # more than any machine can use
+    "[0, 1024]": ("workers", "lanes"),
+    "[0, 1)": ("dropout", "average"),
+    "[0, 0.5)": ("trim",),  # or no values would be left
 }
 _TABLES = ("task", "train", "method")
 
@@ -104,17 +103,8 @@ class TrainConfig:
     track: str = ""  # also log to tensorboard, mlflow or wandb; several are separated by commas
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least {least}")
-        for name in ("workers", "threads", "lanes"):
-            if getattr(self, name) > _MOST:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
-        for name, (limit, why) in _BELOW.items():
-            if not 0 <= getattr(self, name) < limit:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0 and below {limit}{why}")
-        if not (math.isfinite(self.clip) and self.clip >= 0):
-            raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
+        for allowed, names in _ALLOWED.items():
+            check_range(allowed, **{name: getattr(self, name) for name in names})
         check_settings(self)
         for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim"):
             if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):

@@ -108,6 +108,7 @@ def drive(
     check_method(method)
     check_sparse(method, task)
     check_private(method, task, config)
+    tracking = Tracking(config.track, folder, task.metric_name)
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, clients.size, engine.device, method)
     identity = identity_of(method, task, config, clients, header or {})
@@ -131,7 +132,7 @@ def drive(
         if resume:
             tick(_resumed(start, config.rounds), 0)
         run.state = start
-        tracking = Tracking(config.track, folder, header or identity, start.counted, task.metric_name)
+        tracking.begin(header or identity, start.counted)
         with closing(tracking), keeper.on_the_way_out():
             try:
                 _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, tick)
@@ -168,8 +169,7 @@ def _loop(
         run.state, run.traffic, run.rounds = state, traffic, run.rounds + 1
         engine.memory.snapshot()  # the state and what the engine remembers belong together
         run.results.append(record)
-        if config.track:
-            tracking.log(state.counted, record)
+        tracking.log(state.counted, record)
         watch(state, record)
         if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
