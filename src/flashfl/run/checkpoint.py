@@ -68,8 +68,7 @@ class Keeper:
     def begin(self) -> None:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            for name in ("snapshots", "private"):
+            for name in ("checkpoints", "snapshots", "private"):
                 shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
             for name in ("model.safetensors", "model.masks.safetensors"):
                 self.folder.with_name(name).unlink(missing_ok=True)
@@ -263,13 +262,12 @@ def _restore(tensors: Mapping[str, Tensor], described: Mapping[str, Any], plan: 
 
 def _mask(plan: Plan, packed: Tensor, described: Any) -> Mask:
     """A stored mask. Its recipe, if it has one, must really give it."""
-    if described is None:
-        return Mask.unpack(plan.layout, packed.numpy(), plan.device)
-    recipe = build(Recipe, described)
-    check_recipe(recipe, plan.layout)
+    recipe = None if described is None else build(Recipe, described)
     mask = Mask.unpack(plan.layout, packed.numpy(), plan.device, recipe)
-    if not recipe_mask(plan.layout, recipe).equal(mask):
-        raise ValueError("a stored mask differs from the mask that its recipe gives")
+    if recipe is not None:
+        check_recipe(recipe, plan.layout)
+        if not recipe_mask(plan.layout, recipe).equal(mask):
+            raise ValueError("a stored mask differs from the mask that its recipe gives")
     return mask
 
 

@@ -45,10 +45,9 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_bytes())
         if not isinstance(record, dict) or "flashfl checkpoint" not in record:
             raise Unusable(f"{path.name} is not a flashfl checkpoint")
-        found, wanted, signature = (record.pop(name, None) for name in ("flashfl checkpoint", "digest", "signature"))
-        if found != FORMAT:
+        if (found := record["flashfl checkpoint"]) != FORMAT:
             raise Unusable(f"{path.name} has format {found!s:.20}, and this version of flashfl reads format {FORMAT}")
-        record = {"flashfl checkpoint": found, **record}
+        wanted, signature = record.pop("digest", None), record.pop("signature", None)
         if (key := _given()) is not None and not hmac.compare_digest(_signature(record, key), str(signature)):
             what = "is not signed" if signature is None else "is signed with another key, or was changed since"
             raise Unsigned(
