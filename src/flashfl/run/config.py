@@ -177,16 +177,13 @@ class RunConfig:
 def make_train(values: Mapping[str, object]) -> TrainConfig:
     """Training settings from their values."""
     if "optimizer" in values:
-        raise _no_optimizer(values["optimizer"])
+        raise ConfigError(
+            f"optimizer = {values['optimizer']!r}: there is no such setting. Clients train with SGD: set `lr`, "
+            "`momentum` and `weight_decay`. The server can use Adam (FedAdam): from Python server={'adam': 0.99, "
+            "'momentum': 0.9, 'lr': 0.01}, on the command line --server.adam 0.99 --server.momentum 0.9 --server.lr "
+            "0.01."
+        )
     return build(TrainConfig, values, "train")
-
-
-def _no_optimizer(given: object) -> ConfigError:
-    return ConfigError(
-        f"optimizer = {given!r}: there is no such setting. Clients train with SGD: set `lr`, `momentum` and "
-        "`weight_decay`. The server can use Adam (FedAdam): from Python server={'adam': 0.99, 'momentum': 0.9, 'lr': "
-        "0.01}, on the command line --server.adam 0.99 --server.momentum 0.9 --server.lr 0.01."
-    )
 
 
 def known_method(name: object) -> type[Method]:
@@ -228,7 +225,7 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
         if option == "method":
             continue
         if option not in homes:
-            raise _unknown_option(option, text, kind, homes)
+            raise _unknown_option(option, kind, homes)
         table, path, hint = homes[option]
         _put(tables[table], path, parse(text, hint, option))
     return RunConfig(
@@ -238,10 +235,8 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
     )
 
 
-def _unknown_option(option: str, text: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
+def _unknown_option(option: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
     method = kind.name
-    if option in ("optimizer", "train.optimizer"):
-        return _no_optimizer(text)
     if option in vars(kind).get("__annotations__", {}):
         return ConfigError(
             f"unknown option {option!r}: `flashfl methods {method}` lists the settings of {method}. If the method is "
@@ -264,7 +259,8 @@ Home = tuple[str, tuple[str, ...], object]  # table, path inside it, type
 
 def _homes(method: type[Method]) -> dict[str, Home]:
     """Every option a user can set: `density`, or in full `method.density`; parts of parts as `adapt.growth`."""
-    homes: dict[str, Home] = {}
+    # There is no optimizer to choose. `make_train` says so, and what to set instead.
+    homes: dict[str, Home] = dict.fromkeys(("optimizer", "train.optimizer"), ("train", ("optimizer",), str))
     for table, cls in (("method", method), ("train", TrainConfig), ("task", TaskConfig)):
         for path, hint, _ in walk(cls):
             homes[".".join((table, *path))] = homes[".".join(path)] = (table, path, hint)
