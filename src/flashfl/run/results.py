@@ -61,6 +61,8 @@ class Results:
     def read(folder: Path) -> Results:
         """The results in a run's folder, or an error that names what is wrong with it."""
         path = folder / RESULTS
+        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+            raise FlashError(f"{folder} is not a run: its {path.name} is a folder or something else, expected a file")
         try:
             return Results(path, *_parse(path))
         except OSError as error:
