@@ -18,7 +18,7 @@ from . import __version__
 from .core.errors import ConfigError, FlashError
 from .report.command import add_commands
 from .run.datacli import add_data
-from .run.listing import DIGITS_DENSITY, add_listings
+from .run.options import DIGITS_DENSITY, add_listings
 from .run.sealed import KEY
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 2
         for file in getattr(args, "load", ()):
-            from .run.loaded import load_file
+            from .run.code import load_file
 
             load_file(file)
         if getattr(args, "checkpoint_key", None):
@@ -255,7 +255,6 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     from .paper.verdict import verdict
     from .report.command import page_for
     from .run.compare import check_settings, compare, settings_for
-    from .run.progress import amount
     from .run.summary import Metric, numbers_of, summarise
     from .run.table import TRANSFER, summary_table
 
@@ -276,19 +275,14 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         name: summarise([numbers_of(r.header, r.rounds) for r in group], Metric.of(group[0].header))
         for name, group in runs.items()
     }
-    train, task = first[0].train, first[0].task
-    density = {c.to_json()["method"].get("density", 1.0) for c in first} - {1.0}
-    size = f"density {', '.join(map(str, sorted(density))) or '1'}"
-    if train.budget:
-        size = f"{amount(train.budget)} a client and round each way"
-    title = (
-        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, {size}, "
-        f"{args.seeds} seed(s)"
-    )
     personal = any(one.personal is not None for one in found.values())
     columns = [name for name in _COMPARED if personal or name != "personal %"]
     costs = (TRANSFER, "FLOPs / run", "mask mismatch", "seconds / run")
-    print(summary_table(found, columns, title).terminal(), summary_table(found, costs).terminal(), sep="\n\n")
+    print(
+        summary_table(found, columns, _title(first, args.seeds)).terminal(),
+        summary_table(found, costs).terminal(),
+        sep="\n\n",
+    )
     said = (
         "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mbit/s: seconds that the "
         "bytes of one client and round take, up and down together. Mask mismatch: between the server's masks of "
@@ -299,6 +293,21 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
         print(f"page: {page}")
     return 0
+
+
+def _title(configs: Sequence[RunConfig], seeds: int) -> str:
+    """What the runs of a comparison have in common."""
+    from .run.progress import amount
+
+    train, task = configs[0].train, configs[0].task
+    density = {c.to_json()["method"].get("density", 1.0) for c in configs} - {1.0}
+    size = f"density {', '.join(map(str, sorted(density))) or '1'}"
+    if train.budget:
+        size = f"{amount(train.budget)} a client and round each way"
+    return (
+        f"{task.dataset}: {task.clients} clients, {train.per_round} a round, {train.rounds} rounds, {size}, "
+        f"{seeds} seed(s)"
+    )
 
 
 def _export(args: argparse.Namespace, overrides: dict[str, str]) -> int:

@@ -30,8 +30,8 @@ from flashfl.engine.replica import PrunedInputs, largest
 from flashfl.engine.step import MaskedStep
 from flashfl.engine.store import Folder
 from flashfl.methods.topk import LargestChanges
+from flashfl.run.code import load_file
 from flashfl.run.config import TrainConfig
-from flashfl.run.loaded import load_file
 from flashfl.run.simulate import drive
 from flashfl.sparsity.steps import Multiply
 from flashfl.wire import Message, decode, encode, size_with

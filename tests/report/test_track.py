@@ -115,7 +115,9 @@ def test_mlflow_and_wandb_continue_after_a_resume(
     assert fake.calls[0] == first
     assert [c for c in fake.calls if c[0] == "log"] == [("log", 1), ("log", 2)]
     assert fake.calls[-1] == ("end", None)
-    Tracking(name, tmp_path, {}, step=2).close()
+    tracking = Tracking(name, tmp_path)
+    tracking.begin({}, step=2)
+    tracking.close()
     assert again in fake.calls
 
 

@@ -124,7 +124,7 @@ def test_a_lost_mask_is_warned_of_and_the_checkpoint_before_is_used(tmp_path: Pa
     lost = only_in(3, tmp_path)
     before = lost.read_bytes()
     damage(lost, how)
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003.json: .* mask.*Continuing from .*00000002"):
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-00000003.json .* mask.*Continuing from .*00000002"):
         resumed = go(tmp_path, method=NST, resume=True, workers=workers)
     assert not lost.exists() or lost.read_bytes() == before, "it came again, or nobody needs it"
     assert (tmp_path / "checkpoints" / "checkpoint-00000003.json.unused").exists(), "it must not come back"
@@ -139,7 +139,7 @@ def test_if_the_masks_of_all_are_lost_that_is_an_error(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(
         CheckpointError,
-        match=r"no checkpoint in .* can be used: checkpoint-00000003.json: .*the stored mask of a client",
+        match=r"no checkpoint in .* can be used: checkpoint-00000003.json .*the stored mask of a client",
     ):
         go(tmp_path, method=NST, resume=True)
 

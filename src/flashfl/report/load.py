@@ -20,7 +20,7 @@ from ..measure.mismatch import pairwise
 from ..paper.published import ELSEWHERE, Published, lookup
 from ..run.config import Settings
 from ..run.observe import SNAPSHOTS, snapshots
-from ..run.results import RESULTS, End, Header, Results
+from ..run.results import RESULTS, Header, Results
 from ..run.summary import Metric, Numbers, numbers_of
 from ..run.track import flat
 
@@ -38,7 +38,7 @@ class RunData:
     folder: Path
     header: Header
     rounds: list[RoundRecord]
-    end: End | None
+    end: Settings | None
     written: float = 0.0  # when the results file last changed, in seconds
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -62,12 +63,8 @@ class Cost:
 
     def densest(self, budget: int, down: Precision, up: Precision) -> float:
         """The largest density, in steps of 0.01 %, that stays within the budget; 0 if none does."""
-        low, high = 0, 10_000
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = max(self.bytes(middle / 10_000, down, up)) <= budget
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low / 10_000
+        steps = range(1, 10_001)
+        return bisect_right(steps, budget, key=lambda step: max(self.bytes(step / 10_000, down, up))) / 10_000
 
 
 def _mask_bytes(layout: Layout, density: float) -> float:

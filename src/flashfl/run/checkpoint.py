@@ -13,17 +13,17 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from ..core.engine import JSON, Engine, Population
-from ..core.errors import CheckpointError, ConfigError, warn
+from ..core.errors import CheckpointError, ConfigError, check_range, warn
 from ..core.exchange import Traffic
 from ..core.files import put
 from ..core.loop import checked
@@ -68,8 +68,7 @@ class Keeper:
     def begin(self) -> None:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            for name in ("snapshots", "private"):
+            for name in ("checkpoints", "snapshots", "private"):
                 shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
             for name in ("model.safetensors", "model.masks.safetensors"):
                 self.folder.with_name(name).unlink(missing_ok=True)
@@ -136,37 +135,27 @@ class Keeper:
         self.clients.load(point.clients)
 
 
-def save(folder: Path, point: Checkpoint, identity: Mapping[str, object], keep: int = 2) -> Path:
-    """Write a checkpoint and forget all but the last `keep`."""
+def save(folder: Path, point: Checkpoint, identity: Mapping[str, object]) -> Path:
+    """Write a checkpoint and forget all but the last two."""
     tensors, described = _describe(point.state)
-    stem = folder / f"checkpoint-{point.rounds:08d}"
-    file = stem.with_suffix(".safetensors")
-    try:
-        put(file, lambda path: save_file(tensors, path), sync=True)
-        record = {
-            "identity": dict(identity),
-            "tensors": _file_digest(file),
-            "state": described,
-            "memory": point.memory,
-            "clients": point.clients,
-            "rounds": point.rounds,
-            "traffic": asdict(point.traffic),
-        }
-        write_record(stem.with_suffix(".json"), record)
-    except SafetensorError as error:  # its own error for a full disk
-        for partial in folder.glob("*.partial"):
-            partial.unlink(missing_ok=True)
-        raise OSError(str(error)) from None
-    ours = [path for path in found_in(folder) if path.stem <= stem.name]  # later ones were of no use to this run
-    for old in ours[keep:]:
+    content = to_bytes(tensors)
+    path = folder / f"checkpoint-{point.rounds:08d}.json"
+    put(path.with_suffix(".safetensors"), content, sync=True)
+    record = {
+        "identity": dict(identity),
+        "tensors": hashlib.blake2b(content).hexdigest(),
+        "state": described,
+        "memory": point.memory,
+        "clients": point.clients,
+        "rounds": point.rounds,
+        "traffic": asdict(point.traffic),
+    }
+    write_record(path, record)
+    ours = [other for other in found_in(folder) if other.name <= path.name]  # later ones were of no use to this run
+    for old in ours[2:]:
         old.unlink()
         old.with_suffix(".safetensors").unlink(missing_ok=True)
-    return stem.with_suffix(".json")
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()
+    return path
 
 
 def load(
@@ -188,9 +177,12 @@ def load(
         try:
             point = _read(path, plan, identity)
             if accept is not None:
-                _take_over(path, point, accept)
-        except Unusable as error:
-            passed[path] = error
+                accept(point)
+        except Unsigned:
+            raise
+        except Exception as error:  # the content may be a stranger's, and fail in any way
+            said = f"{path.name} does not hold a state that this run can go on from ({error})"
+            passed[path] = error if isinstance(error, Unusable) else Unusable(said)
             continue
         if passed:
             warn(f"{'; '.join(map(str, passed.values()))}. Continuing from {path.name}.")
@@ -209,23 +201,22 @@ def load(
     )
 
 
-def _take_over(path: Path, point: Checkpoint, accept: Callable[[Checkpoint], None]) -> None:
-    try:
-        accept(point)
-    except Exception as error:  # the content may be a stranger's, and fail in any way
-        raise Unusable(f"{path.name}: the state or the clients' memory in it cannot be used ({error})") from None
-
-
 def _read(path: Path, plan: Plan, identity: Mapping[str, object]) -> Checkpoint:
     record, tensors = read_record(path), path.with_suffix(".safetensors")
     try:
-        if _file_digest(tensors) != record.get("tensors"):
-            raise Unusable(f"{tensors.name} is damaged or truncated: its content does not match its digest")
+        content = tensors.read_bytes()
     except OSError as error:
         raise Unusable(f"{tensors.name} cannot be read ({error.strerror})") from None
+    if hashlib.blake2b(content).hexdigest() != record["tensors"]:
+        raise Unusable(f"{tensors.name} is damaged or truncated: its content does not match its digest")
     if different := list(differences(record["identity"], identity)):
         raise Foreign(f"{path} belongs to another run: its {'; its '.join(different)}")
-    return _restore(path, record, plan)
+    rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
+    if f"checkpoint-{rounds:08d}" != path.stem:
+        raise ValueError(f"it records {rounds!s:.20} rounds, but its file name says another number")
+    check_range("[0, inf)", up=traffic.up, down=traffic.down)
+    state = _restore(from_bytes(content), record["state"], plan, rounds)
+    return Checkpoint(state, record["memory"], record["clients"], rounds, traffic)
 
 
 def found_in(folder: Path) -> list[Path]:
@@ -249,44 +240,34 @@ def _describe(state: State) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {"phase": asdict(state.phase), **counters, "masks": recipes}
 
 
-def _restore(path: Path, record: Mapping[str, Any], plan: Plan) -> Checkpoint:
-    try:
-        tensors, described = load_file(path.with_suffix(".safetensors")), record["state"]
-        found: dict[str, Mask | Tensor] = {name: value.to(plan.device) for name, value in tensors.items()}
-        for name, recipe in described["masks"].items():
-            found[name] = _mask(plan, tensors[name], recipe)
-        mask, values, average = found.pop("mask"), found.pop("weights"), found.pop("average", None)
-        if not (isinstance(mask, Mask) and isinstance(values, Tensor)):
-            raise ValueError("its mask or its weights are missing")
-        if values.shape != (wanted := (mask.active + plan.layout.size - plan.layout.prunable_size,)):
-            raise ValueError(f"its weights have the shape {tuple(values.shape)}, expected {wanted}")
-        kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
-        rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
-        counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
-        if f"checkpoint-{rounds:08d}" != path.stem:
-            raise ValueError(f"it records {rounds!s:.20} rounds, but its file name says another number")
-        if min(*counters.values(), *astuple(traffic)) < 0 or counters["attempt"] >= 1 << 16:
-            raise ValueError("a counter is out of bounds")
-        if max(counters["round"], counters["counted"]) > rounds:
-            raise ValueError(f"it records {rounds} rounds, but its counters are higher")
-        state = State(
-            plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
-            average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},
-        )  # fmt: skip
-        return Checkpoint(state, record["memory"], record["clients"], rounds, traffic)
-    except Exception as error:  # the content may be a stranger's, and fail in any way
-        raise Unusable(f"{path.name} does not hold a state of this model ({error})") from None
+def _restore(tensors: Mapping[str, Tensor], described: Mapping[str, Any], plan: Plan, rounds: int) -> State:
+    """The state that `_describe` described, after so many rounds of all phases."""
+    found: dict[str, Mask | Tensor] = {name: value.to(plan.device) for name, value in tensors.items()}
+    for name, recipe in described["masks"].items():
+        found[name] = _mask(plan, tensors[name], recipe)
+    mask, values, average = found.pop("mask"), found.pop("weights"), found.pop("average", None)
+    if not (isinstance(mask, Mask) and isinstance(values, Tensor)):
+        raise ValueError("its mask or its weights are missing")
+    if values.shape != (wanted := (mask.active + plan.layout.size - plan.layout.prunable_size,)):
+        raise ValueError(f"its weights have the shape {tuple(values.shape)}, expected {wanted}")
+    kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
+    counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
+    check_range(f"[0, {rounds}]", round=counters["round"], counted=counters["counted"])
+    check_range("[0, 65535]", attempt=counters["attempt"])
+    return State(
+        plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
+        average=kept, extra={name.removeprefix("extra "): value for name, value in found.items()},
+    )  # fmt: skip
 
 
 def _mask(plan: Plan, packed: Tensor, described: Any) -> Mask:
     """A stored mask. Its recipe, if it has one, must really give it."""
-    if described is None:
-        return Mask.unpack(plan.layout, packed.numpy(), plan.device)
-    recipe = build(Recipe, described)
-    check_recipe(recipe, plan.layout)
+    recipe = None if described is None else build(Recipe, described)
     mask = Mask.unpack(plan.layout, packed.numpy(), plan.device, recipe)
-    if not recipe_mask(plan.layout, recipe).equal(mask):
-        raise ValueError("a stored mask differs from the mask that its recipe gives")
+    if recipe is not None:
+        check_recipe(recipe, plan.layout)
+        if not recipe_mask(plan.layout, recipe).equal(mask):
+            raise ValueError("a stored mask differs from the mask that its recipe gives")
     return mask
 
 
@@ -294,6 +275,6 @@ def referenced(folder: Path) -> set[str]:
     """The hashes of all masks that a kept checkpoint still needs."""
     needed: set[str] = set()
     for path in found_in(folder):
-        with suppress(Unusable, Unsigned, TypeError):
+        with suppress(Exception):  # its content may be a stranger's, and fail in any way
             needed |= set(read_record(path)["memory"].get("masks", ()))
     return needed

@@ -12,13 +12,6 @@ from ..data.task import Task
 from .config import TrainConfig, plan_of
 
 
-def check_task(task: object) -> None:
-    if not isinstance(task, Task):
-        raise ConfigError(
-            f"the task is of type {type(task).__name__}: expected an fl.Task. Write fl.simulate(method, task, rounds)."
-        )
-
-
 def check_method(method: object) -> None:
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")

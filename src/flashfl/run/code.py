@@ -1,17 +1,54 @@
-"""Which code a run was made by."""
+"""The code of a run: a user's file is imported before methods are looked up, and what a run was made by is recorded."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
+from ..core.errors import ConfigError
 from ..core.method import Method
 
 PACKAGE = Path(__file__).parents[1]
+
+
+def load_file(path: Path) -> None:
+    """Import a file that registers custom methods and rules. Worker processes import it again by its name."""
+    file = path.resolve()
+    if file.suffix != ".py" or not file.is_file():
+        raise ConfigError(f"--load {path}: expected an existing file whose name ends in .py")
+    if str(file.parent) not in sys.path:
+        _add(file.parent, path)
+    try:
+        module = importlib.import_module(file.stem)
+    except Exception as error:  # custom code may raise anything
+        raise ConfigError(f"--load {path}: importing it failed ({type(error).__name__}: {error})") from error
+    if Path(getattr(module, "__file__", None) or "").resolve() != file:
+        raise ConfigError(f"--load {path}: another module is also called {file.stem}; rename the file")
+
+
+def _add(folder: Path, path: Path) -> None:
+    """Let modules be imported from the file's folder, unless a file there would hide an installed package.
+
+    The folder comes last, but its files would still win against namespace packages and some editable installs.
+    """
+    importlib.invalidate_caches()
+    names = {p.name.partition(".")[0] for p in folder.iterdir() if p.suffix in (".py", ".so", ".pyd") or p.is_dir()}
+    unloaded = [name for name in sorted(names) if name.isidentifier() and name not in sys.modules]
+    installed = {name: spec.origin for name in unloaded if (spec := find_spec(name)) is not None}
+    sys.path.append(str(folder))
+    for name, before in installed.items():
+        if (now := find_spec(name)) is not None and now.origin != before:
+            sys.path.remove(str(folder))
+            raise ConfigError(
+                f"--load {path}: {now.origin} would hide the installed package {name}. Rename it, or move {path.name} "
+                "to another folder."
+            )
 
 
 @cache

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ..data.tasks import build_task
 from ..methods import METHODS
 from . import checkpoint as checkpoints
 from .code import code_of
-from .config import RunConfig
+from .config import RunConfig, known_method
 from .options import walk
 from .progress import Display
 from .results import Results
@@ -26,7 +27,6 @@ from .run import Run
 from .sealed import Unusable, read_record
 from .simulate import simulate
 from .summary import Metric
-from .track import check_installed
 
 
 class OutOfTime(Exception):
@@ -43,7 +43,6 @@ def run_config(
 ) -> Run:
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
-    check_installed(config.train.track)
 
     def stop(state: State, record: RoundRecord) -> None:
         if time.monotonic() > until and not config.method.done(state):
@@ -82,7 +81,8 @@ def _check_records(folder: Path, points: Sequence[Path]) -> None:
     done = 0
     for point in points:
         with suppress(Unusable):
-            done = max(done, read_record(point)["rounds"])
+            read_record(point)
+            done = max(done, int(point.stem.removeprefix("checkpoint-")))
     if recorded < done:
         raise CheckpointError(
             f"its checkpoint has {done} rounds, but its results file has only {recorded}: some of its lines are lost"
@@ -102,28 +102,27 @@ def compare(
     A finished run in the folder is reused and an interrupted one continues, if its settings and code are the same. One
     with other settings or code, or with unknown code, is an error unless `overwrite` is set.
     """
-    wanted = {(name, seed): base(name, seed) for name in methods for seed in seeds}
-    places = {(name, seed): folder / f"{name}-seed{seed}" for name, seed in wanted}
-    before = {which: Results.held(place) for which, place in places.items()}
-    for which, found in before.items():
-        if found is not None and (what := _other(found, wanted[which])) and not overwrite:
+    jobs = []
+    for name, seed in itertools.product(methods, seeds):
+        config, place = base(name, seed), folder / f"{name}-seed{seed}"
+        found = Results.held(place)
+        other = _other(found, config) if found else ""
+        if other and not overwrite:
             raise ConfigError(
-                f"{places[which]} holds a run with other {what}: choose another folder with --out, "
-                "or replace it with --overwrite"
+                f"{place} holds a run with other {other}: choose another folder with --out, or replace it with "
+                "--overwrite"
             )
+        jobs.append((config, place, found, other))
     runs: dict[str, list[Results]] = {name: [] for name in methods}
-    for at, (which, config) in enumerate(wanted.items(), 1):
-        found, (name, seed) = before[which], which
-        label = f"[{at}/{len(wanted)}] {name} seed {seed}"
-        if found is not None and _other(found, config):
-            results = run_config(config, places[which], quiet=quiet, label=label).results
-        elif found is not None and found.end:
+    for at, (config, place, found, other) in enumerate(jobs, 1):
+        name, label = config.method.name, f"[{at}/{len(jobs)}] {config.method.name} seed {config.train.seed}"
+        if found and found.end and not other:
             if not quiet:
-                print(f"{label}: reused from {places[which]}", file=sys.stderr)
-            results = found
+                print(f"{label}: reused from {place}", file=sys.stderr)
         else:
-            results = run_or_continue(config, places[which], label, quiet).results
-        runs[name].append(results)
+            carry_out = run_config if other else run_or_continue
+            found = carry_out(config, place, label=label, quiet=quiet).results
+        runs[name].append(found)
     return runs
 
 
@@ -140,16 +139,15 @@ def settings_for(method: str, overrides: Mapping[str, str]) -> dict[str, str]:
 
     A setting with a method's name before it, such as `spdst.density`, is for that method only, and wins.
     """
+    every, own = _options(METHODS), _options([method])
     shared, mine = {}, {}
     for name, value in overrides.items():
-        if (owner := _owner(name)) is None:
-            shared[name] = value
-        elif owner == method:
+        owner = _owner(name)
+        if owner == method:
             mine[name.partition(".")[2]] = value
-    if method not in METHODS:
-        return {**shared, **mine}
-    every, own = _options(list(METHODS)), _options([method])
-    return {**{k: v for k, v in shared.items() if k in own or k not in every}, **mine}
+        elif owner is None and (name in own or name not in every):
+            shared[name] = value
+    return {**shared, **mine}
 
 
 def _owner(setting: str) -> str | None:
@@ -159,19 +157,20 @@ def _owner(setting: str) -> str | None:
 
 
 def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None:
-    """A setting that a comparison sets itself, or that none of its methods has, is a mistake."""
+    """An unknown method, and a setting that a comparison sets itself or that none of its methods has, are mistakes."""
     for name, instead in (("seed", "--seeds N uses the seeds 0 to N-1"), ("method", "--methods names the methods")):
         if name in overrides or f"train.{name}" in overrides:
             raise ConfigError(f"--{name} cannot be used in a comparison: {instead}")
-    here = [name for name in methods if name in METHODS]
+    for name in methods:
+        known_method(name)
     for name in overrides:
         if (owner := _owner(name)) is not None and owner not in methods:
             raise ConfigError(f"--{name.replace('_', '-')}: {owner} is not among the methods {', '.join(methods)}")
-        if here and name in _options(list(METHODS)) - _options(here):
-            raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(here)} has such a setting")
+        if name in _options(METHODS) - _options(methods):
+            raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(methods)} has such a setting")
 
 
-def _options(methods: Sequence[str]) -> set[str]:
+def _options(methods: Iterable[str]) -> set[str]:
     """The names that settings of these methods may have on the command line, short and full."""
     short = {".".join(path) for method in methods for path, _, _ in walk(METHODS[method])}
     return short | {f"method.{name}" for name in short}

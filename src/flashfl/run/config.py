@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.errors import ConfigError, unknown
+from ..core.errors import ConfigError, check_range, unknown
 from ..core.exchange import Local
 from ..core.method import Method
 from ..core.parts import build
@@ -34,13 +33,13 @@ from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
 OUTSIDE = ("device", "workers", "checkpoint_every", "track", "data_root", "verify")
-_LEAST = {"rounds": 1, "per_round": 1, "eval_every": 1, "min_replies": 1, "threads": 1}
-_LEAST |= {"budget": 0, "max_bytes": 0, "workers": 0, "lanes": 0, "checkpoint_every": 0, "retries": 0}
-_MOST = 1024  # workers, threads or lanes: more than any machine can use
-_BELOW = {  # each must be below this; and what the error adds
-    "dropout": (1, ""),
-    "average": (1, " (0.95 averages about 20 rounds)"),
-    "trim": (0.5, ", or no values would be left"),
+_ALLOWED = {  # the interval that settings lie in
+    "[1, inf)": ("rounds", "per_round", "eval_every", "min_replies"),
+    "[0, inf)": ("budget", "max_bytes", "checkpoint_every", "retries", "clip"),
+    "[1, 1024]": ("threads",),  # more than any machine can use
+    "[0, 1024]": ("workers", "lanes"),
+    "[0, 1)": ("dropout", "average"),
+    "[0, 0.5)": ("trim",),  # or no values would be left
 }
 _TABLES = ("task", "train", "method")
 
@@ -104,17 +103,8 @@ class TrainConfig:
     track: str = ""  # also log to tensorboard, mlflow or wandb; several are separated by commas
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least {least}")
-        for name in ("workers", "threads", "lanes"):
-            if getattr(self, name) > _MOST:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at most {_MOST}")
-        for name, (limit, why) in _BELOW.items():
-            if not 0 <= getattr(self, name) < limit:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 0 and below {limit}{why}")
-        if not (math.isfinite(self.clip) and self.clip >= 0):
-            raise ConfigError(f"clip = {self.clip}: must be a number of at least 0")
+        for allowed, names in _ALLOWED.items():
+            check_range(allowed, **{name: getattr(self, name) for name in names})
         check_settings(self)
         for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim"):
             if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
@@ -187,16 +177,13 @@ class RunConfig:
 def make_train(values: Mapping[str, object]) -> TrainConfig:
     """Training settings from their values."""
     if "optimizer" in values:
-        raise _no_optimizer(values["optimizer"])
+        raise ConfigError(
+            f"optimizer = {values['optimizer']!r}: there is no such setting. Clients train with SGD: set `lr`, "
+            "`momentum` and `weight_decay`. The server can use Adam (FedAdam): from Python server={'adam': 0.99, "
+            "'momentum': 0.9, 'lr': 0.01}, on the command line --server.adam 0.99 --server.momentum 0.9 --server.lr "
+            "0.01."
+        )
     return build(TrainConfig, values, "train")
-
-
-def _no_optimizer(given: object) -> ConfigError:
-    return ConfigError(
-        f"optimizer = {given!r}: there is no such setting. Clients train with SGD: set `lr`, `momentum` and "
-        "`weight_decay`. The server can use Adam (FedAdam): from Python server={'adam': 0.99, 'momentum': 0.9, 'lr': "
-        "0.01}, on the command line --server.adam 0.99 --server.momentum 0.9 --server.lr 0.01."
-    )
 
 
 def known_method(name: object) -> type[Method]:
@@ -238,7 +225,7 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
         if option == "method":
             continue
         if option not in homes:
-            raise _unknown_option(option, text, kind, homes)
+            raise _unknown_option(option, kind, homes)
         table, path, hint = homes[option]
         _put(tables[table], path, parse(text, hint, option))
     return RunConfig(
@@ -248,10 +235,8 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
     )
 
 
-def _unknown_option(option: str, text: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
+def _unknown_option(option: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
     method = kind.name
-    if option in ("optimizer", "train.optimizer"):
-        return _no_optimizer(text)
     if option in vars(kind).get("__annotations__", {}):
         return ConfigError(
             f"unknown option {option!r}: `flashfl methods {method}` lists the settings of {method}. If the method is "
@@ -274,7 +259,8 @@ Home = tuple[str, tuple[str, ...], object]  # table, path inside it, type
 
 def _homes(method: type[Method]) -> dict[str, Home]:
     """Every option a user can set: `density`, or in full `method.density`; parts of parts as `adapt.growth`."""
-    homes: dict[str, Home] = {}
+    # There is no optimizer to choose. `make_train` says so, and what to set instead.
+    homes: dict[str, Home] = dict.fromkeys(("optimizer", "train.optimizer"), ("train", ("optimizer",), str))
     for table, cls in (("method", method), ("train", TrainConfig), ("task", TaskConfig)):
         for path, hint, _ in walk(cls):
             homes[".".join((table, *path))] = homes[".".join(path)] = (table, path, hint)

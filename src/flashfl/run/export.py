@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors.torch import save
@@ -26,19 +26,18 @@ if TYPE_CHECKING:
     from .results import Results
 
 Format = Literal["safetensors", "sparse", "onnx"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-_ENDINGS = {"safetensors": ".safetensors", "sparse": ".sparse.safetensors", "onnx": ".onnx"}
+_ENDINGS: dict[Format, str] = {"safetensors": ".safetensors", "sparse": ".sparse.safetensors", "onnx": ".onnx"}
 _KNOWN = {".safetensors", ".onnx", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5"}  # endings that name a format
 
 
 def export_model(weights: Weights, task: Task, path: Path, format: Format, about: Mapping[str, str]) -> Path:
     """Write a model of the task to `path`."""
-    if format not in FORMATS:
-        raise unknown("format", format, FORMATS)
+    if format not in _ENDINGS:
+        raise unknown("format", format, _ENDINGS)
     if (ending := path.suffix.lower()) in _KNOWN and not _ENDINGS[format].endswith(ending):
         raise ConfigError(
             f"{path} ends in {path.suffix}, but the format is {format!r}. Use the ending {_ENDINGS[format]}, or "
-            f"another format: {', '.join(FORMATS)}."
+            f"another format: {', '.join(_ENDINGS)}."
         )
     module = task.build().eval()
     weights.layout.write(weights.vector.cpu(), module)
@@ -50,10 +49,7 @@ def export_model(weights: Weights, task: Task, path: Path, format: Format, about
         samples = task.train[0] if task.test is None else task.test
         content = {path: _onnx_bytes(module, samples.fetch(torch.arange(min(2, len(samples))))[0])}
     for file, data in content.items():
-        try:
-            put(file, data)
-        except OSError as error:
-            raise FlashError(f"{file} cannot be written: {error}") from None
+        put(file, data)
     return path
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from typing import TypedDict
 
 import torch
 
@@ -19,23 +18,10 @@ from ..methods import METHODS
 from .config import OUTSIDE, Settings, TrainConfig
 
 
-class Identity(TypedDict, total=False):
-    """What must be equal for a checkpoint to belong to a run. Records of older versions lack some of it."""
-
-    method: Settings
-    settings: Settings
-    layout: str
-    clients: str
-    task: Settings
-    samples: str
-    loss: str
-    metric: str
-
-
 def identity_of(
     method: Method, task: Task, config: TrainConfig, clients: Population, tables: Mapping[str, Settings]
-) -> Identity:
-    """The identity of a run. `tables`: its configuration, if it has one."""
+) -> Settings:
+    """What must be equal for a checkpoint to belong to a run. `tables`: its configuration, if it has one."""
     settings = {k: v for k, v in asdict(config).items() if k not in (*OUTSIDE, "max_bytes")}
     fixed = clients.fixed  # clients that come and go are not part of what a run is
     known = json.dumps([[c.id, c.n, c.density] for c in fixed or ()])

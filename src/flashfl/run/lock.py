@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ..core.errors import ConfigError
@@ -38,10 +38,7 @@ def claim(path: Path, wait: bool = False) -> Iterator[bool]:
 @contextmanager
 def alone(folder: Path | None) -> Iterator[None]:
     """A run's folder is this process's alone, if there is one; it is an error if another process uses it."""
-    if folder is None:
-        yield
-        return
-    with claim(folder / "lock") as ours:
+    with claim(folder / "lock") if folder else nullcontext(True) as ours:
         if not ours:
             raise ConfigError(
                 f"{folder} is being used by another process: wait for it to end, or choose another folder"

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -46,21 +47,17 @@ class Observer:
         self.method, self.layout, self._task = method, task.layout, task
         shapes = [(layer.name, layer.shape) for layer in self.layout.prunable]
         self._snapshots = snapshots(folder, shapes) if folder else None
-        self._costs: Mapping[str, Cost] | None = None
         self._before = state
-        self._kept: tuple[Mask | None, str] = (None, "")
 
-    @property
+    @cached_property
     def costs(self) -> Mapping[str, Cost]:
         """FLOPs of each layer; empty for a model that cannot be tried on one sample."""
-        if self._costs is None:
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    self._costs = task_costs(self._task)
-            except Exception as error:  # a measurement must not end a run, whatever a custom model does
-                warn(f"FLOPs are not counted: the model failed on one sample ({error})")
-                self._costs = {}
-        return self._costs
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return task_costs(self._task)
+        except Exception as error:  # a measurement must not end a run, whatever a custom model does
+            warn(f"FLOPs are not counted: the model failed on one sample ({error})")
+            return {}
 
     def complete(self, record: RoundRecord, state: State, total: Traffic, trips: Sequence[Trip] = ()) -> RoundRecord:
         """The record with everything that can be said about the state after its round, and about its trips."""
@@ -118,14 +115,12 @@ class Observer:
         due = state.counted % snapshot_every(state) == 0 or self.method.done(state)
         if not due or state.mask.active == self.layout.prunable_size:
             return ""
-        if self._kept[0] is not state.mask:
-            try:
-                self._kept = (state.mask, self._snapshots.put(Mask(self._snapshots.layout, state.mask.bits)))
-            except OSError as error:
-                warn(f"a mask snapshot could not be written ({error}), so this run stores no more of them")
-                self._snapshots = None
-                return ""
-        return self._kept[1]
+        try:
+            return self._snapshots.put(Mask(self._snapshots.layout, state.mask.bits))
+        except OSError as error:
+            warn(f"a mask snapshot could not be written ({error}), so this run stores no more of them")
+            self._snapshots = None
+            return ""
 
 
 def _mismatch(before: State, after: State) -> tuple[float | None, tuple[float, ...]]:

@@ -1,20 +1,23 @@
-"""Settings as the command line sees them: their names, types, defaults and explanations, and their texts as values."""
+"""Settings as the command line sees them: names, types, defaults, explanations, and the commands that list them."""
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import json
 import math
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from ..core.errors import ConfigError
 
+DIGITS_DENSITY = 0.02  # of runs of the embedded digits, which need no configuration file
 _AMOUNTS, _UNITS = ("budget", "max_bytes"), {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 # What an error says instead of a type's name.
 _WANTED: dict[object, str] = {
@@ -114,3 +117,65 @@ def _explained(cls: type) -> Mapping[str, str]:
         found = (re.match(r"    (\w+): .*?  # (.+)", line) for line in inspect.getsource(base).splitlines())
         said |= {m[1]: m[2] for m in found if m}
     return said
+
+
+def add_listings(add: Callable[..., argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the commands to a command line. Returns `methods`, which shares options with others."""
+    methods = add("methods", _methods, "list every method with its settings and defaults, or describe one method")
+    methods.add_argument("name", nargs="?", default="", metavar="NAME", help="describe this method only")
+    add("settings", _settings, "list every setting of training and tasks with its default")
+    return methods
+
+
+def _methods(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from ..methods import METHODS
+
+    if args.name:
+        _describe(args.name, "".join(f" --load {file}" for file in args.load))
+        return 0
+    for name, cls in METHODS.items():
+        print(f"{name}\n{textwrap.indent(about(cls), '  ')}")
+        _print_options(cls)
+    print("`flashfl methods NAME` describes one method, what its settings mean, and how to run it.")
+    return 0
+
+
+def _describe(name: str, load: str) -> None:
+    """One method: its description, its settings with defaults and meanings, and a command that runs it."""
+    from .config import known_method
+
+    cls = known_method(name)
+    print(f"{name}\n{textwrap.indent(about(cls), '  ')}\n\n  Settings, with defaults:")
+    _print_options(cls)
+    if cls.recipe:
+        recipe = " ".join(f"{_flag(key)} {value}" for key, value in cls.recipe.items())
+        print(f"  Unless you set them yourself, its runs have:\n    {recipe}\n")
+    words = [f"flashfl run{load} --method {name}"]
+    for option, (_, default, _) in options_of(cls).items():
+        if default == "required" or option == "density":
+            words.append(f"{_flag(option)} {'VALUE' if default == 'required' else default}")
+    print(f"  Example:\n    {' '.join(words)}")
+
+
+def _settings(args: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from ..data.tasks import TaskConfig
+    from .config import TrainConfig
+
+    for title, cls in (("training", TrainConfig), ("task", TaskConfig)):
+        print(title)
+        _print_options(cls)
+    return 0
+
+
+def _print_options(cls: type) -> None:
+    """Every setting with its default, its type and what it means."""
+    for option, (kind, default, said) in options_of(cls).items():
+        digits = f"; {DIGITS_DENSITY} without a configuration file" if option == "density" else ""
+        print(f"    {_flag(option)} {default if default != '' else repr('')}  ({kind}{digits})")
+        if said:
+            print(textwrap.fill(said, 100, initial_indent=" " * 8, subsequent_indent=" " * 8))
+    print()
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"

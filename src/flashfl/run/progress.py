@@ -19,11 +19,11 @@ Watch = Callable[[State, RoundRecord], None]
 
 def amount(count: float) -> str:
     """Bytes in a readable unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError
+    unit = "B"
+    for larger in ("kB", "MB", "GB"):
+        if count >= 1000:
+            count, unit = count / 1000, larger
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -20,7 +20,6 @@ from ..core.errors import ConfigError, DataError, FlashError, warn
 from ..core.files import put
 from ..core.record import RoundRecord
 from .config import Settings, Tables
-from .identity import Identity
 
 RESULTS = "results.jsonl"
 OLD = f"{RESULTS}.old"  # the results of the run that was in the folder before
@@ -37,43 +36,15 @@ def versions() -> dict[str, str]:
     }
 
 
-class TaskFacts(TypedDict, total=False):
-    """What a run records about its task."""
-
-    name: str
-    model: str
-    metric: Mapping[str, Any]  # the fields of a Metric
-    clients: int
-    samples: int
-    layers: list[tuple[str, list[int]]]  # names and shapes of prunable layers
-    prunable: int
-    values: int
-    trained: int
-    data: str  # a digest
-    info: Settings  # how a task that was made by name describes itself
-
-
 class Header(TypedDict, total=False):
     """The first line of a results file."""
 
     config: Tables  # empty: the run was started from Python
-    identity: Identity
-    task: TaskFacts
+    identity: Settings  # see `identity_of`; records of older versions lack some of it
+    task: Settings  # what `drive` says of it
     code: dict[str, str] | None
     extended: list[int]  # what `rounds` was before each extension
     versions: dict[str, str]
-
-
-class End(TypedDict):
-    """The last line of a results file."""
-
-    checksum: str
-    metric: float
-    best: float
-    bytes: dict[str, int]
-    evaluation_bytes: int
-    seconds: float
-    stopped: str | None
 
 
 @dataclass
@@ -83,14 +54,14 @@ class Results:
     path: Path | None = None
     header: Header = field(default_factory=Header)
     rounds: list[RoundRecord] = field(default_factory=list)
-    end: End | None = None
+    end: Settings | None = None  # the last line, if the run has ended
     _behind: bool = False  # the file lacks lines that could not be written
 
     @staticmethod
     def read(folder: Path) -> Results:
         """The results in a run's folder, or an error that names what is wrong with it."""
         path = folder / RESULTS
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
             raise FlashError(f"{folder} is not a run: its {path.name} is a folder or something else, expected a file")
         try:
             return Results(path, *_parse(path))
@@ -111,49 +82,44 @@ class Results:
 
     def begin(self, header: Mapping[str, object]) -> None:
         """Start a new file. The results of an earlier run in the folder are kept beside it."""
-        self._set_aside()
+        if self.path is not None and self.earned:
+            if b'"type": "end"' not in (before := self._content()):
+                rounds = before.count(b'"counts": true')  # as `rounds` counts: without a first phase
+                warn(
+                    f"starting again in {self.path.parent}, where a run had stopped after {rounds} training rounds: "
+                    f"its results are now in {OLD}"
+                )
+            self.path.replace(self.path.with_name(OLD))
         self.header = cast(Header, {"type": "run", **header, "versions": versions(), "argv": sys.argv})
         self.rounds, self.end = [], None
         self.rewrite()
 
-    def earned(self) -> int | None:
-        """How many finished rounds of all phases the file holds, damaged or not; None if there is no file."""
-        if self.path is None or not self._there(self.path):
-            return None
-        return self.path.read_bytes().count(b'"type": "round"')
+    @property
+    def earned(self) -> bool:
+        """Whether the file, damaged or not, holds a finished round."""
+        return b'"type": "round"' in self._content()
 
-    @staticmethod
-    def _there(path: Path) -> bool:
-        """Whether there is a file to write to. A link is an error: it may lead to any file of this user."""
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+    def _content(self) -> bytes:
+        """What the file holds; nothing if there is none. A link is an error: it may lead to any file of this user."""
+        if self.path is None:
+            return b""
+        if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
             raise ConfigError(
-                f"{path} is a link or not a file, and flashfl writes results only to a file in the run's own folder. "
-                "Replace it by a copy of the file, or move it away."
+                f"{self.path} is a link or not a file, and flashfl writes results only to a file in the run's own "
+                "folder. Replace it by a copy of the file, or move it away."
             )
-        return path.exists()
-
-    def _set_aside(self) -> None:
-        if self.path is None or not self.earned():
-            return
-        if b'"type": "end"' not in (lines := self.path.read_bytes()):
-            rounds = lines.count(b'"counts": true')  # as `rounds` counts: without a first phase
-            warn(
-                f"starting again in {self.path.parent}, where a run had stopped after {rounds} training rounds: its "
-                f"results are now in {OLD}"
-            )
-        self.path.replace(self.path.with_name(OLD))
+        return self.path.read_bytes() if self.path.exists() else b""
 
     def resume(self, rounds: int) -> None:
         """Read the file and keep its first `rounds` rounds: later ones were lost with the state they came from."""
         if self.path is None:
             return
-        if not self._there(self.path) or not self.path.stat().st_size:
+        if not self._content():
             warn(f"{self.path} is missing or empty: the records of earlier rounds are lost")
             return
         self.header, found, _ = _parse(self.path)
         self.rounds = found[:rounds]
-        if len(found) < rounds:
-            missing = rounds - len(found)
+        if missing := max(0, rounds - len(found)):
             warn(
                 f"{self.path} lacks {missing} of the {rounds} rounds before this one (rounds of a first phase count "
                 "too). Tables and plots will lack them."
@@ -164,8 +130,8 @@ class Results:
         self.rounds.append(record)
         self._write(record.to_json())
 
-    def finish(self, end: End) -> None:
-        self.end = cast(End, {"type": "end", **end})
+    def finish(self, end: Settings) -> None:
+        self.end = {"type": "end", **end}
         self._write(self.end)
 
     def _write(self, line: Mapping[str, object]) -> None:
@@ -202,32 +168,26 @@ def _text(line: Mapping[str, object]) -> str:
     return json.dumps({k: None if v != v else v for k, v in line.items()}) + "\n"  # JSON has no NaN
 
 
-def _parse(path: Path) -> tuple[Header, list[RoundRecord], End | None]:
-    header: Header | None = None
+def _parse(path: Path) -> tuple[Header, list[RoundRecord], Settings | None]:
     rounds: list[RoundRecord] = []
-    end: End | None = None
-    for number, line in _lines(path):
+    end: Settings | None = None
+    (_, first), *lines = _lines(path) or [(1, {})]
+    if first.get("type") != "run":
+        raise FlashError(f"{path.parent} is not a run: {path.name} does not begin with a run's settings")
+    for number, line in lines:
         kind = line.get("type")
-        if header is None and kind != "run":
-            break
-        if kind == "run":
-            header = _checked_header(path, line)
-        elif kind == "round":
+        if kind == "round":
             try:
                 rounds.append(RoundRecord.from_json(line))
             except DataError as error:
                 raise FlashError(f"{path}, line {number}: {error}. Repair or remove the line.") from None
         elif kind == "end":
-            nan = {name: math.nan for name in ("metric", "best") if line.get(name) is None}
-            end = cast(End, {**line, **nan})
+            end = {**line, **{name: math.nan for name in ("metric", "best") if line.get(name) is None}}
         else:
             raise FlashError(
-                f"{path}, line {number}: its type is {kind!s:.20}, expected run, round or end. Repair or remove the "
-                "line."
+                f"{path}, line {number}: its type is {kind!s:.20}, expected round or end. Repair or remove the line."
             )
-    if header is None:
-        raise FlashError(f"{path.parent} is not a run: {path.name} does not begin with a run's settings")
-    return header, rounds, end
+    return _checked_header(path, first), rounds, end
 
 
 def _checked_header(path: Path, line: Mapping[str, Any]) -> Header:
@@ -240,9 +200,9 @@ def _checked_header(path: Path, line: Mapping[str, Any]) -> Header:
     return cast(Header, line)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
+def _lines(path: Path) -> list[tuple[int, dict[str, object]]]:
     """The numbered lines of a file. A last line cut short by a crash is skipped; damage elsewhere is an error."""
-    lines = path.read_text(errors="replace").splitlines()
+    found, lines = [], path.read_text(errors="replace").splitlines()
     for number, text in enumerate(lines, 1):
         try:
             line = json.loads(text)
@@ -252,6 +212,6 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
                     f"{path} is damaged in line {number}, and more lines follow. Repair or remove that line, or move "
                     "the file away: checkpoints do not need it."
                 ) from None
-            return
-        if isinstance(line, dict):
-            yield number, line
+        else:
+            found += [(number, line)] if isinstance(line, dict) else []
+    return found

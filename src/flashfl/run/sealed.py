@@ -21,7 +21,6 @@ from ..core.files import put
 FORMAT = 3
 KEY = "FLASHFL_CHECKPOINT_KEY"  # the environment variable that names the file of the key
 _SHORTEST = 16  # bytes of a key
-_TABLES = ("identity", "state", "memory", "clients", "traffic")
 
 
 class Unusable(CheckpointError):
@@ -29,7 +28,7 @@ class Unusable(CheckpointError):
 
 
 class Unsigned(ConfigError):
-    """A key was given, and the signature does not fit it. No other checkpoint is tried."""
+    """A key was given, and it cannot be used, or the signature does not fit it. No other checkpoint is tried."""
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
@@ -46,10 +45,9 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_bytes())
         if not isinstance(record, dict) or "flashfl checkpoint" not in record:
             raise Unusable(f"{path.name} is not a flashfl checkpoint")
-        found, wanted, signature = (record.pop(name, None) for name in ("flashfl checkpoint", "digest", "signature"))
-        if found != FORMAT:
+        if (found := record["flashfl checkpoint"]) != FORMAT:
             raise Unusable(f"{path.name} has format {found!s:.20}, and this version of flashfl reads format {FORMAT}")
-        record = {"flashfl checkpoint": found, **record}
+        wanted, signature = record.pop("digest", None), record.pop("signature", None)
         if (key := _given()) is not None and not hmac.compare_digest(_signature(record, key), str(signature)):
             what = "is not signed" if signature is None else "is signed with another key, or was changed since"
             raise Unsigned(
@@ -58,11 +56,6 @@ def read_record(path: Path) -> dict[str, Any]:
             )
         if wanted != digest(record):
             raise Unusable(f"{path.name} is damaged: its content does not match its digest")
-        for name in _TABLES:
-            if not isinstance(record.get(name), dict):
-                raise Unusable(f"{path.name} is damaged: it has no table {name!r}")
-        if type(record.get("rounds")) is not int:
-            raise Unusable(f"{path.name} is damaged: its `rounds` is {record.get('rounds')!s:.20}, not a whole number")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Unusable(f"{path.name} cannot be read ({error})") from None
     return record
@@ -88,9 +81,9 @@ def _read_key(path: str) -> bytes:
     try:
         key = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"the checkpoint key {path} cannot be read ({error.strerror})") from None
+        raise Unsigned(f"the checkpoint key {path} cannot be read ({error.strerror})") from None
     if len(key) < _SHORTEST:
-        raise ConfigError(
+        raise Unsigned(
             f"the checkpoint key {path} has {len(key)} bytes, and at least {_SHORTEST} are needed: make one with "
             f"openssl rand -hex 32 > {path}"
         )

@@ -22,14 +22,13 @@ from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
 from .budget import within_budget
 from .checkpoint import Keeper
-from .checks import check_method, check_private, check_sparse, check_task
+from .checks import check_method, check_private, check_sparse
 from .code import code_of, joined
 from .config import Settings, TrainConfig, make_train, plan_of
 from .identity import identity_of, samples_of
 from .lock import alone
 from .observe import Observer
 from .progress import Display, WarnOfDropped, Watch, is_live
-from .results import TaskFacts
 from .run import Run
 from .summary import Metric
 from .track import Tracking
@@ -62,8 +61,11 @@ def simulate(
     if rounds is not None:
         settings["rounds"] = rounds
     check_method(method)
-    check_task(task)
-    config = _train_config(train, task, method, settings)
+    if not isinstance(task, Task):
+        kind = type(task).__name__
+        raise ConfigError(f"the task is of type {kind}: expected an fl.Task. Write fl.simulate(method, task, rounds).")
+    usual = asdict(train) if train else {"per_round": min(TrainConfig.per_round, len(task.train)), **method.recipe}
+    config = make_train({**usual, **settings})
     chosen = ""
     if config.budget:
         method, config, chosen = within_budget(method, task, config)
@@ -72,14 +74,14 @@ def simulate(
     warn_of_buffers(task)
     warn_of_metric(task)
     place = Path(folder) if folder else None
-    quiet = progress is False or (progress is None and (watch is not None or not is_live(sys.stderr)))
     if isinstance(progress, Display):
-        display, chosen = progress, f"{progress.label}: {chosen}"
+        display = progress
     else:
+        show = progress if progress is not None else watch is None and is_live(sys.stderr)
         label, then = method.name or type(method).__name__, watch or WarnOfDropped()
-        display = Display(label, config.rounds, quiet=quiet, then=then, shown=Metric.of_task(task))
-    if config.budget and not display.quiet:
-        print(chosen, file=sys.stderr)
+        display = Display(label, config.rounds, quiet=not show, then=then, shown=Metric.of_task(task))
+    if chosen and not display.quiet:
+        print(f"{display.label}: {chosen}", file=sys.stderr)
     with closing(display), closing(make_engine(task, config, place / "masks" if place else None)) as engine:
         clients = FixedPopulation(task.clients)
         run = drive(method, task, config, engine, clients, place, resume, display, header, display.tick, overwrite)
@@ -108,13 +110,14 @@ def drive(
     check_method(method)
     check_sparse(method, task)
     check_private(method, task, config)
+    tracking = Tracking(config.track, folder, task.metric_name)
     run = Run(method, task, config, folder)
     plan = plan_of(config, task, clients.size, engine.device, method)
     identity = identity_of(method, task, config, clients, header or {})
     clients.admit(method, plan.key)
     keeper = Keeper(run, engine, clients, identity)
     with alone(folder):
-        if run.results.earned() and not (resume or overwrite):  # refuses a linked file before anything is removed
+        if run.results.earned and not (resume or overwrite):  # refuses a linked file before anything is removed
             raise ConfigError(
                 f"{folder} already holds a run: continue it with resume=True, replace it with overwrite=True, or "
                 "choose another folder"
@@ -131,7 +134,7 @@ def drive(
         if resume:
             tick(_resumed(start, config.rounds), 0)
         run.state = start
-        tracking = Tracking(config.track, folder, header or identity, start.counted, task.metric_name)
+        tracking.begin(header or identity, start.counted)
         with closing(tracking), keeper.on_the_way_out():
             try:
                 _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, tick)
@@ -139,14 +142,6 @@ def drive(
                 run.stopped, run.kept = "interrupted", keeper.keep()
                 warn(f"interrupted after {run.state.counted} of {config.rounds} rounds")
     return run
-
-
-def _train_config(train: TrainConfig | None, task: Task, method: Method, settings: Settings) -> TrainConfig:
-    if train is not None and not settings:
-        return train
-    usual = {"per_round": min(TrainConfig.per_round, len(task.train)), **method.recipe}
-    base = asdict(train) if train is not None else usual
-    return make_train({**base, **settings})
 
 
 def _loop(
@@ -168,8 +163,7 @@ def _loop(
         run.state, run.traffic, run.rounds = state, traffic, run.rounds + 1
         engine.memory.snapshot()  # the state and what the engine remembers belong together
         run.results.append(record)
-        if config.track:
-            tracking.log(state.counted, record)
+        tracking.log(state.counted, record)
         watch(state, record)
         if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
@@ -204,7 +198,8 @@ def _rescue(run: Run) -> None:
         warn(f"the final model could not be written to {run.folder}: it is in {path} instead")
 
 
-def _about(task: Task, clients: Population) -> TaskFacts:
+def _about(task: Task, clients: Population) -> Settings:
+    """What a run records about its task."""
     layout, present = task.layout, clients.present()
     return {
         "name": task.name,
@@ -212,12 +207,12 @@ def _about(task: Task, clients: Population) -> TaskFacts:
         "metric": {"name": task.metric_name, "higher_is_better": task.higher_is_better},
         "clients": len(present),
         "samples": sum(c.n for c in present),
-        "layers": [(x.name, list(x.shape)) for x in layout.prunable],
+        "layers": [(x.name, list(x.shape)) for x in layout.prunable],  # names and shapes
         "prunable": layout.prunable_size,
         "values": layout.size,
         "trained": layout.trained_size,
         "data": samples_of(task, floats=True) if clients.fixed is not None else "",
-        "info": task.info,
+        "info": task.info,  # how a task that was made by name describes itself
     }
 
 
@@ -249,16 +244,18 @@ def _resumed(state: State, rounds: int) -> str:
 
 def _note_extension(run: Run, state: State) -> None:
     """Say what more rounds do to the learning rate, and record that the run is not one that had them from the start."""
-    before, now = run.results.header.get("identity", {}).get("settings", {}).get("rounds"), run.train.rounds
-    if isinstance(before, int) and before != now:
+    header, now = run.results.header, run.train.rounds
+    settings = header.get("identity", {}).get("settings", {})
+    before = settings.get("rounds", now)
+    if before != now:
         warn(
             f"rounds changed from {before} to {now}: from round {state.counted + 1} on, the learning rate follows the "
             f"schedule of {now} rounds and continues at {state.plan.lr(state.counted):.4g}"
         )
-        run.results.header["identity"]["settings"]["rounds"] = now
-        run.results.header["extended"] = [*run.results.header.get("extended", []), before]
-        if isinstance(train := run.results.header.get("config", {}).get("train"), dict):
-            train["rounds"] = now
+        settings["rounds"] = now
+        header["extended"] = [*header.get("extended", []), before]
+        if "train" in header.get("config", {}):
+            header["config"]["train"]["rounds"] = now
 
 
 def _note_code(run: Run) -> None:

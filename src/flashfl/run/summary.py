@@ -108,8 +108,9 @@ def summarise(runs: Sequence[Numbers], metric: Metric = ACCURACY) -> Summary:
 def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
     """The numbers of a run from its records."""
     counted = [r for r in rounds if r.counts]
-    scores = [r.metrics for r in counted if r.score is not None and math.isfinite(r.score.metric)]
-    metrics = [next(iter(views.values())).metric for views in scores]
+    evaluated = [r.metrics for r in counted if r.score is not None and math.isfinite(r.score.metric)]
+    metrics = [next(iter(views.values())).metric for views in evaluated]
+    final = {view: score.metric for view, score in evaluated[-1].items()} if evaluated else {}
     moved = [r.mismatch for r in counted if r.mismatch is not None and math.isfinite(r.mismatch)]
     late = moved[-max(1, len(moved) // 6) :]
     # The paper does not count BatchNorm statistics. They travel all the same, and dense FedAvg would send them too. It
@@ -118,7 +119,7 @@ def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
     return Numbers(
         accuracy=metrics[-1] if metrics else None,
         best=(max if Metric.of(header).higher_is_better else min)(metrics, default=None),
-        before=scores[-1]["before"].metric if scores and "before" in scores[-1] else None,
+        before=final.get("before"),
         density=counted[-1].density if counted else None,
         up=rounds[-1].total.up,
         down=rounds[-1].total.down,
@@ -132,8 +133,8 @@ def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
         paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
         paper_dense=dense or None,
         epsilon=last.known if (last := rounds[-1].privacy) is not None and last.delta else None,
-        plain=plain_of({view: score.metric for view, score in scores[-1].items()} if scores else {}),
-        personal=scores[-1]["personal"].metric if scores and "personal" in scores[-1] else None,
+        plain=plain_of(final),
+        personal=final.get("personal"),
     )
 
 

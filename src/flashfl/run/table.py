@@ -82,10 +82,9 @@ def _words(text: str) -> list[str]:
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (
-        cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([first, *rest]).rstrip()
+    """A line: the first cell stands at the left of its column, the others at the right."""
+    padded = [f"{cell:{'>' if i else '<'}{width}}" for i, (cell, width) in enumerate(zip(cells, widths, strict=True))]
+    return "  ".join(padded).rstrip()
 
 
 def _one_line(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,34 +18,19 @@ from typing import Any
 from ..core.errors import ConfigError, unknown, warn
 from ..core.record import RoundRecord
 
-
-@dataclass(frozen=True)
-class About:
-    """What a tracker gets to know about a run: its folder and settings, and the round it starts from."""
-
-    folder: Path
-    settings: Mapping[str, object]
-    step: int = 0
-
-    def noted(self, name: str) -> str | None:
-        """What a resumed run wrote into its folder when it began."""
-        path = self.folder / name
-        return path.read_text().strip() if self.step and path.exists() else None
-
-    def note(self, name: str, text: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / name).write_text(text)
+Settings = Mapping[str, object]
 
 
 Log = Callable[[int, dict[str, float]], object]  # takes numbers by name at a step, which is a counted round
 Tracker = tuple[Log, Callable[[], object]]  # and what ends it
+Begin = Callable[[ModuleType, Path, Settings, int], Tracker]  # from its package, the run's folder, settings and step
 
 
-def _tensorboard(about: About, package: ModuleType) -> Tracker:
+def _tensorboard(package: ModuleType, folder: Path, settings: Settings, step: int) -> Tracker:
     """Event files in RUN/tensorboard. Rounds that a resumed run repeats replace the old ones."""
-    writer = package.SummaryWriter(str(about.folder / "tensorboard"), purge_step=about.step + 1)
-    if not about.step:
-        writer.add_text("settings", f"```\n{json.dumps(about.settings, indent=1, default=str)}\n```", 0)
+    writer = package.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    if not step:
+        writer.add_text("settings", f"```\n{json.dumps(settings, indent=1, default=str)}\n```", 0)
 
     def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -54,26 +39,32 @@ def _tensorboard(about: About, package: ModuleType) -> Tracker:
     return log, writer.close
 
 
-def _mlflow(about: About, package: ModuleType) -> Tracker:
+def _mlflow(package: ModuleType, folder: Path, settings: Settings, step: int) -> Tracker:
     """An MLflow run, at MLFLOW_TRACKING_URI. A resumed run continues the one it began."""
-    known = about.noted("mlflow-run")
-    run = package.start_run(run_id=known, run_name=None if known else about.folder.name)
+    note = folder / "mlflow-run"
+    known = _noted(note, step)
+    run = package.start_run(run_id=known, run_name=None if known else folder.name)
     if not known:
-        about.note("mlflow-run", run.info.run_id)
-        package.log_params({k: str(v)[:500] for k, v in flat(about.settings).items()})
+        note.write_text(run.info.run_id)
+        package.log_params({k: str(v)[:500] for k, v in flat(settings).items()})
     return lambda step, values: package.log_metrics(values, step=step), package.end_run
 
 
-def _wandb(about: About, package: ModuleType) -> Tracker:
+def _wandb(package: ModuleType, folder: Path, settings: Settings, step: int) -> Tracker:
     """A Weights & Biases run, named after the folder. It reads WANDB_PROJECT and WANDB_MODE itself."""
-    about.folder.mkdir(parents=True, exist_ok=True)
-    known, settings = about.noted("wandb-run"), dict(about.settings)
-    run = package.init(name=about.folder.name, dir=str(about.folder), config=settings, id=known, resume="allow")
-    about.note("wandb-run", run.id)
+    note = folder / "wandb-run"
+    known = _noted(note, step)
+    run = package.init(name=folder.name, dir=str(folder), config=dict(settings), id=known, resume="allow")
+    note.write_text(run.id)
     return lambda step, values: run.log(values, step=step), run.finish
 
 
-TRACKERS: dict[str, tuple[Callable[[About, ModuleType], Tracker], str]] = {  # and the module each needs
+def _noted(note: Path, step: int) -> str | None:
+    """The tracker's name for a resumed run, which it wrote down when it began."""
+    return note.read_text().strip() if step and note.exists() else None
+
+
+TRACKERS: dict[str, tuple[Begin, str]] = {  # and the module each needs
     "tensorboard": (_tensorboard, "torch.utils.tensorboard"),
     "mlflow": (_mlflow, "mlflow"),
     "wandb": (_wandb, "wandb"),
@@ -89,38 +80,27 @@ def check_names(names: str) -> list[str]:
     return wanted
 
 
-def check_installed(names: str) -> None:
-    """Raise an error if the package of a tracker is missing."""
-    for name in check_names(names):
-        _package(name)
-
-
-def _package(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(TRACKERS[name][1])
-    except ImportError:
-        raise ConfigError(f"track = {name!r} needs the {name} package: pip install {name}") from None
-
-
 class Tracking:
     """All trackers of a run."""
 
-    def __init__(
-        self,
-        names: str,
-        folder: Path | None,
-        settings: Mapping[str, object],
-        step: int,
-        metric: str = "accuracy",
-    ) -> None:
-        self._metric = metric
-        wanted = check_names(names)
-        if wanted and folder is None:
-            raise ConfigError(f"track = {names!r}: tracking needs a folder for the run. Give `folder`")
+    def __init__(self, names: str, folder: Path | None, metric: str = "accuracy") -> None:
+        """Raises an error if a tracker's package is missing, before anything of the run is written."""
+        self._folder, self._metric = folder, metric
+        self._packages: dict[str, ModuleType] = {}
         self._trackers: dict[str, Tracker] = {}
-        if folder is not None:
-            about = About(folder, settings, step)
-            self._trackers = {which: TRACKERS[which][0](about, _package(which)) for which in wanted}
+        for name in check_names(names):
+            if folder is None:
+                raise ConfigError(f"track = {names!r}: tracking needs a folder for the run. Give `folder`")
+            try:
+                self._packages[name] = importlib.import_module(TRACKERS[name][1])
+            except ImportError:
+                raise ConfigError(f"track = {name!r} needs the {name} package: pip install {name}") from None
+
+    def begin(self, settings: Settings, step: int) -> None:
+        """Start all trackers. A resumed run starts from a later step."""
+        for name, package in self._packages.items():
+            assert self._folder is not None
+            self._trackers[name] = TRACKERS[name][0](package, self._folder, settings, step)
 
     def log(self, step: int, record: RoundRecord) -> None:
         """Show one round."""
@@ -154,7 +134,7 @@ def values_of(record: RoundRecord, metric: str = "accuracy") -> dict[str, float]
     return {k: float(v) for k, v in values.items()}
 
 
-def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Settings, prefix: str = "") -> dict[str, Any]:
     """Nested settings by their full names, such as `method.adapt.growth`."""
     out: dict[str, Any] = {}
     for name, value in settings.items():
