@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, field
+from enum import IntEnum
 from typing import Any, cast
 
 import numpy as np
@@ -21,8 +22,19 @@ from .vector import Noise, Ranges
 List = np.ndarray[Any, np.dtype[Any]]
 _MAGIC = b"FSA1"
 HEADER = len(_MAGIC) + 1 + 16  # bytes before a message's content
-ADVERTISE, SHARES, MASKED, CONFIRM, UNMASK = range(5)  # the five steps
-STEPS = ("advertise keys", "share secrets", "send masked input", "confirm survivors", "unmask")
+STEPS = ("advertise keys", "share secrets", "send masked input", "confirm survivors", "unmask", "the end")
+
+
+class Step(IntEnum):
+    """The steps of a round; their names for users are in STEPS."""
+
+    ADVERTISE = 0
+    SHARES = 1
+    MASKED = 2
+    CONFIRM = 3
+    UNMASK = 4
+    DONE = 5
+
 
 CARD = np.dtype([("id", "<u4"), ("box", f"V{KEY}"), ("mask", f"V{KEY}"), ("signature", f"V{SIGNATURE}")])
 BOX = np.dtype([("id", "<u4"), ("box", f"V{2 * SHARE + TAG}")])  # the id of the receiver, then of the sender
@@ -49,6 +61,10 @@ class Terms:
         text = f"flashfl secure aggregation 1: {self.run!r} {self.tag} {self.length} {self.bits} {self.policy}"
         text += f" {self.cohort} {self.ranges} {self.noise}"
         return hashlib.sha256(text.encode()).digest()[:16]
+
+    def bound(self, roster: bytes) -> bytes:
+        """What secrets are bound to: these terms and the whole cohort."""
+        return hashlib.sha256(b"cohort" + self.context + roster).digest()
 
     def to_bytes(self) -> bytes:
         noise = None if self.noise is None else astuple(self.noise)
