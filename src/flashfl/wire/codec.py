@@ -13,12 +13,12 @@ from ..core.exchange import Carries
 from ..core.layout import Layout
 from ..core.mask import Mask
 from ..core.precision import Form, Precision
-from .errors import BadCount, BadField
+from .errors import BadField
 from .frame import CODES, TAG, check_sections, read_frame, split_parts, write_frame
 from .geometry import geometry
 from .masks import plan, read_mask
 from .message import Coding, Encoded, Message, Parts
-from .reader import Chunk, Limits, Reader, hash_bytes, pack
+from .reader import Chunk, Limits, Reader, pack
 from .settings import local_bytes, read_local
 from .tensors import extras_chunks, extras_size, metrics_bytes, read_extras, read_metrics
 from .values import read_values, values_chunks, values_size
@@ -39,16 +39,9 @@ def encode(
     counts = mask.counts if mask is not None else ()
     sections: dict[str, Sequence[Chunk]] = {name: [data] for name, data in _small_sections(message).items()}
     if mask is not None:
-        if message.counts is not None and tuple(message.counts) != counts:
-            raise BadCount(
-                f"the message has layer counts {message.counts}, but its mask has {counts}. Leave the counts out: the "
-                "mask gives them."
-            )
         choice = plan(mask, bases, form)
         sections["mask"], coding = choice.write(), Coding(choice.form, choice.base, how)
     if message.values is not None:
-        if mask is None and message.carries != "statistics":
-            raise BadField("the message has values but no mask; values need the mask they belong to")
         sections["values"] = values_chunks(
             message.values, message.layout, counts, message.carries, how, message.value_key
         )
@@ -81,7 +74,7 @@ def _small_sections(message: Message) -> dict[str, bytes]:
     if message.start is not None:
         out["start"] = pack(TAG, *message.start)
     if message.own is not None:
-        out["own"] = hash_bytes(message.own)
+        out["own"] = bytes.fromhex(message.own)
     if message.local is not None:
         out["local"] = local_bytes(message.local, message.layout)
     if message.counts is not None and message.mask is None:
@@ -89,7 +82,7 @@ def _small_sections(message: Message) -> dict[str, bytes]:
     if message.metrics:
         out["metrics"] = metrics_bytes(message.metrics)
     if message.lacks is not None:
-        out["lacks"] = hash_bytes(message.lacks)
+        out["lacks"] = bytes.fromhex(message.lacks)
     return out
 
 
