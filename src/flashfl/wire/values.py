@@ -115,23 +115,18 @@ def values_chunks(
     parts = segments(layout, counts, carries, how.values)
     plain = values.detach().to("cpu", torch.float32)
     _check_finite(plain)
-    sizes, fine = _sizes(parts, True), _round_rest(_pick(plain, parts, False), how, [key])
-    changes = how.changes and carries != "statistics"
-    coded, coarse = _coarse_chunks(_pick(plain, parts, True), sizes, how, key, changes) if sizes else (False, [])
-    form = FORMS.index(how.values) + _REST16 * (how.rest == "fp16") + _CHANGES * changes + _CODED * coded
-    return [bytes([CARRIES.index(carries), form]), *coarse, _raw(fine.to(DTYPES[how.rest]))]
-
-
-def _coarse_chunks(
-    coarse: Tensor, sizes: Sequence[int], how: Precision, key: int, changes: bool
-) -> tuple[bool, list[Chunk]]:
-    """Coarse values as they travel, scales and levels or the rounded values; and whether the levels are coded."""
-    form = how.values
-    if form not in TOPS:
-        return False, [_raw(round_half(coarse, form, how.rounding, [key]).to(DTYPES[form]))]
-    found = to_levels(coarse, sizes, form, how.rounding, [key])
-    coded, levels = write_levels(found.levels, form, changes)
-    return coded, [_raw(found.scales.to(SCALES[form])), *levels]
+    coarse, fine = _pick(plain, parts, True), _round_rest(_pick(plain, parts, False), how, [key])
+    form, changes, coded = how.values, how.changes and carries != "statistics", False
+    chunks: list[Chunk] = []  # of the coarse values
+    sizes = _sizes(parts, True)
+    if sizes and form in TOPS:
+        found = to_levels(coarse, sizes, form, how.rounding, [key])
+        coded, levels = write_levels(found.levels, form, changes)
+        chunks = [_raw(found.scales.to(SCALES[form])), *levels]
+    elif sizes:
+        chunks = [_raw(round_half(coarse, form, how.rounding, [key]).to(DTYPES[form]))]
+    code = FORMS.index(form) + _REST16 * (how.rest == "fp16") + _CHANGES * changes + _CODED * coded
+    return [bytes([CARRIES.index(carries), code]), *chunks, _raw(fine.to(DTYPES[how.rest]))]
 
 
 def _raw(tensor: Tensor) -> Chunk:
