@@ -17,18 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import (
-    AsksForBoth,
-    BadShare,
-    BadSignature,
-    CohortTooSmall,
-    DifferentCohorts,
-    Malformed,
-    Refused,
-    SecondInput,
-    WrongRound,
-    WrongStep,
-)  # fmt: skip
+from . import errors
 from .keys import KEY, Directory, Identity, Words, add_streams, agree, public_of, seal, unseal
 from .messages import BOX, CARD, SECRET, STEPS, VOTE, List, Step, Terms, entries, flagged, frame, listing, unframe
 from .policy import Policy
@@ -93,7 +82,7 @@ class Party:
         """
         self._begin(Step.MASKED)
         if len(vector) != self.terms.length or vector.dtype != np.dtype(f"<u{self.terms.bits // 8}"):
-            raise WrongRound(
+            raise errors.WrongRound(
                 f"the input has {len(vector)} numbers of type {vector.dtype}, but the server announced "
                 f"{self.terms.length} of {self.terms.bits} bits"
             )
@@ -103,7 +92,7 @@ class Party:
         self._open_boxes(entries(content[size:], BOX))
         phase, round, _ = self.terms.tag
         if not self.me.gives(self.terms.run, phase, round):
-            raise SecondInput(
+            raise errors.SecondInput(
                 f"this client already sent its update for round {round}. The difference of two sums could reveal "
                 "single updates, so it sends none again."
             )
@@ -117,7 +106,7 @@ class Party:
     def confirm(self, survivors: bytes) -> bytes:
         """Step 4: sign who survived. A client signs one list only, and only one it is on."""
         if self.step > Step.CONFIRM:
-            raise AsksForBoth(
+            raise errors.AsksForBoth(
                 "the server sent a second list of survivors in one attempt. With two lists it could unmask the update "
                 "of one client, so this client stops."
             )
@@ -125,17 +114,19 @@ class Party:
         content, size = unframe(survivors, Step.CONFIRM, self.terms), (len(self.cohort) + 7) // 8
         alive, dropped = flagged(content[:size], self.cohort), flagged(content[size:], self.cohort)
         if both := alive & dropped:
-            raise AsksForBoth(
+            raise errors.AsksForBoth(
                 f"the server asks for both the key and the self-mask of client {min(both)}. Together they reveal its "
                 "update, so this client stops."
             )
         if alive | dropped != set(self.sharing):
-            raise DifferentCohorts(
+            raise errors.DifferentCohorts(
                 "the server's lists of survivors and of dropped clients do not match the clients that shared their "
                 "secrets"
             )
         if self.me.id not in alive:
-            raise DifferentCohorts("this client sent its update, but the server's list of survivors does not name it")
+            raise errors.DifferentCohorts(
+                "this client sent its update, but the server's list of survivors does not name it"
+            )
         self.survivors = tuple(sorted(alive))
         self._check_enough(self.survivors, Step.MASKED)
         return frame(Step.CONFIRM, self.terms, self._view, self.me.identity.sign(_vote(self.terms, self._view)))
@@ -146,10 +137,12 @@ class Party:
         found = entries(unframe(votes, Step.UNMASK, self.terms), VOTE)
         for client, digest, signature in found.tolist():
             if client not in self.survivors:
-                raise DifferentCohorts(f"client {client} signed the list of survivors, but the list does not name it")
+                raise errors.DifferentCohorts(
+                    f"client {client} signed the list of survivors, but the list does not name it"
+                )
             self.me.directory.check(client, _vote(self.terms, digest), signature)
             if digest != self._view:
-                raise DifferentCohorts(
+                raise errors.DifferentCohorts(
                     f"client {client} saw another cohort, list of survivors or model than this client. The server must "
                     "send the same to all."
                 )
@@ -163,7 +156,9 @@ class Party:
     def _begin(self, step: int) -> None:
         """Each step happens once, in order. A step that is refused ends the attempt for this client."""
         if self.step != step:
-            raise WrongStep(f"a message of the step '{STEPS[step]}' came while this client is at '{STEPS[self.step]}'")
+            raise errors.WrongStep(
+                f"a message of the step '{STEPS[step]}' came while this client is at '{STEPS[self.step]}'"
+            )
         self.step = step + 1
 
     @cached_property
@@ -182,26 +177,28 @@ class Party:
 
     def _check_roster(self) -> None:
         if len(self.cohort) < self.terms.policy.least:
-            raise CohortTooSmall(
+            raise errors.CohortTooSmall(
                 f"the cohort has {len(self.cohort)} clients, but this client requires at least "
                 f"{self.terms.policy.least} (policy.least)"
             )
         if len(self.cohort) > self.terms.cohort:
-            raise WrongRound(
+            raise errors.WrongRound(
                 f"the cohort has {len(self.cohort)} clients, and the server announced {self.terms.cohort}: their sum "
                 "could overflow"
             )
         for client, box, mask, signature in self._cards.tolist():
             self.me.directory.check(client, _card(self.terms, client, box, mask), signature)
             if client == self.me.id and (client, box, mask) != self._mine:
-                raise BadSignature("the cohort's list has a key for this client that differs from the one it sent")
+                raise errors.BadSignature(
+                    "the cohort's list has a key for this client that differs from the one it sent"
+                )
         if self.me.id not in self.cohort:
-            raise DifferentCohorts("this client is not in the cohort that it was sent")
+            raise errors.DifferentCohorts("this client is not in the cohort that it was sent")
 
     def _check_enough(self, clients: Sequence[int], step: Step) -> None:
         least = self.terms.policy.threshold(len(self.cohort))
         if len(clients) < least:
-            raise CohortTooSmall(
+            raise errors.CohortTooSmall(
                 f"{len(clients)} of {len(self.cohort)} clients are left after the step '{STEPS[step]}', at least "
                 f"{least} are needed"
             )
@@ -231,16 +228,16 @@ class Party:
 
     def _open_boxes(self, boxes: List) -> None:
         if len(boxes) > _MOST_CHOSEN * len(self.chosen):
-            raise Malformed(
+            raise errors.Malformed(
                 f"{len(boxes)} clients chose this client as a neighbour, at most {_MOST_CHOSEN * len(self.chosen)} are "
                 "allowed"
             )
         for sender, box in boxes.tolist():
             if sender not in self.sharing or sender == self.me.id:
-                raise BadShare(f"a share comes from client {sender}, which is not in the cohort")
+                raise errors.BadShare(f"a share comes from client {sender}, which is not in the cohort")
             try:
                 self.held[sender] = unseal(self._box_key(sender, self.me.id), box, self._bound)
-            except Refused as error:
+            except errors.Refused as error:
                 raise type(error)(f"client {sender}: {error}") from None
 
     def save(self) -> bytes:

@@ -28,12 +28,7 @@ STEPS = ("advertise keys", "share secrets", "send masked input", "confirm surviv
 class Step(IntEnum):
     """The steps of a round; their names for users are in STEPS."""
 
-    ADVERTISE = 0
-    SHARES = 1
-    MASKED = 2
-    CONFIRM = 3
-    UNMASK = 4
-    DONE = 5
+    ADVERTISE, SHARES, MASKED, CONFIRM, UNMASK, DONE = range(6)
 
 
 CARD = np.dtype([("id", "<u4"), ("box", f"V{KEY}"), ("mask", f"V{KEY}"), ("signature", f"V{SIGNATURE}")])

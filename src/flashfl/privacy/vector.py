@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add_statistics
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, check_range
 from ..core.exchange import Local, Sums, Update
 from ..core.layout import Layout
 from ..core.mask import Weights
@@ -60,8 +60,7 @@ class Noise:
     multiplier: float
 
     def __post_init__(self) -> None:
-        if not (0 < self.clip < math.inf and 0 < self.multiplier < math.inf):
-            raise ConfigError(f"clip = {self.clip}, noise = {self.multiplier}: must be numbers above 0")
+        check_range("(0, inf)", clip=self.clip, noise=self.multiplier)
 
     def deviation(self, scale: float, length: int, honest: int = 1) -> int:
         """The standard deviation of one share of noise, as a whole number, if `honest` shares are added up.
