@@ -119,8 +119,6 @@ class PrivateRound(Private, Encoding):
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
         secure = self.privacy.secure
         self._round = Collector(self.terms) if secure else Gatherer(self.terms, self.packing.deviation)
-        self._waiting: set[int] = set()
-        self._revealed = False
         self._why = ""  # why nothing can be opened
         self._before = vault.stored(s.tag, f"<u{self.packing.bits // 8}")
         if self._before is None:
@@ -131,15 +129,16 @@ class PrivateRound(Private, Encoding):
     def step(self) -> int:
         return self._round.step
 
+    def _waiting(self) -> list[int]:
+        """The clients whose answers are due in this step, ascending."""
+        if self._before is not None:
+            return []
+        asked = self.cohort if self._round.alive is None else self._round.alive
+        return sorted(set(asked) - self._round.heard - set(self.failures))
+
     def requests(self) -> Iterator[tuple[int, bytes]]:
         """What each client is sent in this step, in ascending id."""
-        if self._before is not None:
-            return
-        alive = self._round.alive
-        self._waiting = (set(self.orders) if alive is None else alive) - set(self.failures)
-        self._revealed = self.privacy.secure and self.step >= Step.MASKED
-        for client in sorted(self._waiting):
-            yield client, self.request(client)
+        return ((client, self.request(client)) for client in self._waiting())
 
     def request(self, client: int, order: bytes | None = None) -> bytes:
         """The bytes of a request; order: with these bytes of the order instead of its usual ones."""
@@ -158,7 +157,6 @@ class PrivateRound(Private, Encoding):
         """A client's answer. If it is not a good one, the client is dropped."""
         size = self.packing.length * self.packing.bits // 8 if self.step == Step.MASKED else 0
         self.traffic += Traffic(up=len(data), values=min(size, len(data)), overhead=max(0, len(data) - size))
-        self._waiting.discard(client)
         try:
             self._round.received(client, data)
         except Refused as error:
@@ -182,13 +180,12 @@ class PrivateRound(Private, Encoding):
         super().failed(client, why)
         if kept is not None:
             self.memory.heard[client] = kept
-        self._waiting.discard(client)
 
     def advance(self) -> bool:
         """End the step. False: there is no other."""
         if self._before is not None:
             return False
-        for client in sorted(self._waiting):
+        for client in self._waiting():
             self.failed(client, "no answer")
         try:
             self._round.close()
@@ -205,7 +202,7 @@ class PrivateRound(Private, Encoding):
             self._why = self.packing.problem(total, len(counted))
         if not self._why and self._before is None:
             self.vault.store(self.tag, words, counted)
-        return self.end(total, counted, self._why, self._revealed)
+        return self.end(total, counted, self._why, revealed=self.privacy.secure and self.step >= Step.MASKED)
 
     def _opened(self) -> tuple[Words, list[int]]:
         """The sum and its clients; without clients, `_why` says why there is none."""

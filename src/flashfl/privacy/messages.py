@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, field
 from enum import IntEnum
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def entries(content: memoryview, kind: np.dtype[Any]) -> List:
 
 def listing(kind: np.dtype[Any], rows: Collection[tuple[Any, ...]]) -> bytes:
     """Rows as a list of entries, ascending by id."""
-    return np.array(sorted(rows, key=lambda row: cast(int, row[0])), kind).tobytes()
+    return np.array(sorted(rows), kind).tobytes()
 
 
 def flags(members: Collection[int], of: Collection[int]) -> bytes:

@@ -21,17 +21,17 @@ class Gatherer:
         """deviation: of the noise that the server adds; 0: none. step: the first one."""
         self.terms, self.step, self._deviation = terms, step, deviation
         self.alive: set[int] | None = None  # clients that answered in the step that was closed last; None: all may
-        self._heard: set[int] = set()
+        self.heard: set[int] = set()
         self.total: Words = np.zeros(terms.length, f"<u{terms.bits // 8}")
 
     def received(self, client: int, data: bytes) -> None:
         """A client's answer in the current step. Raises why it cannot be used; the client then counts as dropped."""
-        if client in self._heard or (self.alive is not None and client not in self.alive):
+        if client in self.heard or (self.alive is not None and client not in self.alive):
             raise WrongStep(
                 f"client {client} already answered in the step '{STEPS[self.step]}', or was dropped earlier"
             )
         self._take(client, unframe(data, self.step, self.terms))
-        self._heard.add(client)
+        self.heard.add(client)
 
     def _take(self, client: int, content: memoryview) -> None:
         """Add a client's vector."""
@@ -41,7 +41,7 @@ class Gatherer:
 
     def close(self) -> None:
         """End the current step: whoever has not answered dropped out."""
-        self.alive, self._heard, self.step = self._heard, set(), self.step + 1
+        self.alive, self.heard, self.step = self.heard, set(), self.step + 1
 
     def request(self, client: int) -> bytes:
         return frame(Step.MASKED, self.terms)

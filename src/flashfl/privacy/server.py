@@ -42,7 +42,7 @@ class Collector(Gatherer):
         (self._card, self._share, super()._take, self._vote, self._revealed)[self.step](client, content)
 
     def close(self) -> None:
-        cohort, left = len(self._cards), self._heard
+        cohort, left = len(self._cards), self.heard
         least = max(self.terms.policy.least, self.terms.policy.threshold(cohort))
         if len(left) < least:
             raise TooFew(
