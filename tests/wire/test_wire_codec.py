@@ -56,7 +56,7 @@ def test_message_round_trips(index: int, form: Form) -> None:
     message, bases = SAMPLES[index]
     known = {mask.hash: mask for mask in bases}
     sent = encode(message, bases, form)
-    assert sent.parts.total == len(sent.data)
+    assert sent.traffic.total == len(sent.data)
     found = decode(sent.data, LAYOUT, known)
     check_same(message, found)
     if form == "fp32" and message.values is not None:
@@ -79,7 +79,7 @@ def test_random_message_round_trips(data: st.DataObject) -> None:
     sent = encode(message, (base,), form)
     found = decode(sent.data, layout, {base.hash: base})
     check_same(message, found)
-    assert sent.parts.total == len(sent.data)
+    assert sent.traffic.total == len(sent.data)
     assert again(found, {base.hash: base}) == sent.data
 
 
@@ -91,7 +91,7 @@ def test_size_counted_on_a_device_is_the_encoded_size(form: Form) -> None:
         found = mask_sizes(LAYOUT, message.mask.bits[None], [base.bits for base in bases])
         bare = dataclasses.replace(message, mask=None, values=None)
         parts = size_with(bare, int(found.counts.sum()), int(found.bytes), form)
-        assert parts == encode(message, bases, form).parts
+        assert parts == encode(message, bases, form).traffic
 
 
 def test_weights_of_a_message() -> None:

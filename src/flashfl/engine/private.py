@@ -83,9 +83,9 @@ class Private(Account):
         """
         check_common(orders)
         self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag
-        self.order = orders[0][1] if orders else s.order(Client(0, 0), s.plan.local)
-        self.start, self.cohort = self.order.weights, [client.id for client, _ in orders]
-        self.packing = how = packing(self.privacy, self.order, len(orders))
+        order = orders[0][1] if orders else s.order(Client(0, 0), s.plan.local)
+        self.start, self.cohort = order.weights, [client.id for client, _ in orders]
+        self.packing = how = packing(self.privacy, order, len(orders))
         policy, ranges, noise = self.privacy.policy, self.privacy.ranges, self.privacy.noise
         self.terms = Terms(vault.run, s.tag, how.length, how.bits, policy, how.cohort, ranges, noise)
 

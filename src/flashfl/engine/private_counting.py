@@ -35,9 +35,7 @@ class PrivateCounting(Private, Counting):
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
         self.begin(vault, s, orders)
-        self._sent = self.start.packed().clone()  # statistics that do not travel count as zero, as on a client
-        if not self.order.local.statistics:
-            self._sent[len(self._sent) - self.layout.size + self.layout.trained_size :] = 0
+        self._sent = self.start.packed()
         # The step in which each client stops answering.
         self._ends = {c: dropout_step(s, c) if drops(s, c, dropout) else Step.DONE for c in self.cohort}
         self._total = torch.zeros(self.packing.length, dtype=torch.int64, device=self.start.vector.device)

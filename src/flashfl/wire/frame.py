@@ -6,9 +6,10 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 
+from ..core.exchange import Traffic
 from ..core.layout import Layout
 from . import errors
-from .message import KINDS, Kind, Message, Parts
+from .message import KINDS, Kind, Message
 from .reader import Chunk, Reader, pack
 
 MAGIC, VERSION = b"FLSH", 1
@@ -29,23 +30,24 @@ REQUIRED: dict[Kind, tuple[str, ...]] = {"order": ("local",), "update": (), "lac
 SPLIT = {"mask": "mask", "values": "values", "extra": "values"}  # the rest is overhead
 
 
-def split_parts(sections: Mapping[str, int]) -> Parts:
-    """What a message of sections of these lengths spends on what."""
+def traffic_of(kind: Kind, sections: Mapping[str, int]) -> Traffic:
+    """What a message of sections of these lengths spends on what. Orders go down, the rest up."""
     sums = {"values": 0, "mask": 0, "overhead": HEADER.size + SECTION.size * len(sections)}
     for name, length in sections.items():
         sums[SPLIT.get(name, "overhead")] += length
-    return Parts(**sums)
+    total = sum(sums.values())
+    return Traffic(down=total, **sums) if kind == "order" else Traffic(up=total, **sums)
 
 
-def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tuple[bytes, Parts]:
+def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tuple[bytes, Traffic]:
     """Header, checksum, sections; and what the bytes are for."""
     lengths = {name: sum(map(len, chunks)) for name, chunks in sections.items()}
-    parts = split_parts(lengths)
-    if parts.total >= 1 << 32:
-        raise errors.TooLarge(f"the message has {parts.total} bytes; less than 4 GiB can be sent")
+    traffic = traffic_of(message.kind, lengths)
+    if traffic.total >= 1 << 32:
+        raise errors.TooLarge(f"the message has {traffic.total} bytes; less than 4 GiB can be sent")
     kind, layout = KINDS.index(message.kind), bytes.fromhex(message.layout.hash)
     fields = (*message.tag, message.client, message.n, message.key)
-    header = pack(HEADER, MAGIC, VERSION, kind, layout, 0, parts.total, *fields)
+    header = pack(HEADER, MAGIC, VERSION, kind, layout, 0, traffic.total, *fields)
     out: list[Chunk] = [header[: CHECKSUM.start], b"", header[CHECKSUM.stop :]]
     for name, chunks in sections.items():
         out += [SECTION.pack(CODES[name], lengths[name]), *chunks]
@@ -53,7 +55,7 @@ def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tu
     for chunk in out:
         check = zlib.crc32(chunk, check)
     out[1] = check.to_bytes(4, "little")
-    return b"".join(out), parts
+    return b"".join(out), traffic
 
 
 def checksum(data: memoryview) -> int:
