@@ -22,6 +22,7 @@ import torch
 from gpu_round import round_of, task_of, timed
 
 from flashfl import aggregate
+from flashfl.core.exchange import Traffic
 from flashfl.engine import counting as accounting
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.gpu.batched import Batched
@@ -31,7 +32,6 @@ from flashfl.methods import jmwst
 from flashfl.models import norm
 from flashfl.sparsity import rules
 from flashfl.sparsity.rules import PruneRegrow
-from flashfl.wire.message import Parts
 from flashfl.wire.sizes import MaskSizes
 
 SPENT: dict[str, float] = defaultdict(float)
@@ -68,7 +68,7 @@ def waits(work: Callable[[], Any]) -> None:
 
 def counting(work: Callable[[], Any], rounds: int) -> None:
     """Rounds with and without counting, in turn: sizes of masks on the device, of messages on the host."""
-    ways = {True: (accounting.mask_sizes, accounting.size_with), False: (_no_sizes, lambda *_: Parts())}
+    ways = {True: (accounting.mask_sizes, accounting.size_with), False: (_no_sizes, lambda *_: Traffic())}
     spent: dict[bool, list[float]] = {True: [], False: []}
     for at in range(2 * rounds):
         counts = at % 2 == 0

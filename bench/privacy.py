@@ -36,7 +36,7 @@ from flashfl.engine.store import MaskStore
 from flashfl.models import build_model
 from flashfl.privacy.client import Party, Self
 from flashfl.privacy.keys import Directory, Identity
-from flashfl.privacy.messages import MASKED, Terms
+from flashfl.privacy.messages import Step, Terms
 from flashfl.privacy.policy import Policy
 from flashfl.privacy.server import Collector
 from flashfl.privacy.vector import Packing
@@ -136,7 +136,7 @@ def secure(case: str, layout: Layout, start: Weights, clients: int) -> Row:
     packed = start.packed()
     for step in range(5):
         for client, party in enumerate(parties):
-            if step == MASKED:
+            if step == Step.MASKED:
                 message = server.message(Client(client, 0), order)
                 down += len(clock("server", lambda m=message: server.encode(m).data))
                 update = update_of(start, client)
@@ -147,7 +147,7 @@ def secure(case: str, layout: Layout, start: Weights, clients: int) -> Row:
             down += len(request)
             if step == 0:
                 answer = clock("client", party.advertise)
-            elif step == MASKED:
+            elif step == Step.MASKED:
                 answer = clock("client", lambda p=party, r=request, w=words: p.mask(r, w, b""))
             else:
                 work = (None, party.share, None, party.confirm, party.unmask)[step]

@@ -24,13 +24,13 @@ import scipy.sparse
 import torch
 
 import flashfl as fl
-from flashfl.core.exchange import Local
+from flashfl.core.exchange import Local, Traffic
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.core.precision import FORMS, Precision
 from flashfl.core.rng import choose, fold
 from flashfl.sparsity import recipe_mask
-from flashfl.wire import Message, Parts, decode, encode, size_with
+from flashfl.wire import Message, decode, encode, size_with
 from flashfl.wire.coded import plan_levels
 from flashfl.wire.levels import TOPS, to_levels
 from flashfl.wire.masks import plan
@@ -165,8 +165,8 @@ def message(mask: Mask, kind: str = "update", statistics: bool = True, local: Lo
                    metrics={"loss": 0.5})  # fmt: skip
 
 
-def size(sent: Message, bases: Sequence[Mask] = ()) -> Parts:
-    return encode(sent, bases).parts
+def size(sent: Message, bases: Sequence[Mask] = ()) -> Traffic:
+    return encode(sent, bases).traffic
 
 
 def sizes() -> None:
@@ -329,7 +329,7 @@ def precisions() -> None:
     for form in FORMS:
         for rest in ("fp32", "fp16") if form != "fp32" else ("fp32",):
             how = Precision(form, rest)
-            written = encode(sent, (mask,), how).parts
+            written = encode(sent, (mask,), how).traffic
             assert written == size_with(sent, mask.active, written.mask, how)
             fixed = size_with(sent, 0, written.mask, how).total
             bits = 8 * (written.total - fixed) / mask.active

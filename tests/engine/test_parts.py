@@ -207,7 +207,7 @@ def test_extras_of_every_form_have_their_closed_form_size(eight: Layout) -> None
     message = Message("update", eight, (2, 0, 0), 1, mask=mask, values=Weights.masked(mask, torch.rand(9)).packed(),
                       extra=extra)  # fmt: skip
     sent = encode(message)
-    counted = size_with(replace(message, mask=None, values=None), 4, sent.parts.mask)
+    counted = size_with(replace(message, mask=None, values=None), 4, sent.traffic.mask)
     assert counted.total == len(sent.data)
     found = decode(sent.data, eight).extra
     assert all(

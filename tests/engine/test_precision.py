@@ -205,7 +205,7 @@ def test_lanes_count_coded_changes_of_flashplus_as_they_are_written(
             mask, base = work.mask.to("cpu"), work.order.weights.vector.cpu()
             change = torch.cat([row[:trained] - base[:trained], row[trained:]])
             done = Update.of(work.client.id, work.n, Weights.masked(mask, change), mask.counts, {"loss": 0.0})
-            written.append(encode(update_message(done, work.order, task.layout), (mask,), how).parts.total)
+            written.append(encode(update_message(done, work.order, task.layout), (mask,), how).traffic.total)
         return decode(works, values, how)
 
     monkeypatch.setattr("flashfl.engine.gpu.engine.decode", spy)

@@ -13,6 +13,7 @@ pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
 pytest.importorskip("cryptography", reason="pip install 'flashfl[privacy]'")
 
 import dp_accounting as dp
+from accounting_support import epsilon_sampled
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError
@@ -21,7 +22,7 @@ from flashfl.core.rng import flip
 from flashfl.core.state import State
 from flashfl.engine.private import packing
 from flashfl.engine.vault import Vault, open_vault
-from flashfl.privacy.accounting import Draw, Ledger, epsilon_known, epsilon_sampled, multiplier_for
+from flashfl.privacy.accounting import Draw, Ledger, epsilon_known, multiplier_for
 from flashfl.privacy.settings import privacy_of
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task

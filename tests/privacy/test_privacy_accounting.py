@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accounting_support import epsilon_sampled
 
 from flashfl.core.errors import CheckpointError
-from flashfl.privacy.accounting import Draw, Ledger, epsilon_known, epsilon_sampled, most_rounds, multiplier_for
+from flashfl.privacy.accounting import Draw, Ledger, epsilon_known, most_rounds, multiplier_for
 from flashfl.privacy.noise import LEAST, discrete_gaussian
 from flashfl.privacy.vector import Noise
 

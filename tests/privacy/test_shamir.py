@@ -59,9 +59,3 @@ def test_fewer_shares_fit_every_secret_equally_well() -> None:
 
 def test_shares_of_one_secret_differ_every_time() -> None:
     assert split(bytes(32), 2, [1, 2]) != split(bytes(32), 2, [1, 2])
-
-
-@pytest.mark.parametrize(("threshold", "places"), [(3, [1, 2]), (1, [0, 1]), (2, [1, 1]), (0, [1])])
-def test_impossible_sharing_is_refused(threshold: int, places: list[int]) -> None:
-    with pytest.raises(ValueError):
-        split(bytes(32), threshold, places)

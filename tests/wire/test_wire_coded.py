@@ -111,7 +111,7 @@ def test_coded_message_is_never_larger_and_is_written_again_to_the_same_bytes(fo
     assert weights is not None
     assert found.values is not None
     assert torch.equal(found.values, weights)
-    assert plain.parts == size_with(message(power), MASK.active, plain.parts.mask, how)
+    assert plain.traffic == size_with(message(power), MASK.active, plain.traffic.mask, how)
     coded = bool(payload(data, "values")[1] & 64)
     assert len(data) < len(plain.data) if coded else len(data) == len(plain.data)
     assert coded or power == 1

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from wire_support import changed, mask_of, resnet_layout, samples, small_layout, update
+from wire_support import changed, count_values, mask_of, resnet_layout, samples, small_layout, update
 from wire_surgery import mutate_bytes, mutate_field
 
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
 from flashfl.core.precision import Precision
 from flashfl.wire import Coding, Limits, Message, WireError, decode, encode
-from flashfl.wire.values import FORMS, count_values
+from flashfl.wire.values import FORMS
 
 HERE = Path(__file__).parent
 Seed = tuple[bytes, dict[str, Mask]]

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from wire_support import count_values
 
-from flashfl.core.exchange import Extra, Local
+from flashfl.core.exchange import Carries, Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
 from flashfl.core.precision import Precision
 from flashfl.sparsity import PruneRegrow, recipe_mask
 from flashfl.wire import Message, encode
-from flashfl.wire.values import Carries, count_values
 
 LAYOUT = Layout.build(
     {

@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from flashfl.core.exchange import Extra, Local
+from flashfl.core.exchange import Carries, Extra, Local
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
 from flashfl.sparsity import recipe_mask
 from flashfl.wire import Message
-from flashfl.wire.values import Carries, count_values
 
 RESNET18 = (
     [(64, 3, 3, 3)]
@@ -72,6 +71,13 @@ def changed(mask: Mask, share: float, seed: int) -> Mask:
         part[rng.choice(on, count, replace=False)] = False
         part[rng.choice(off, count, replace=False)] = True
     return Mask(mask.layout, torch.from_numpy(bits), mask.counts)
+
+
+def count_values(layout: Layout, active: int, carries: Carries) -> int:
+    """How many values a message carries."""
+    statistics, dense = layout.size - layout.trained_size, layout.trained_size - layout.prunable_size
+    of = {"all": active + dense + statistics, "weights": active + dense, "statistics": statistics}
+    return of.get(carries, dense + statistics)
 
 
 def values_for(mask: Mask, carries: Carries = "all", seed: int = 0) -> torch.Tensor:

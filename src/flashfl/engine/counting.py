@@ -24,7 +24,6 @@ from ..core.mask import Mask, Weights, stacked
 from ..core.precision import EXACT, Precision
 from ..wire import Message, encode, mask_sizes, size_with
 from ..wire.geometry import HASH, geometry
-from ..wire.message import Parts
 from .encoding import Account
 from .memory import ClientMemory
 from .pipeline import Notes, tallied
@@ -57,7 +56,7 @@ class Counting(Account):
         self.heard: list[_Heard] = []
         self._held: dict[int, Update] = {}  # by client, where the cohort must be known before updates can be added
         self._tallies: dict[int, Notes] = {}  # what the server derives from each update
-        self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Parts]] = {}
+        self._sizes: dict[tuple[str | bool | int | Precision, ...], tuple[Local | None, Traffic]] = {}
 
     def sent(self, client: Client, order: Order) -> Order:
         """Record an order; it is returned as it is sent."""
@@ -170,9 +169,9 @@ class Counting(Account):
             local=order.local, own="0" * 16 if self.memory.own(client.id) is not None else None,
             carries=order.local.order_carries, extra=order.extra,
         )  # fmt: skip
-        return self._sized(message, order.weights.mask.active, self.values).traffic("order")
+        return self._sized(message, order.weights.mask.active, self.values)
 
-    def _sized(self, message: Message, active: int, values: Precision) -> Parts:
+    def _sized(self, message: Message, active: int, values: Precision) -> Traffic:
         """A message's size without its mask, worked out once for all clients whose messages are as long."""
         if message.extra:
             return size_with(message, active, 0, values)
@@ -217,12 +216,12 @@ class Counting(Account):
         values = local.sends(self.values)
         if local.report in ("weights", "mask"):
             plain = self._sized(message, sum(work.counts), values)
-            return replace(plain, mask=mask_bytes, values=plain.values - saved).traffic("update")
+            return plain + Traffic(up=mask_bytes - saved, mask=mask_bytes, values=-saved)
         if local.report == "counts":
             whole = replace(message, counts=work.counts)
         else:
             whole = replace(message, values=torch.zeros(layout.size - layout.trained_size))
-        return encode(whole, (), values).parts.traffic("update")
+        return encode(whole, (), values).traffic
 
 
 @functools.lru_cache(maxsize=8)

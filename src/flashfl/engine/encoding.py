@@ -131,12 +131,12 @@ class Encoding(Account):
         """
         lack, order = decode(data, self.layout), self._orders.get(client)
         asks = lack.kind == "lack" and lack.client == client and client not in self._reminded
-        if not asks or order is None or lack.parts is None:  # in most steps of a private round there is no order
+        if not asks or order is None:  # in most steps of a private round there is no order
             raise WireError(
                 "the client's request for a mask is not valid, or it asked again after it got the full mask"
             )
         self._reminded.add(client)
-        self.traffic += lack.parts.traffic("lack")
+        self.traffic += lack.traffic
         own = self.memory.own(client)
         if own is None:
             self.memory.forget(client)
@@ -151,7 +151,7 @@ class Encoding(Account):
         return self._count(encode(order or self._orders[client], (), values=self.values))
 
     def _count(self, encoded: Encoded) -> bytes:
-        self.traffic += encoded.parts.traffic("order")
+        self.traffic += encoded.traffic
         return encoded.data
 
     def failed(self, client: int, why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ..data.sources import Source
 from ..privacy.client import Party, Self
 from ..privacy.errors import Malformed, Refused, TooLittleNoise, Unmasked, WrongStep
 from ..privacy.keys import Directory, Identity, Words
-from ..privacy.messages import ADVERTISE, CONFIRM, MASKED, SHARES, UNMASK, Terms, frame
+from ..privacy.messages import Step, Terms, frame
 from ..privacy.noise import discrete_gaussian
 from ..privacy.policy import Policy
 from ..privacy.vector import Packing
@@ -78,10 +79,10 @@ class PrivateSide:
 
     def _answer(self, data: Source, request: bytes, memory: Rounds) -> Reply:
         step, first, rest = _take(request)
-        if step == ADVERTISE:
+        if step == Step.ADVERTISE:
             party = Party(Terms.from_bytes(first, self.policy), self.me)
             answer = party.advertise()
-        elif step == MASKED and first:  # the terms: a round without masks
+        elif step == Step.MASKED and first:  # the terms: a round without masks
             if self.secure:
                 raise Unmasked(
                     "the server asks for an unprotected update, but this client takes part in secure rounds only. Set "
@@ -96,11 +97,14 @@ class PrivateSide:
                     "was restarted without its state"
                 )
             party = Party.load(saved, self.me, self.policy)
-            if step == MASKED:
+            if step == Step.MASKED:
                 return self._train(data, party.terms, party, *_take(rest)[1:], memory)
-            if step not in (SHARES, CONFIRM, UNMASK):
+            later: dict[int, Callable[[bytes], bytes]] = {
+                Step.SHARES: party.share, Step.CONFIRM: party.confirm, Step.UNMASK: party.unmask,
+            }  # fmt: skip
+            if step not in later:
                 raise Malformed(f"step {step} does not exist in this protocol")
-            answer = {SHARES: party.share, CONFIRM: party.confirm, UNMASK: party.unmask}[step](first)
+            answer = later[step](first)
         self.drawer["party"] = party.save()
         return Reply(answer, memory)
 
@@ -110,7 +114,7 @@ class PrivateSide:
         def pack(update: Update, sent: Message, start: Tensor) -> bytes:
             words = self._words(update, sent, start, terms, party)
             if party is None:
-                return frame(MASKED, terms, words.tobytes())
+                return frame(Step.MASKED, terms, words.tobytes())
             return party.mask(inbox, words, common_of(sent, start))
 
         reply = self.side.work(self.client, data, order, memory, pack)

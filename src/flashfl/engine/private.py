@@ -15,13 +15,13 @@ from ..core.exchange import Client, Order, Outcome, Traffic
 from ..core.state import State
 from ..privacy.errors import Refused
 from ..privacy.keys import Words
-from ..privacy.messages import ADVERTISE, MASKED, UNMASK, Terms
+from ..privacy.messages import Step, Terms
 from ..privacy.noise import LARGEST, LEAST
 from ..privacy.plain import Gatherer
 from ..privacy.server import Collector
 from ..privacy.settings import Privacy
 from ..privacy.vector import Packing
-from .encoding import Encoding
+from .encoding import Account, Encoding
 from .memory import ClientMemory
 from .vault import Vault
 
@@ -68,24 +68,41 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     return how
 
 
-def agreed(vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> tuple[Order, Packing, Terms]:
-    """What all clients of a round share: the model and the work, how reports become whole numbers, and the terms.
-
-    In a Poisson round without clients, the order is what a client would be sent. Its sum is noise alone.
-    """
-    check_common(orders)
-    order, privacy = orders[0][1] if orders else s.order(Client(0, 0), s.plan.local), vault.privacy
-    how = packing(privacy, order, len(orders))
-    terms = Terms(vault.run, s.tag, how.length, how.bits, privacy.policy, how.cohort, privacy.ranges, privacy.noise)
-    return order, how, terms
-
-
 def signed(total: Words) -> Tensor:
     """A sum in Z/2^b as signed numbers."""
     return torch.from_numpy(total.view(f"<i{total.itemsize}").astype(np.int64))
 
 
-class PrivateRound(Encoding):
+class Private(Account):
+    """How every private round begins and ends, with real bytes or without."""
+
+    def begin(self, vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> None:
+        """Fix what all clients share: the model and the work, how reports become whole numbers, and the terms.
+
+        In a Poisson round without clients, the order is what a client would be sent. Its sum is noise alone.
+        """
+        check_common(orders)
+        self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag
+        order = orders[0][1] if orders else s.order(Client(0, 0), s.plan.local)
+        self.start, self.cohort = order.weights, [client.id for client, _ in orders]
+        self.packing = how = packing(self.privacy, order, len(orders))
+        policy, ranges, noise = self.privacy.policy, self.privacy.ranges, self.privacy.noise
+        self.terms = Terms(vault.run, s.tag, how.length, how.bits, policy, how.cohort, ranges, noise)
+
+    def end(self, total: Tensor, counted: Sequence[int], why: str, revealed: bool) -> Outcome:
+        """Settle the round by the sum of the clients that counted. why: it cannot be used, so the loop tries again."""
+        if why:
+            self.memory.heard.clear()
+            why = f"the private round has no usable sum ({why})"
+            self.failures = {client: self.failures.get(client, why) for client in self.cohort}
+            return replace(super().close(), privacy=self.vault.spent(0), revealed=revealed)
+        self.sums, clamped = self.packing.decode(total, self.start, len(counted))
+        # A client that vanished after its input was in has contributed: it is not dropped.
+        self.failures = {client: why for client, why in self.failures.items() if client not in counted}
+        return replace(super().close(), privacy=self.vault.spent(clamped))
+
+
+class PrivateRound(Private, Encoding):
     """The account of a private round.
 
     Post what `requests` gives, hand answers to `received` and missing ones to `failed`; `advance` ends the step. When
@@ -98,39 +115,36 @@ class PrivateRound(Encoding):
     ) -> None:  # fmt: skip
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
-        self.vault, self.privacy, self.tag = vault, vault.privacy, s.tag
-        order, self.packing, self.terms = agreed(vault, s, orders)
-        self.start = order.weights
+        self.begin(vault, s, orders)
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
-        self._round: Collector | Gatherer
-        self._round = Collector(self.terms) if self.privacy.secure else Gatherer(self.terms, self.packing.deviation)
-        self._waiting: set[int] = set()
-        self._revealed = False
+        secure = self.privacy.secure
+        self._round = Collector(self.terms) if secure else Gatherer(self.terms, self.packing.deviation)
         self._why = ""  # why nothing can be opened
         self._before = vault.stored(s.tag, f"<u{self.packing.bits // 8}")
         if self._before is None:
-            for client in set(self.orders) - set(vault.spend(s, list(self.orders), present)):
+            for client in set(self.cohort) - set(vault.spend(s, self.cohort, present)):
                 self.failed(client, SPENT)
 
     @property
     def step(self) -> int:
         return self._round.step
 
+    def _waiting(self) -> list[int]:
+        """The clients whose answers are due in this step, ascending."""
+        if self._before is not None:
+            return []
+        asked = self.cohort if self._round.alive is None else self._round.alive
+        return sorted(set(asked) - self._round.heard - set(self.failures))
+
     def requests(self) -> Iterator[tuple[int, bytes]]:
         """What each client is sent in this step, in ascending id."""
-        if self._before is not None:
-            return
-        first = self.step == ADVERTISE or not self.privacy.secure
-        self._waiting = (set(self.orders) if first else set(self._round.alive)) - set(self.failures)
-        self._revealed = self.privacy.secure and self.step >= MASKED
-        for client in sorted(self._waiting):
-            yield client, self.request(client)
+        return ((client, self.request(client)) for client in self._waiting())
 
     def request(self, client: int, order: bytes | None = None) -> bytes:
         """The bytes of a request; order: with these bytes of the order instead of its usual ones."""
-        if self.step == ADVERTISE:
+        if self.step == Step.ADVERTISE:
             parts = [self.terms.to_bytes()]
-        elif self.step != MASKED:
+        elif self.step != Step.MASKED:
             parts = [self._round.request(client)]
         else:
             order = order or self.sent(*self.orders[client])
@@ -141,15 +155,14 @@ class PrivateRound(Encoding):
 
     def received(self, client: int, data: bytes, notes: str | None = None) -> None:
         """A client's answer. If it is not a good one, the client is dropped."""
-        size = self.packing.length * self.packing.bits // 8 if self.step == MASKED else 0
+        size = self.packing.length * self.packing.bits // 8 if self.step == Step.MASKED else 0
         self.traffic += Traffic(up=len(data), values=min(size, len(data)), overhead=max(0, len(data) - size))
-        self._waiting.discard(client)
         try:
             self._round.received(client, data)
         except Refused as error:
             self.failed(client, f"{type(error).__name__}: {error}")
             return
-        if self.step == MASKED:
+        if self.step == Step.MASKED:
             del self._orders[client]
             self.memory.hear(client, self.tag, self.memory.store.keep(self.start.mask))
 
@@ -163,45 +176,40 @@ class PrivateRound(Encoding):
 
     def failed(self, client: int, why: str) -> None:
         """A client is dropped. If its masked input is in, it still counts in the sum."""
-        kept = self.memory.heard.get(client) if self.step > MASKED else None
+        kept = self.memory.heard.get(client) if self.step > Step.MASKED else None
         super().failed(client, why)
         if kept is not None:
             self.memory.heard[client] = kept
-        self._waiting.discard(client)
 
     def advance(self) -> bool:
         """End the step. False: there is no other."""
         if self._before is not None:
             return False
-        for client in sorted(self._waiting):
+        for client in self._waiting():
             self.failed(client, "no answer")
         try:
             self._round.close()
         except Refused as error:
             self._why = f"{type(error).__name__}: {error}"
             return False
-        return self.privacy.secure and self.step <= UNMASK
+        return self.privacy.secure and self.step <= Step.UNMASK
 
     def close(self) -> Outcome:
         """Open the sum. If that is impossible nothing counts, and the loop repeats the round."""
-        total, counted = self._before or self._opened()
-        if not self._why and counted:
-            self._why = self.packing.problem(signed(total), len(counted))
-        if self._why or (self.orders and not counted):
-            self.memory.heard.clear()
-            why = f"the private round has no usable sum ({self._why or 'no client replied'})"
-            self.failures = {client: self.failures.get(client, why) for client in self.orders}
-            return replace(super().close(), privacy=self.vault.spent(0), revealed=self._revealed)
-        if self._before is None:
-            self.vault.store(self.tag, total, counted)
-        self.sums, clamped = self.packing.decode(signed(total), self.start, len(counted))
-        # A client that vanished after its input was in has contributed: it is not dropped.
-        self.failures = {client: why for client, why in self.failures.items() if client not in counted}
-        return replace(super().close(), privacy=self.vault.spent(clamped))
+        words, counted = self._before or self._opened()
+        total = signed(words)
+        if counted:
+            self._why = self.packing.problem(total, len(counted))
+        if not self._why and self._before is None:
+            self.vault.store(self.tag, words, counted)
+        return self.end(total, counted, self._why, revealed=self.privacy.secure and self.step >= Step.MASKED)
 
     def _opened(self) -> tuple[Words, list[int]]:
+        """The sum and its clients; without clients, `_why` says why there is none."""
         counted = sorted(self.memory.heard)
-        if not self._why and (counted or not self.orders):
+        if self.orders and not counted:
+            self._why = self._why or "no client replied"
+        if not self._why:
             try:
                 return self._round.opened(), counted
             except Refused as error:

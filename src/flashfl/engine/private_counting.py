@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,18 +16,16 @@ from torch import Tensor
 from ..core.exchange import DROPPED, Client, Order, Outcome, Traffic, Update
 from ..core.mask import Weights
 from ..core.state import State, dropout_step, drops
-from ..privacy.messages import ADVERTISE, BOX, CARD, CONFIRM, HEADER, MASKED, SECRET, SHARES, STEPS, UNMASK, VOTE
+from ..privacy.messages import BOX, CARD, HEADER, SECRET, STEPS, VOTE, Step
 from .counting import Counting
 from .memory import ClientMemory
-from .private import LENGTH, SPENT, agreed
+from .private import LENGTH, SPENT, Private
 from .train import NOT_FINITE
 from .vault import Vault
 from .work import Work
 
-_NEVER = UNMASK + 1
 
-
-class PrivateCounting(Counting):
+class PrivateCounting(Private, Counting):
     """The account of a private round whose updates lie on the device."""
 
     def __init__(
@@ -37,32 +34,27 @@ class PrivateCounting(Counting):
     ) -> None:  # fmt: skip
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
-        self.vault, self.privacy = vault, vault.privacy
-        order, self.packing, self.terms = agreed(vault, s, orders)
-        self.start = order.weights
-        self._sent = self.start.packed().clone()  # statistics that do not travel count as zero, as on a client
-        if not order.local.statistics:
-            self._sent[len(self._sent) - self.layout.size + self.layout.trained_size :] = 0
+        self.begin(vault, s, orders)
+        self._sent = self.start.packed()
         # The step in which each client stops answering.
-        ids = [client.id for client, _ in orders]
-        self._ends = {client: dropout_step(s, client) if drops(s, client, dropout) else _NEVER for client in ids}
+        self._ends = {c: dropout_step(s, c) if drops(s, c, dropout) else Step.DONE for c in self.cohort}
         self._total = torch.zeros(self.packing.length, dtype=torch.int64, device=self.start.vector.device)
-        for client in set(self._ends) - set(vault.spend(s, list(self._ends), present)):
+        for client in set(self.cohort) - set(vault.spend(s, self.cohort, present)):
             self._ends[client] = -1
             self.failed(client, SPENT)
 
     def trains(self, client: int) -> bool:
         """Whether a client gets as far as to send its input. If not, it is dropped now."""
-        if self._ends[client] <= MASKED and client not in self.failures:
+        if self._ends[client] <= Step.MASKED and client not in self.failures:
             self.failed(client, DROPPED)
-        return self._ends[client] > MASKED
+        return self._ends[client] > Step.MASKED
 
     def sent(self, client: Client, order: Order) -> Order:
-        return super().sent(client, order) if self._ends[client.id] >= MASKED else order
+        return super().sent(client, order) if self._ends[client.id] >= Step.MASKED else order
 
     def failed(self, client: int, why: str) -> None:
         super().failed(client, why)
-        self._ends[client] = min(self._ends[client], MASKED)
+        self._ends[client] = min(self._ends[client], Step.MASKED)
 
     def received(self, works: Sequence[Work], values: Tensor, losses: Tensor, saved: Tensor | None = None) -> None:
         """Turn each client's report into whole numbers and add them up."""
@@ -77,32 +69,27 @@ class PrivateCounting(Counting):
             self.memory.hear(client, order.tag, self.memory.store.keep(order.weights.mask))
 
     def close(self) -> Outcome:
-        steps = range(ADVERTISE, UNMASK + 1) if self.privacy.secure else (MASKED,)
+        steps = range(Step.ADVERTISE, Step.DONE) if self.privacy.secure else (Step.MASKED,)
         after = {step: [client for client, end in self._ends.items() if end > step] for step in steps}
         why, last = self._checked(after)
         self._count(after, last)
-        counted = after[MASKED]
-        if why or (self._ends and not counted):
-            self.memory.heard.clear()
-            reason = f"the private round has no usable sum ({why or 'no client replied'})"
-            self.failures = {client: self.failures.get(client, reason) for client in self._ends}
-            revealed = self.privacy.secure and last >= MASKED
-            return replace(super().close(), privacy=self.vault.spent(0), revealed=revealed)
+        counted = after[Step.MASKED]
+        if self.cohort and not counted:
+            why = why or "no client replied"
         total = self._total + self._noise(len(after[min(steps)]), len(counted))
-        self.sums, clamped = self.packing.decode(total, self.start, len(counted))
-        return replace(super().close(), privacy=self.vault.spent(clamped))
+        return self.end(total, counted, why, revealed=self.privacy.secure and last >= Step.MASKED)
 
     def _checked(self, after: dict[int, list[int]]) -> tuple[str, int]:
         """Why the sum cannot be opened, if it cannot, and the last step that was taken."""
         if not self.privacy.secure:
-            return "", MASKED
-        cohort, policy = len(after[ADVERTISE]), self.privacy.policy
+            return "", Step.MASKED
+        cohort, policy = len(after[Step.ADVERTISE]), self.privacy.policy
         least = max(policy.least, policy.threshold(cohort))
         for step, left in after.items():
             if len(left) < least:
                 found = f"{len(left)} of {cohort} clients are left after the step '{STEPS[step]}'"
                 return f"TooFew: {found}: at least {least} are needed, so the sum stays hidden", step
-        return "", UNMASK
+        return "", Step.UNMASK
 
     def _noise(self, cohort: int, counted: int) -> Tensor | int:
         """The sum of all clients' shares of the noise, or the server's, rounded; from the operating system's chance."""
@@ -117,29 +104,27 @@ class PrivateCounting(Counting):
 
     def _count(self, after: dict[int, list[int]], last: int) -> None:
         """The bytes of every message of the protocol but the orders."""
-        how, privacy, everyone = self.packing, self.privacy, [c for c, end in self._ends.items() if end >= 0]
-        invitation, vector = len(self.terms.to_bytes()), how.length * how.bits // 8
-        if not privacy.secure:
-            self._tally(MASKED, len(everyone), 2 * LENGTH.size + invitation + HEADER, len(after[MASKED]), vector)
-            return
-        cohort, sharing = len(after[ADVERTISE]), len(after[SHARES])
-        k = privacy.policy.neighbours(cohort)[0] if cohort > 1 else 0
-        boxes = k * max(0, sharing - 1) / max(1, cohort - 1)  # that reach each client, on average
-        some = (cohort + 7) // 8
-        rows = (
-            (ADVERTISE, len(everyone), LENGTH.size + invitation, CARD.itemsize),
-            (SHARES, cohort, LENGTH.size + HEADER + cohort * CARD.itemsize, 32 + k * BOX.itemsize),
-            (MASKED, sharing, 2 * LENGTH.size + HEADER + some + boxes * BOX.itemsize, vector),
-            (CONFIRM, len(after[MASKED]), LENGTH.size + HEADER + 2 * some, VOTE.itemsize - 4),
-            (UNMASK, len(after[CONFIRM]), LENGTH.size + HEADER + len(after[CONFIRM]) * VOTE.itemsize,
-             boxes * SECRET.itemsize),
-        )  # fmt: skip
-        for step, asked, down, up in rows:
+        how, privacy, asked = self.packing, self.privacy, sum(end >= 0 for end in self._ends.values())
+        invitation, vector, first = len(self.terms.to_bytes()), how.length * how.bits // 8, LENGTH.size + HEADER
+        left = {step: len(clients) for step, clients in after.items()}
+        if privacy.secure:
+            cohort, sharing = left[Step.ADVERTISE], left[Step.SHARES]
+            k = privacy.policy.neighbours(cohort)[0] if cohort > 1 else 0
+            boxes = k * max(0, sharing - 1) / max(1, cohort - 1)  # that reach each client, on average
+            some = (cohort + 7) // 8
+            votes = left[Step.CONFIRM] * VOTE.itemsize
+            # Each step: how many are asked, the bytes of a request, and of an answer without its header.
+            rows = {
+                Step.ADVERTISE: (asked, LENGTH.size + invitation, CARD.itemsize),
+                Step.SHARES: (cohort, first + cohort * CARD.itemsize, 32 + k * BOX.itemsize),
+                Step.MASKED: (sharing, LENGTH.size + first + some + boxes * BOX.itemsize, vector),
+                Step.CONFIRM: (left[Step.MASKED], first + 2 * some, VOTE.itemsize - 4),
+                Step.UNMASK: (left[Step.CONFIRM], first + votes, boxes * SECRET.itemsize),
+            }
+        else:
+            rows = {Step.MASKED: (asked, LENGTH.size + invitation + first, vector)}
+        for step, (number, down, up) in rows.items():
             if step <= last:
-                self._tally(step, asked, down, len(after[step]), up)
-
-    def _tally(self, step: int, asked: int, down: float, answers: int, up: float) -> None:
-        heads, content = round(asked * down), round(answers * up)
-        values = content if step == MASKED else 0
-        sent = content + answers * HEADER
-        self.traffic += Traffic(down=heads, up=sent, values=values, overhead=heads + sent - values)
+                requests, content, heads = round(number * down), round(left[step] * up), left[step] * HEADER
+                values = content if step == Step.MASKED else 0
+                self.traffic += Traffic(requests, content + heads, values, overhead=requests + content + heads - values)

@@ -35,8 +35,7 @@ def read_update(data: bytes, order: Message, own: Mask | None, compared: bool = 
     update = _as_update(message, order)
     if compared and order.mask is not None and order.values is not None:
         update = replace(update, start=start_of(update, order.work, order.mask, order.values))
-    assert message.parts is not None
-    return update, message.parts.traffic("update")
+    return update, message.traffic
 
 
 def frozen_mask(order: Message, own: Mask | None) -> Mask | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import struct
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -38,10 +37,13 @@ class Vault:
     def __init__(self, privacy: Privacy, folder: Path | None) -> None:
         self.privacy, self.folder = privacy, folder
 
+    def _file(self, name: str) -> Path | None:
+        return None if self.folder is None else self.folder / name
+
     @cached_property
     def run(self) -> str:
         """A random name that keeps the rounds of different runs apart."""
-        path = None if self.folder is None else self.folder / "run"
+        path = self._file("run")
         name = path.read_text() if path is not None and path.exists() else secrets.token_hex(8)
         if path is not None:
             put(path, name.encode(), sync=True)
@@ -52,8 +54,7 @@ class Vault:
         """What was spent; None without differential privacy."""
         if (noise := self.privacy.noise) is None:
             return None
-        path = None if self.folder is None else self.folder / "spent.json"
-        return Ledger(noise.multiplier, self.privacy.delta, self.privacy.draw, path)
+        return Ledger(noise.multiplier, self.privacy.delta, self.privacy.draw, self._file("spent.json"))
 
     def spend(self, s: State, cohort: Sequence[int], present: Sequence[int]) -> list[int]:
         """Count a round for the clients of the cohort whose budget allows it, and return them.
@@ -80,33 +81,30 @@ class Vault:
                     "round is kept."
                 )
             return list(clients)
-        taken: Counter[int] = ledger.taken
-        return [c for c in clients if epsilon_known(ledger.multiplier, taken[c] + 1, ledger.delta) <= budget]
+        return [c for c in clients if epsilon_known(ledger.multiplier, ledger.taken[c] + 1, ledger.delta) <= budget]
 
     def spent(self, clamped: int) -> Spent:
         """What is recorded about a round, and whether the budget allows no other."""
         ledger, budget = self.ledger, self.privacy.budget
         if ledger is None:
             return Spent(clamped=clamped)
-        now = ledger.epsilon()
         over = False
         if budget and self.privacy.secure:
             able = self.may_take_part(list(ledger.taken))
             over = self.privacy.draw.clients - len(ledger.taken) + len(able) < self.privacy.draw.cohort
         elif budget:
             over = ledger.epsilon(more=1).sampled > budget
-        return Spent(now.known, now.sampled, ledger.delta, clamped, over)
+        return replace(ledger.epsilon(), clamped=clamped, over=over)
 
     def store(self, tag: Sequence[int], total: Words, clients: Sequence[int]) -> None:
         """Keep a sum that was opened."""
-        if self.folder is not None:
+        if (path := self._file("opened")) is not None:
             about = json.dumps([*tag[:2], list(clients)]).encode()
-            data = struct.pack("<I", len(about)) + about + total.tobytes()
-            put(self.folder / "opened", data, sync=True)
+            put(path, struct.pack("<I", len(about)) + about + total.tobytes(), sync=True)
 
     def stored(self, tag: Sequence[int], kind: str) -> tuple[Words, list[int]] | None:
         """The sum that was opened in this round before the server was interrupted, and whose it is."""
-        path = None if self.folder is None else self.folder / "opened"
+        path = self._file("opened")
         if path is None or not path.exists():
             return None
         try:

@@ -77,13 +77,13 @@ class FlowerEngine:
     def _train_privately(self, vault: Vault, s: State, orders: list[tuple[Client, Order]]) -> Outcome:
         """Every step of a private round. A client that is silent in one is not waited for in the next."""
         from ..engine.private import PrivateRound  # only here, as it needs an extra
-        from ..privacy.messages import MASKED
+        from ..privacy.messages import Step
 
         present = [client.id for client in self.registry.present()]
         account = PrivateRound(vault, self.memory, s, orders, present)
         this = Exchange(account, self.registry, s.tag, "private", "answer")
         while True:
-            this.ask(account.requests(), "train" if account.step == MASKED else "query")
+            this.ask(account.requests(), "train" if account.step == Step.MASKED else "query")
             if not account.advance():
                 return this.settle()
 

@@ -22,15 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, ConfigError
+from ..core.exchange import Spent
 from ..core.files import put
-
-
-@dataclass(frozen=True)
-class Epsilon:
-    """Privacy spent so far at a run's delta."""
-
-    known: float  # against somebody who knows the cohorts
-    sampled: float  # against somebody who does not
+from .policy import log_ways
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,8 @@ def _one_round(multiplier: float, draw: Draw) -> tuple[Any, Any]:
     return accountant.orders, accountant.rdp
 
 
-def _epsilon(multiplier: float, draws: Mapping[Draw, int], delta: float) -> float:
-    """After so many rounds of each kind. All must have the same neighbours.
+def epsilon_of(multiplier: float, draws: Mapping[Draw, int], delta: float) -> float:
+    """Of every client after so many rounds of each kind. All must have the same neighbours.
 
     With little noise the bound for samples is looser than the one without amplification, which holds too.
     """
@@ -84,16 +78,9 @@ def _epsilon(multiplier: float, draws: Mapping[Draw, int], delta: float) -> floa
     return min(total(draws), total({Draw(poisson=poisson): sum(draws.values())}))
 
 
-def epsilon_sampled(
-    multiplier: float, rounds: int, delta: float, clients: int, cohort: int, poisson: bool = False
-) -> float:
-    """Of every client after so many rounds, each with `cohort` of `clients` drawn at random and in secret."""
-    return _epsilon(multiplier, {Draw(clients, cohort, poisson): rounds}, delta)
-
-
 def epsilon_known(multiplier: float, rounds: int, delta: float) -> float:
     """Of a client that took part in so many rounds, against somebody who knows which."""
-    return _epsilon(multiplier, {Draw(): rounds}, delta)
+    return epsilon_of(multiplier, {Draw(): rounds}, delta)
 
 
 def most_rounds(rounds: int, clients: int, cohort: int) -> int:
@@ -103,8 +90,7 @@ def most_rounds(rounds: int, clients: int, cohort: int) -> int:
         return rounds
     tail, most = 0.0, rounds
     while most > 0:
-        ways = math.lgamma(rounds + 1) - math.lgamma(most + 1) - math.lgamma(rounds - most + 1)
-        tail += math.exp(ways + most * math.log(share) + (rounds - most) * math.log1p(-share))
+        tail += math.exp(log_ways(rounds, most) + most * math.log(share) + (rounds - most) * math.log1p(-share))
         if tail * clients > 0.01:
             break
         most -= 1
@@ -113,15 +99,9 @@ def most_rounds(rounds: int, clients: int, cohort: int) -> int:
 
 def multiplier_for(epsilon: float, delta: float, rounds: int, draw: Draw, known: bool) -> float:
     """The least noise, in clips, with which so many rounds stay within epsilon. known: cohorts are no secret."""
-    own = most_rounds(rounds, draw.clients, draw.cohort)
-
-    def spent(multiplier: float) -> float:
-        if known:
-            return epsilon_known(multiplier, own, delta)
-        return _epsilon(multiplier, {draw: rounds}, delta)
-
+    draws = {Draw(): most_rounds(rounds, draw.clients, draw.cohort)} if known else {draw: rounds}
     low, high = 0.0, 1.0
-    while spent(high) > epsilon:
+    while epsilon_of(high, draws, delta) > epsilon:
         low, high = high, 2 * high
         if high > 2**20:
             raise ConfigError(
@@ -130,7 +110,7 @@ def multiplier_for(epsilon: float, delta: float, rounds: int, draw: Draw, known:
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if spent(middle) > epsilon else (low, middle)
+        low, high = (middle, high) if epsilon_of(middle, draws, delta) > epsilon else (low, middle)
     return high
 
 
@@ -168,9 +148,9 @@ class Ledger:
             found = {"draws": draws, "multiplier": self.multiplier, "delta": self.delta, "taken": self.taken}
             put(self.path, json.dumps(found).encode(), sync=True)
 
-    def epsilon(self, more: int = 0) -> Epsilon:
+    def epsilon(self, more: int = 0) -> Spent:
         """What is spent, or would be if every client took part in so many more rounds."""
         own = max(self.taken.values(), default=0) + more
         draws = self.draws + Counter({self.planned: more})
-        sampled = _epsilon(self.multiplier, draws, self.delta)
-        return Epsilon(epsilon_known(self.multiplier, own, self.delta), sampled)
+        sampled = epsilon_of(self.multiplier, draws, self.delta)
+        return Spent(epsilon_known(self.multiplier, own, self.delta), sampled, self.delta)

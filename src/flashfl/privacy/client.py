@@ -10,49 +10,19 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .errors import (
-    AsksForBoth,
-    BadShare,
-    BadSignature,
-    CohortTooSmall,
-    DifferentCohorts,
-    Malformed,
-    Refused,
-    SecondInput,
-    WrongRound,
-    WrongStep,
-)  # fmt: skip
-from .keys import KEY, Directory, Exchange, Identity, Words, add_streams, seal, unseal
-from .messages import (
-    ADVERTISE,
-    BOX,
-    CARD,
-    CONFIRM,
-    MASKED,
-    SECRET,
-    SHARES,
-    STEPS,
-    UNMASK,
-    VOTE,
-    List,
-    Terms,
-    entries,
-    flagged,
-    frame,
-    listing,
-    unframe,
-)  # fmt: skip
+from . import errors
+from .keys import KEY, Directory, Identity, Words, add_streams, agree, public_of, seal, unseal
+from .messages import BOX, CARD, SECRET, STEPS, VOTE, List, Step, Terms, entries, flagged, frame, listing, unframe
 from .policy import Policy
 from .shamir import SHARE, split
 
-DONE = 5  # the step after the last
 _MOST_CHOSEN = 4  # a client may be drawn by this many times as many others as it draws itself
 
 
@@ -72,7 +42,7 @@ class Party:
 
     terms: Terms
     me: Self
-    step: int = ADVERTISE
+    step: int = Step.ADVERTISE
     box_key: bytes = field(default_factory=lambda: os.urandom(KEY), repr=False)
     mask_key: bytes = field(default_factory=lambda: os.urandom(KEY), repr=False)
     seed: bytes = field(default_factory=lambda: os.urandom(KEY), repr=False)  # of the self-mask
@@ -85,15 +55,14 @@ class Party:
 
     def advertise(self) -> bytes:
         """Step 1: fresh public keys, signed."""
-        self._begin(ADVERTISE)
-        mine = (self.me.id, Exchange(self.box_key).public, Exchange(self.mask_key).public)
-        signature = self.me.identity.sign(_card(self.terms, *mine))
-        return frame(ADVERTISE, self.terms, _row(CARD, *mine, signature))
+        self._begin(Step.ADVERTISE)
+        signature = self.me.identity.sign(_card(self.terms, *self._mine))
+        return frame(Step.ADVERTISE, self.terms, listing(CARD, [(*self._mine, signature)]))
 
     def share(self, roster: bytes) -> bytes:
         """Step 2: check the cohort, draw neighbours, send each an encrypted share of both secrets."""
-        self._begin(SHARES)
-        self.roster = bytes(unframe(roster, SHARES, self.terms))
+        self._begin(Step.SHARES)
+        self.roster = bytes(unframe(roster, Step.SHARES, self.terms))
         self._check_roster()
         k, threshold = self.terms.policy.neighbours(len(self.cohort))
         others = [client for client in self.cohort if client != self.me.id]
@@ -104,26 +73,26 @@ class Party:
             (other, seal(self._box_key(self.me.id, other), key + seed, self._bound))
             for other, (key, seed) in zip(self.chosen, parts, strict=True)
         ]
-        return frame(SHARES, self.terms, hashlib.sha256(self.seed).digest(), listing(BOX, boxes))
+        return frame(Step.SHARES, self.terms, hashlib.sha256(self.seed).digest(), listing(BOX, boxes))
 
     def mask(self, inbox: bytes, vector: Words, common: bytes) -> bytes:
         """Step 3: the vector, hidden by a keystream for each neighbour and one of the client's own.
 
         common: digest of what every client must have been sent, such as the model. It is signed in the next step.
         """
-        self._begin(MASKED)
+        self._begin(Step.MASKED)
         if len(vector) != self.terms.length or vector.dtype != np.dtype(f"<u{self.terms.bits // 8}"):
-            raise WrongRound(
+            raise errors.WrongRound(
                 f"the input has {len(vector)} numbers of type {vector.dtype}, but the server announced "
                 f"{self.terms.length} of {self.terms.bits} bits"
             )
-        content, size = unframe(inbox, MASKED, self.terms), (len(self.cohort) + 7) // 8
+        content, size = unframe(inbox, Step.MASKED, self.terms), (len(self.cohort) + 7) // 8
         self.sharing = tuple(sorted(flagged(content[:size], self.cohort)))
-        self._check_enough(self.sharing, STEPS[SHARES])
+        self._check_enough(self.sharing, Step.SHARES)
         self._open_boxes(entries(content[size:], BOX))
         phase, round, _ = self.terms.tag
         if not self.me.gives(self.terms.run, phase, round):
-            raise SecondInput(
+            raise errors.SecondInput(
                 f"this client already sent its update for round {round}. The difference of two sums could reveal "
                 "single updates, so it sends none again."
             )
@@ -132,60 +101,70 @@ class Party:
         hidden = vector.copy()
         add = [self.seed, *(key for other, key in keys.items() if other > self.me.id)]
         add_streams(hidden, add, (key for other, key in keys.items() if other < self.me.id))
-        return frame(MASKED, self.terms, hidden.tobytes())
+        return frame(Step.MASKED, self.terms, hidden.tobytes())
 
     def confirm(self, survivors: bytes) -> bytes:
         """Step 4: sign who survived. A client signs one list only, and only one it is on."""
-        if self.step > CONFIRM:
-            raise AsksForBoth(
+        if self.step > Step.CONFIRM:
+            raise errors.AsksForBoth(
                 "the server sent a second list of survivors in one attempt. With two lists it could unmask the update "
                 "of one client, so this client stops."
             )
-        self._begin(CONFIRM)
-        content, size = unframe(survivors, CONFIRM, self.terms), (len(self.cohort) + 7) // 8
+        self._begin(Step.CONFIRM)
+        content, size = unframe(survivors, Step.CONFIRM, self.terms), (len(self.cohort) + 7) // 8
         alive, dropped = flagged(content[:size], self.cohort), flagged(content[size:], self.cohort)
         if both := alive & dropped:
-            raise AsksForBoth(
+            raise errors.AsksForBoth(
                 f"the server asks for both the key and the self-mask of client {min(both)}. Together they reveal its "
                 "update, so this client stops."
             )
         if alive | dropped != set(self.sharing):
-            raise DifferentCohorts(
+            raise errors.DifferentCohorts(
                 "the server's lists of survivors and of dropped clients do not match the clients that shared their "
                 "secrets"
             )
         if self.me.id not in alive:
-            raise DifferentCohorts("this client sent its update, but the server's list of survivors does not name it")
+            raise errors.DifferentCohorts(
+                "this client sent its update, but the server's list of survivors does not name it"
+            )
         self.survivors = tuple(sorted(alive))
-        self._check_enough(self.survivors, STEPS[MASKED])
-        return frame(CONFIRM, self.terms, self._view, self.me.identity.sign(_vote(self.terms, self._view)))
+        self._check_enough(self.survivors, Step.MASKED)
+        return frame(Step.CONFIRM, self.terms, self._view, self.me.identity.sign(_vote(self.terms, self._view)))
 
     def unmask(self, votes: bytes) -> bytes:
         """Step 5: if enough others saw the same, reveal one share of each client: of its seed or of its mask key."""
-        self._begin(UNMASK)
-        found = entries(unframe(votes, UNMASK, self.terms), VOTE)
+        self._begin(Step.UNMASK)
+        found = entries(unframe(votes, Step.UNMASK, self.terms), VOTE)
         for client, digest, signature in found.tolist():
             if client not in self.survivors:
-                raise DifferentCohorts(f"client {client} signed the list of survivors, but the list does not name it")
+                raise errors.DifferentCohorts(
+                    f"client {client} signed the list of survivors, but the list does not name it"
+                )
             self.me.directory.check(client, _vote(self.terms, digest), signature)
             if digest != self._view:
-                raise DifferentCohorts(
+                raise errors.DifferentCohorts(
                     f"client {client} saw another cohort, list of survivors or model than this client. The server must "
                     "send the same to all."
                 )
-        self._check_enough(found["id"].tolist(), STEPS[CONFIRM])
+        self._check_enough(found["id"].tolist(), Step.CONFIRM)
         rows = [
             (client, client not in self.survivors, both[SHARE:] if client in self.survivors else both[:SHARE])
             for client, both in self.held.items()
         ]
-        return frame(UNMASK, self.terms, listing(SECRET, rows))
+        return frame(Step.UNMASK, self.terms, listing(SECRET, rows))
 
     def _begin(self, step: int) -> None:
         """Each step happens once, in order. A step that is refused ends the attempt for this client."""
         if self.step != step:
-            at = STEPS[self.step] if self.step < DONE else "the end"
-            raise WrongStep(f"a message of the step '{STEPS[step]}' came while this client is at '{at}'")
+            raise errors.WrongStep(
+                f"a message of the step '{STEPS[step]}' came while this client is at '{STEPS[self.step]}'"
+            )
         self.step = step + 1
+
+    @cached_property
+    def _mine(self) -> tuple[int, bytes, bytes]:
+        """This client's id and its two public keys."""
+        return self.me.id, public_of(self.box_key), public_of(self.mask_key)
 
     @cached_property
     def _cards(self) -> List:
@@ -197,36 +176,37 @@ class Party:
         return {client: at for at, client in enumerate(self._cards["id"].tolist())}
 
     def _check_roster(self) -> None:
-        mine = (self.me.id, Exchange(self.box_key).public, Exchange(self.mask_key).public)
         if len(self.cohort) < self.terms.policy.least:
-            raise CohortTooSmall(
+            raise errors.CohortTooSmall(
                 f"the cohort has {len(self.cohort)} clients, but this client requires at least "
                 f"{self.terms.policy.least} (policy.least)"
             )
         if len(self.cohort) > self.terms.cohort:
-            raise WrongRound(
+            raise errors.WrongRound(
                 f"the cohort has {len(self.cohort)} clients, and the server announced {self.terms.cohort}: their sum "
                 "could overflow"
             )
         for client, box, mask, signature in self._cards.tolist():
             self.me.directory.check(client, _card(self.terms, client, box, mask), signature)
-            if client == self.me.id and (client, box, mask) != mine:
-                raise BadSignature("the cohort's list has a key for this client that differs from the one it sent")
+            if client == self.me.id and (client, box, mask) != self._mine:
+                raise errors.BadSignature(
+                    "the cohort's list has a key for this client that differs from the one it sent"
+                )
         if self.me.id not in self.cohort:
-            raise DifferentCohorts("this client is not in the cohort that it was sent")
+            raise errors.DifferentCohorts("this client is not in the cohort that it was sent")
 
-    def _check_enough(self, clients: Sequence[int], step: str) -> None:
+    def _check_enough(self, clients: Sequence[int], step: Step) -> None:
         least = self.terms.policy.threshold(len(self.cohort))
         if len(clients) < least:
-            raise CohortTooSmall(
-                f"{len(clients)} of {len(self.cohort)} clients are left after the step '{step}', at least {least} are "
-                "needed"
+            raise errors.CohortTooSmall(
+                f"{len(clients)} of {len(self.cohort)} clients are left after the step '{STEPS[step]}', at least "
+                f"{least} are needed"
             )
 
     @cached_property
     def _bound(self) -> bytes:
         """What shares are bound to: the terms and the whole cohort."""
-        return hashlib.sha256(b"cohort" + self.terms.context + self.roster).digest()
+        return self.terms.bound(self.roster)
 
     @property
     def _view(self) -> bytes:
@@ -237,10 +217,10 @@ class Party:
     def _box_key(self, sender: int, receiver: int) -> bytes:
         other = receiver if sender == self.me.id else sender
         purpose = b"share" + self._bound + sender.to_bytes(4, "little") + receiver.to_bytes(4, "little")
-        return Exchange(self.box_key).agree(self._cards["box"][self.cohort[other]].tobytes(), purpose)
+        return agree(self.box_key, self._cards["box"][self.cohort[other]].tobytes(), purpose)
 
     def _mask_key(self, other: int) -> bytes:
-        return mask_key(Exchange(self.mask_key), self._cards["mask"][self.cohort[other]].tobytes(), self._bound)
+        return mask_key(self.mask_key, self._cards["mask"][self.cohort[other]].tobytes(), self._bound)
 
     def _neighbours(self) -> list[int]:
         """Clients that this one drew or that drew it, without those that dropped out before sharing."""
@@ -248,48 +228,38 @@ class Party:
 
     def _open_boxes(self, boxes: List) -> None:
         if len(boxes) > _MOST_CHOSEN * len(self.chosen):
-            raise Malformed(
+            raise errors.Malformed(
                 f"{len(boxes)} clients chose this client as a neighbour, at most {_MOST_CHOSEN * len(self.chosen)} are "
                 "allowed"
             )
         for sender, box in boxes.tolist():
             if sender not in self.sharing or sender == self.me.id:
-                raise BadShare(f"a share comes from client {sender}, which is not in the cohort")
+                raise errors.BadShare(f"a share comes from client {sender}, which is not in the cohort")
             try:
                 self.held[sender] = unseal(self._box_key(sender, self.me.id), box, self._bound)
-            except Refused as error:
+            except errors.Refused as error:
                 raise type(error)(f"client {sender}: {error}") from None
 
     def save(self) -> bytes:
         """The attempt's secrets, for the client's own storage."""
-        saved = {
-            "terms": self.terms.to_bytes().decode(), "step": self.step, "chosen": self.chosen, "sharing": self.sharing,
-            "survivors": self.survivors, "held": {client: both.hex() for client, both in self.held.items()},
-            **{name: getattr(self, name).hex() for name in _BYTES},
-        }  # fmt: skip
-        return json.dumps(saved).encode()
+        saved = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "me"}
+        return json.dumps(saved | {"terms": self.terms.to_bytes()}, default=bytes.hex).encode()
 
     @staticmethod
     def load(saved: bytes, me: Self, policy: Policy) -> Party:
         """The party that `save` described."""
-        found: Mapping[str, Any] = json.loads(saved)
-        terms = Terms.from_bytes(found["terms"].encode(), policy)
-        held = {int(client): bytes.fromhex(both) for client, both in found["held"].items()}
-        lists: dict[str, Any] = {name: tuple(found[name]) for name in ("chosen", "sharing", "survivors")}
-        secret: dict[str, Any] = {name: bytes.fromhex(found[name]) for name in _BYTES}
-        return Party(terms, me, found["step"], held=held, **lists, **secret)
+        found: dict[str, Any] = json.loads(saved)
+        terms, step = Terms.from_bytes(bytes.fromhex(found.pop("terms")), policy), found.pop("step")
+        held = {int(client): bytes.fromhex(both) for client, both in found.pop("held").items()}
+        rest: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else bytes.fromhex(x) for name, x in found.items()
+        }
+        return Party(terms, me, step, held=held, **rest)
 
 
-_BYTES = ("box_key", "mask_key", "seed", "roster", "common")
-
-
-def mask_key(mine: Exchange, other: bytes, bound: bytes) -> bytes:
+def mask_key(mine: bytes, other: bytes, bound: bytes) -> bytes:
     """The key of the keystream that two neighbours share. The server derives it for one that dropped out."""
-    return mine.agree(other, b"mask" + bound)
-
-
-def _row(kind: np.dtype[Any], *values: Any) -> bytes:
-    return listing(kind, [values])
+    return agree(mine, other, b"mask" + bound)
 
 
 def _card(terms: Terms, client: int, box: bytes, mask: bytes) -> bytes:

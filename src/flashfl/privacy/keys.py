@@ -90,27 +90,18 @@ class Directory:
             raise BadSignature(f"the signature of client {client} does not fit its identity key") from None
 
 
-class Exchange:
-    """A key pair for one attempt of one round."""
+def public_of(private: bytes) -> bytes:
+    """The public half of a key pair for one attempt of one round."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
-    def __init__(self, private: bytes | None = None) -> None:
-        self._key = X25519PrivateKey.from_private_bytes(private or os.urandom(KEY))
 
-    @property
-    def public(self) -> bytes:
-        return self._key.public_key().public_bytes_raw()
-
-    @property
-    def private(self) -> bytes:
-        return self._key.private_bytes_raw()
-
-    def agree(self, other: bytes, purpose: bytes) -> bytes:
-        """The key that this pair and the owner of `other` share for one purpose."""
-        try:
-            secret = self._key.exchange(X25519PublicKey.from_public_bytes(other))
-        except ValueError:  # a public key of low order gives a secret that everyone knows
-            raise BadSignature("a public key of the cohort is not a valid X25519 key") from None
-        return HKDF(SHA256(), KEY, None, purpose).derive(secret)
+def agree(private: bytes, other: bytes, purpose: bytes) -> bytes:
+    """The key that the owners of this private and of the `other` public key share for one purpose."""
+    try:
+        secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(other))
+    except ValueError:  # a public key of low order gives a secret that everyone knows
+        raise BadSignature("a public key of the cohort is not a valid X25519 key") from None
+    return HKDF(SHA256(), KEY, None, purpose).derive(secret)
 
 
 def seal(key: bytes, message: bytes, bound_to: bytes) -> bytes:

@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Collection
 from dataclasses import astuple, dataclass, field
-from typing import Any, cast
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,14 @@ from .vector import Noise, Ranges
 List = np.ndarray[Any, np.dtype[Any]]
 _MAGIC = b"FSA1"
 HEADER = len(_MAGIC) + 1 + 16  # bytes before a message's content
-ADVERTISE, SHARES, MASKED, CONFIRM, UNMASK = range(5)  # the five steps
-STEPS = ("advertise keys", "share secrets", "send masked input", "confirm survivors", "unmask")
+STEPS = ("advertise keys", "share secrets", "send masked input", "confirm survivors", "unmask", "the end")
+
+
+class Step(IntEnum):
+    """The steps of a round; their names for users are in STEPS."""
+
+    ADVERTISE, SHARES, MASKED, CONFIRM, UNMASK, DONE = range(6)
+
 
 CARD = np.dtype([("id", "<u4"), ("box", f"V{KEY}"), ("mask", f"V{KEY}"), ("signature", f"V{SIGNATURE}")])
 BOX = np.dtype([("id", "<u4"), ("box", f"V{2 * SHARE + TAG}")])  # the id of the receiver, then of the sender
@@ -49,6 +56,10 @@ class Terms:
         text = f"flashfl secure aggregation 1: {self.run!r} {self.tag} {self.length} {self.bits} {self.policy}"
         text += f" {self.cohort} {self.ranges} {self.noise}"
         return hashlib.sha256(text.encode()).digest()[:16]
+
+    def bound(self, roster: bytes) -> bytes:
+        """What secrets are bound to: these terms and the whole cohort."""
+        return hashlib.sha256(b"cohort" + self.context + roster).digest()
 
     def to_bytes(self) -> bytes:
         noise = None if self.noise is None else astuple(self.noise)
@@ -114,7 +125,7 @@ def entries(content: memoryview, kind: np.dtype[Any]) -> List:
 
 def listing(kind: np.dtype[Any], rows: Collection[tuple[Any, ...]]) -> bytes:
     """Rows as a list of entries, ascending by id."""
-    return np.array(sorted(rows, key=lambda row: cast(int, row[0])), kind).tobytes()
+    return np.array(sorted(rows), kind).tobytes()
 
 
 def flags(members: Collection[int], of: Collection[int]) -> bytes:

@@ -42,19 +42,15 @@ def _gaussian(deviation: int, count: int) -> Whole:
 
 def _laplace(scale: int, count: int) -> Whole:
     """Algorithm 2: values of the discrete Laplace distribution, as many of `count` as are accepted."""
-    low = _below(np.full(count, scale, np.int64))
-    low = low[_accept(low, scale)]
-    high = np.zeros(len(low), np.int64)
-    going = np.arange(len(low))
-    while len(going):
-        going = going[_accept(np.ones(len(going), np.int64), 1)]
-        high[going] += 1
-    size = low + scale * high
-    negative = _below(np.full(len(size), 2, np.int64)) == 1
-    keep = ~(negative & (size == 0))
-    signed: Whole = np.where(negative, -size, size)
-    kept: Whole = signed[keep]
-    return kept
+    size = _below(scale, count)
+    size = size[_accept(size, scale)]
+    going = np.arange(len(size))
+    while len(going):  # one `scale` more with probability exp(-1), again and again
+        going = going[_small(np.ones(len(going), np.int64), 1)]
+        size[going] += scale
+    negative = _below(2, len(size)) == 1
+    signed: Whole = np.where(negative, -size, size)[~negative | (size > 0)]  # else zero would come twice as often
+    return signed
 
 
 def _accept(over: Whole, below: int) -> Coins:
@@ -79,21 +75,16 @@ def _small(over: Whole, below: int) -> Coins:
     while len(going):
         number += 1
         throws[going] = number
-        heads = _below(np.full(len(going), below * number, np.int64)) < over[going]
-        going = going[heads]
+        going = going[_below(below * number, len(going)) < over[going]]
     odd: Coins = throws % 2 == 1
     return odd
 
 
-def _below(limits: Whole) -> Whole:
-    """For each limit a whole number from 0 to below it, all equally likely."""
-    out = np.empty(len(limits), np.int64)
-    going = np.arange(len(limits))
-    while len(going):
-        drawn = np.frombuffer(os.urandom(8 * len(going)), np.int64) & np.int64((1 << 63) - 1)
-        limit = limits[going]
-        most = (np.int64((1 << 63) - 1) // limit) * limit  # beyond this, small numbers would be likelier
-        good = drawn < most
-        out[going[good]] = drawn[good] % limit[good]
-        going = going[~good]
-    return out
+def _below(limit: int, count: int) -> Whole:
+    """`count` whole numbers from 0 to below `limit`, all equally likely."""
+    found = np.empty(0, np.int64)
+    most = ((1 << 63) - 1) // limit * limit  # beyond this, small numbers would be likelier
+    while len(found) < count:
+        drawn = np.frombuffer(os.urandom(8 * (count - len(found))), np.int64) & np.int64((1 << 63) - 1)
+        found = np.concatenate([found, drawn[drawn < most] % limit])
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,14 +57,9 @@ def _sparse(n: int, corrupt: int, lost: int) -> tuple[int, int]:
     Except with probability 2^-40 no client draws t corrupt neighbours, and the honest survivors stay connected. Except
     with probability 2^-20 every client has t neighbours that survive.
     """
-    low, high = 2, n - 1  # more neighbours are never worse: search by halves
-    while low < high:
-        k = (low + high) // 2
-        if _fits(n, corrupt, lost, k):
-            high = k
-        else:
-            low = k + 1
-    return low, _threshold(n, lost, low)
+    # More neighbours are never worse: search by halves.
+    k = 2 + bisect.bisect_left(range(2, n - 1), True, key=lambda k: _fits(n, corrupt, lost, k))
+    return k, _threshold(n, lost, k)
 
 
 def _threshold(n: int, lost: int, k: int) -> int:
@@ -82,11 +78,11 @@ def _fits(n: int, corrupt: int, lost: int, k: int) -> bool:
 def _tail(population: int, marked: int, drawn: int, least: int) -> float:
     """The chance that a draw without replacement has at least so many marked ones."""
     every = range(max(0, least, drawn - population + marked), min(marked, drawn) + 1)
-    whole = _log_ways(population, drawn)
-    return sum(math.exp(_log_ways(marked, x) + _log_ways(population - marked, drawn - x) - whole) for x in every)
+    whole = log_ways(population, drawn)
+    return sum(math.exp(log_ways(marked, x) + log_ways(population - marked, drawn - x) - whole) for x in every)
 
 
-def _log_ways(of: int, some: int) -> float:
+def log_ways(of: int, some: int) -> float:
     """The logarithm of the number of ways to draw `some` of so many."""
     return math.lgamma(of + 1) - math.lgamma(some + 1) - math.lgamma(of - some + 1)
 
@@ -99,7 +95,7 @@ def _split(n: int, honest: int, k: int) -> float:
         for size, other in ((group, honest - group), (honest - group, group)):
             if n - 1 - other < k:
                 break
-            miss += size * (_log_ways(n - 1 - other, k) - _log_ways(n - 1, k))
+            miss += size * (log_ways(n - 1 - other, k) - log_ways(n - 1, k))
         else:
-            total += math.exp(min(0.0, _log_ways(honest, group) + miss))
+            total += math.exp(min(0.0, log_ways(honest, group) + miss))
     return total

@@ -7,45 +7,24 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
-
 from .client import mask_key
-from .errors import BadShare, Malformed, TooFew, WrongStep
-from .keys import KEY, SIGNATURE, Exchange, Words, add_streams
-from .messages import (
-    ADVERTISE,
-    BOX,
-    CARD,
-    CONFIRM,
-    MASKED,
-    SECRET,
-    SHARES,
-    STEPS,
-    UNMASK,
-    VOTE,
-    Terms,
-    entries,
-    flags,
-    frame,
-    listing,
-    unframe,
-)  # fmt: skip
+from .errors import BadShare, Malformed, TooFew
+from .keys import KEY, SIGNATURE, Words, add_streams, public_of
+from .messages import BOX, CARD, SECRET, STEPS, VOTE, Step, Terms, entries, flags, frame, listing
+from .plain import Gatherer
 from .shamir import restore
 
 
-class Collector:
+class Collector(Gatherer):
     """One attempt of a round on the server.
 
-    In each step, hand every answer to `received`. Then `close` ends the step. It raises TooFew if too few answers came;
-    the round must then be repeated with another attempt, and nothing has been opened. `request` gives what each client
-    gets next.
+    `close` raises TooFew if too few answers came; the round must then be repeated with another attempt, and nothing has
+    been opened.
     """
 
     def __init__(self, terms: Terms) -> None:
-        self.terms, self.step = terms, ADVERTISE
-        self.alive: set[int] = set()  # clients that answered in the step that was closed last
-        self._heard: set[int] = set()
-        self._cards: dict[int, tuple[bytes, bytes, bytes]] = {}
+        super().__init__(terms, step=Step.ADVERTISE)
+        self._cards: dict[int, tuple[int, bytes, bytes, bytes]] = {}
         self._roster = b""
         self._boxes: dict[int, dict[int, bytes]] = {}  # receiver -> sender -> box
         self._commitments: dict[int, bytes] = {}
@@ -53,64 +32,48 @@ class Collector:
         self._survivors: set[int] = set()
         self._votes: list[tuple[int, bytes, bytes]] = []
         self._shares: dict[int, dict[int, bytes]] = {}  # by owner and holder
-        self.total: Words = np.zeros(terms.length, f"<u{terms.bits // 8}")
 
     @property
     def cohort(self) -> list[int]:
         """The clients that advertised keys, ascending."""
         return sorted(self._cards)
 
-    def received(self, client: int, data: bytes) -> None:
-        """A client's answer in the current step. Raises why it cannot be used; the client then counts as dropped."""
-        if client in self._heard or (self.step != ADVERTISE and client not in self.alive):
-            raise WrongStep(
-                f"client {client} already answered in the step '{STEPS[self.step]}', or was dropped earlier"
-            )
-        content = unframe(data, self.step, self.terms)
-        (self._card, self._share, self._masked, self._vote, self._revealed)[self.step](client, content)
-        self._heard.add(client)
+    def _take(self, client: int, content: memoryview) -> None:
+        (self._card, self._share, super()._take, self._vote, self._revealed)[self.step](client, content)
 
     def close(self) -> None:
-        """End the current step: whoever has not answered dropped out."""
-        self.alive, self._heard = self._heard, set()
-        cohort = len(self._cards)
+        cohort, left = len(self._cards), self.heard
         least = max(self.terms.policy.least, self.terms.policy.threshold(cohort))
-        if len(self.alive) < least:
+        if len(left) < least:
             raise TooFew(
-                f"{len(self.alive)} of {cohort} clients are left after the step '{STEPS[self.step]}', at least {least} "
-                "are needed. The sum of this attempt stays hidden."
+                f"{len(left)} of {cohort} clients are left after the step '{STEPS[self.step]}', at least {least} are "
+                "needed. The sum of this attempt stays hidden."
             )
-        if self.step == ADVERTISE:
-            self._roster = listing(CARD, [(client, *card) for client, card in self._cards.items()])
-        elif self.step == SHARES:
-            self._sharing = set(self.alive)
-        elif self.step == MASKED:
-            self._survivors = set(self.alive)
-        self.step += 1
+        if self.step == Step.ADVERTISE:
+            self._roster = listing(CARD, self._cards.values())
+        elif self.step == Step.SHARES:
+            self._sharing = left
+        elif self.step == Step.MASKED:
+            self._survivors = left
+        super().close()
 
     def request(self, client: int) -> bytes:
-        """What a client needs for its answer in the current step."""
-        if self.step == SHARES:
-            return frame(SHARES, self.terms, self._roster)
-        if self.step == MASKED:
+        """What a client needs for its answer in the current step, from the second on; the first needs the terms."""
+        if self.step == Step.SHARES:
+            return frame(Step.SHARES, self.terms, self._roster)
+        if self.step == Step.MASKED:
             boxes = [(sender, box) for sender, box in self._boxes.get(client, {}).items() if sender in self._sharing]
-            return frame(MASKED, self.terms, flags(self._sharing, self.cohort), listing(BOX, boxes))
-        if self.step == CONFIRM:
+            return frame(Step.MASKED, self.terms, flags(self._sharing, self.cohort), listing(BOX, boxes))
+        if self.step == Step.CONFIRM:
             lists = (self._survivors, self._sharing - self._survivors)
-            return frame(CONFIRM, self.terms, *(flags(some, self.cohort) for some in lists))
-        if self.step == UNMASK:
-            return frame(UNMASK, self.terms, listing(VOTE, self._votes))
-        raise WrongStep(
-            "the server has no message for this step. In the first step clients get the terms only; after the last "
-            "step nothing is sent."
-        )
+            return frame(Step.CONFIRM, self.terms, *(flags(some, self.cohort) for some in lists))
+        return frame(Step.UNMASK, self.terms, listing(VOTE, self._votes))
 
     def _card(self, client: int, content: memoryview) -> None:
         found = entries(content, CARD)
         if len(found) != 1 or int(found["id"][0]) != client:
             raise Malformed(f"client {client} must send one entry, with its own id")
-        _, box, mask, signature = found.tolist()[0]
-        self._cards[client] = (box, mask, signature)
+        [self._cards[client]] = found.tolist()
 
     def _share(self, client: int, content: memoryview) -> None:
         boxes = entries(content[KEY:], BOX)
@@ -120,11 +83,6 @@ class Collector:
         self._commitments[client] = bytes(content[:KEY])
         for receiver, box in boxes.tolist():
             self._boxes.setdefault(receiver, {})[client] = box
-
-    def _masked(self, client: int, content: memoryview) -> None:
-        if len(content) != self.total.nbytes:
-            raise Malformed(f"client {client} sent {len(content)} bytes of masked input, expected {self.total.nbytes}")
-        self.total += np.frombuffer(content, self.total.dtype)
 
     def _vote(self, client: int, content: memoryview) -> None:
         if len(content) != KEY + SIGNATURE:
@@ -140,14 +98,12 @@ class Collector:
 
     def opened(self) -> Words:
         """After the last step: the sum of the survivors' vectors in Z/2^bits."""
-        if self.step <= UNMASK:
-            raise WrongStep(f"the sum can be opened after the last step, not after '{STEPS[self.step - 1]}'")
         secrets = {owner: self._restored(owner) for owner in sorted(self._sharing)}
         add_streams(self.total, [], [secrets[client] for client in sorted(self._survivors)])
-        bound = hashlib.sha256(b"cohort" + self.terms.context + self._roster).digest()
+        bound = self.terms.bound(self._roster)
         for client in sorted(self._sharing - self._survivors):
-            mine, others = Exchange(secrets[client]), self._neighbours(client) & self._survivors
-            keys = {other: mask_key(mine, self._cards[other][1], bound) for other in others}
+            others = self._neighbours(client) & self._survivors
+            keys = {other: mask_key(secrets[client], self._cards[other][2], bound) for other in others}
             # A survivor added its stream if the dropped client's id is higher, and subtracted it otherwise.
             below, above = ([keys[other] for other in keys if (other < client) == low] for low in (True, False))
             add_streams(self.total, above, below)
@@ -171,7 +127,7 @@ class Collector:
         if owner in self._survivors:
             good = hashlib.sha256(secret).digest() == self._commitments[owner]
         else:
-            good = Exchange(secret).public == self._cards[owner][1]
+            good = public_of(secret) == self._cards[owner][2]
         if not good:
             raise BadShare(
                 f"the shares of client {owner}'s secret do not match: at least one client sent a wrong share"

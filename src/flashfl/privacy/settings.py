@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, check_range
 from .accounting import Draw, multiplier_for
 from .policy import Policy
 from .vector import Noise, Ranges
@@ -68,14 +68,9 @@ class Privacy:
 
 def check_settings(s: PrivacySettings) -> None:
     """Refuse settings that cannot be meant."""
-    for name in ("dp_epsilon", "dp_noise"):
-        value = getattr(s, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{name} = {value}: must be a number of at least 0")
-    if not (math.isfinite(s.dp_clip) and s.dp_clip > 0):
-        raise ConfigError(f"dp_clip = {s.dp_clip}: must be a number above 0")
-    if not 0 < s.dp_delta < 1:
-        raise ConfigError(f"dp_delta = {s.dp_delta}: must be above 0 and below 1. Usual values are 1 / clients or less")
+    check_range("[0, inf)", dp_epsilon=s.dp_epsilon, dp_noise=s.dp_noise)
+    check_range("(0, inf)", dp_clip=s.dp_clip)
+    check_range("(0, 1)", "Usual values are 1 / clients or less", dp_delta=s.dp_delta)
     private = s.dp_epsilon > 0 or s.dp_noise > 0
     if s.dp_sampling == "poisson" and (s.secure or not private):
         raise ConfigError(
@@ -100,19 +95,14 @@ def privacy_of(s: PrivacySettings, clients: int) -> Privacy | None:
     """
     if not (s.secure or s.dp_epsilon or s.dp_noise):
         return None
-    if not (s.dp_epsilon or s.dp_noise):
-        _check_insisted(s, 0.0)
-        return Privacy(s.secure, s.ranges, s.policy)
-    draw = Draw(clients, min(s.per_round, clients), s.dp_sampling == "poisson")
-    multiplier = s.dp_noise or multiplier_for(s.dp_epsilon, s.dp_delta, s.rounds, draw, known=s.secure)
-    _check_insisted(s, multiplier)
-    return Privacy(s.secure, s.ranges, s.policy, Noise(s.dp_clip, multiplier), s.dp_delta, s.dp_epsilon, draw)
-
-
-def _check_insisted(s: PrivacySettings, multiplier: float) -> None:
-    """Refuse noise that clients with this policy would refuse."""
+    draw, multiplier = Draw(clients, min(s.per_round, clients), s.dp_sampling == "poisson"), s.dp_noise
+    if s.dp_epsilon and not multiplier:
+        multiplier = multiplier_for(s.dp_epsilon, s.dp_delta, s.rounds, draw, known=s.secure)
     if multiplier < s.policy.noise:
         raise ConfigError(
             f"policy.noise = {s.policy.noise:g}: clients insist on that much noise, and these settings give "
             f"{multiplier:.4g}. Raise dp_noise, or lower dp_epsilon or policy.noise."
         )
+    if not multiplier:
+        return Privacy(s.secure, s.ranges, s.policy)
+    return Privacy(s.secure, s.ranges, s.policy, Noise(s.dp_clip, multiplier), s.dp_delta, s.dp_epsilon, draw)

@@ -15,12 +15,7 @@ SHARE = 33  # bytes of a share
 
 
 def split(secret: bytes, threshold: int, places: Sequence[int]) -> list[bytes]:
-    """A share of `secret` (32 bytes) for each place; any `threshold` of them restore it."""
-    if len(secret) != 32 or not 1 <= threshold <= len(places) or len(set(places)) != len(places) or min(places) < 1:
-        raise ValueError(
-            f"a secret of {len(secret)} bytes, threshold {threshold}, places {list(places)}: expected 32 bytes, "
-            "distinct places above 0, and a threshold from 1 to the number of places"
-        )
+    """A share of `secret` (32 bytes) for each place, all different and above 0; any `threshold` restore it."""
     coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
     return [evaluate(coefficients, place, PRIME).to_bytes(SHARE, "big") for place in places]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..aggregate import add_statistics
-from ..core.errors import ConfigError
+from ..core.errors import ConfigError, check_range
 from ..core.exchange import Local, Sums, Update
 from ..core.layout import Layout
 from ..core.mask import Weights
@@ -47,6 +47,10 @@ class Ranges:
             if not 0 < getattr(self, name) <= 2**24:
                 raise ConfigError(f"ranges.{name} = {getattr(self, name)}: must be above 0 and at most 2^24")
 
+    @property
+    def of_changes(self) -> tuple[float, float, float]:
+        return self.weights, self.dense, self.statistics
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -56,8 +60,7 @@ class Noise:
     multiplier: float
 
     def __post_init__(self) -> None:
-        if not (0 < self.clip < math.inf and 0 < self.multiplier < math.inf):
-            raise ConfigError(f"clip = {self.clip}, noise = {self.multiplier}: must be numbers above 0")
+        check_range("(0, inf)", clip=self.clip, noise=self.multiplier)
 
     def deviation(self, scale: float, length: int, honest: int = 1) -> int:
         """The standard deviation of one share of noise, as a whole number, if `honest` shares are added up.
@@ -115,27 +118,41 @@ class Packing:
         whole = max([limit for _, length, limit, exact in self._parts() if exact and length] or [0])
         return 32 if self.cohort * max(whole + 1, 2.0**19) < 2.0**31 else 64
 
+    @cached_property
+    def _changed(self) -> tuple[int, int, int]:
+        """How many changes of active weights, of dense weights and of statistics are reported."""
+        layout, report = self.layout, self.local.report
+        statistics = layout.size - layout.trained_size
+        if report == "weights":
+            dense = layout.trained_size - layout.prunable_size
+            return self.active, dense, statistics if self.local.statistics else 0
+        return 0, 0, statistics if report == "statistics" else 0
+
+    @property
+    def _span(self) -> slice:
+        """Which of the packed values these are."""
+        first = self.active + self.layout.trained_size - self.layout.prunable_size
+        start = first if self.local.report == "statistics" else 0
+        return slice(start, start + sum(self._changed))
+
     def _parts(self) -> Iterator[tuple[str, int, float, bool]]:
         """The name, length and range of each section, and whether its values are whole numbers."""
         layout, ranges, report = self.layout, self.ranges, self.local.report
-        statistics = layout.size - layout.trained_size if self.local.statistics or report == "statistics" else 0
-        dense = layout.trained_size - layout.prunable_size
         if self.noise is not None:
             if report == "counts":
                 raise ConfigError(
                     "under differential privacy, clients cannot report layer counts, because noise cannot hide them. "
                     "Set warmup_clients = 0, or use pdst with allocation = 'erk'."
                 )
-            yield "changes", (self.active + dense if report == "weights" else 0) + statistics, self.noise.clip, False
+            yield "changes", sum(self._changed), self.noise.clip, False
             return
         n = float(ranges.samples)
-        if report == "weights":
-            yield "weights", self.active, n * ranges.weights, False
-            yield "dense", dense, n * ranges.dense, False
+        for name, length, limit in zip(
+            ("weights", "dense", "statistics"), self._changed, ranges.of_changes, strict=True
+        ):
+            yield name, length, n * limit, False
         if report == "counts":
             yield "counts", len(layout.prunable), float(max(layout.sizes, default=0)), True
-        else:
-            yield "statistics", statistics, n * ranges.statistics, False
         yield "loss", 1, n * ranges.loss, False
         yield "samples", 1, n, True
         yield "clamped", 1, 2.0**19, True
@@ -175,29 +192,24 @@ class Packing:
 
     def _values(self, update: Update, start: Tensor) -> tuple[Tensor, int]:
         """The vector before scaling, and how many of its values were clamped."""
-        ranges, report = self.ranges, self.local.report
-        tail = self.layout.size - self.layout.trained_size
-        change = start.new_zeros(0) if update.values is None else update.values - start
-        if report == "statistics":
-            change = change[len(change) - tail :]
-        elif report == "counts":
-            change = change[:0]
-        elif not self.local.statistics:
-            change = change[: len(change) - tail]
+        ranges = self.ranges
+        change = start.new_zeros(0) if update.values is None else (update.values - start)[self._span]
         if self.noise is not None:
             length = torch.linalg.vector_norm(change, dtype=torch.float64)
             # A change that overflows has no direction: it counts as none.
             return (change.double() * (self.noise.clip / length.clamp(min=self.noise.clip))).nan_to_num(nan=0.0), 0
         n = min(update.n, ranges.samples)
-        head = {"weights": self.active, "statistics": 0, "counts": 0}[report]
-        middle = len(change) - (tail if self.local.statistics or report == "statistics" else 0)
-        limits = (ranges.weights, ranges.dense, ranges.statistics)
-        parts = [change[:head], change[head:middle], change[middle:]]
-        held = [part.clamp(-limit, limit) for part, limit in zip(parts, limits, strict=True)]
+        parts = change.split(self._changed)
+        held = [part.clamp(-limit, limit) for part, limit in zip(parts, ranges.of_changes, strict=True)]
         loss = update.metrics.get("loss", 0.0)
         clamped = sum(int((a != b).sum()) for a, b in zip(parts, held, strict=True))
         clamped += (n != update.n) + (abs(loss) > ranges.loss)
-        rest = [*(update.counts if report == "counts" else ()), n * max(-ranges.loss, min(loss, ranges.loss)), n, 0]
+        rest = [
+            *(update.counts if self.local.report == "counts" else ()),
+            n * max(-ranges.loss, min(loss, ranges.loss)),
+            n,
+            0,
+        ]
         behind = torch.tensor(rest, dtype=torch.float64, device=change.device)
         return torch.cat([*(part.double() * n for part in held), behind]), clamped
 
@@ -226,37 +238,30 @@ class Packing:
 
         Under differential privacy the denominator is fixed, whoever dropped out.
         """
-        layout, found = self.layout, {s.name: total[s.start : s.stop].double() / s.scale for s in self.sections}
+        layout, values = self.layout, [total[s.start : s.stop].double() / s.scale for s in self.sections]
+        found = {s.name: part for s, part in zip(self.sections, values, strict=True)}
         n = (self.planned or self.cohort) if self.noise is not None else int(found["samples"])
         sums = Sums(layout, n=n, clients=clients, counts=[0] * len(layout.prunable))
         sums.loss = float(found["loss"]) if "loss" in found else math.nan
         if self.local.report == "counts":
             sums.counts = [int(count) for count in found["counts"]]
         else:
-            order = ("changes", "weights", "dense", "statistics")
-            self._add(sums, torch.cat([found[name] for name in order if name in found]), start)
+            self._add(sums, torch.cat(values)[: sum(self._changed)], start)
         return sums, int(found.get("clamped", 0))
 
     def _add(self, sums: Sums, change: Tensor, start: Weights) -> None:
         """Add n times the model that was sent, and what clients changed."""
-        layout, tail = self.layout, self.layout.size - self.layout.trained_size
-        travels = self.local.statistics or self.local.report == "statistics"
-        base = start.packed().double() * sums.n
-        if self.local.report == "statistics":
-            base[: len(base) - tail] = 0
-        if not travels:
-            base[len(base) - tail :] = 0
-            base[: len(base) - tail] += change
-        else:
-            base[len(base) - len(change) :] += change
-            for layer in layout.of_kind("statistic"):  # rounding and noise must not make a variance negative
-                if layer.name.rsplit(".", 1)[-1] == "running_var":
-                    span = slice(layer.start - layout.size + len(base), layer.stop - layout.size + len(base))
-                    base[span].clamp_(min=0.0)
-        weights, holders = sums.flat(base.device)
-        weights.copy_(Weights.unpack(start.mask, base).vector)
+        packed = start.packed().double()
+        summed = torch.zeros_like(packed)
+        summed[self._span] = packed[self._span] * sums.n + change
+        total = Weights.unpack(start.mask, summed).vector
+        for layer in self.layout.of_kind("statistic"):  # rounding and noise must not make a variance negative
+            if layer.name.rsplit(".", 1)[-1] == "running_var":
+                total[layer.span].clamp_(min=0.0)
+        weights, holders = sums.flat(total.device)
+        weights.copy_(total)
         holders += start.mask.bits * sums.n
         if self.local.report == "weights":
             sums.counts = [count * sums.clients for count in start.mask.counts]
-        if tail and travels:
-            add_statistics(sums, start.mask.active, base[len(base) - tail :], sums.n)
+        if self._changed[-1]:
+            add_statistics(sums, start.mask.active, total[self.layout.trained_size :], sums.n)

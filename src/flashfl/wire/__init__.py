@@ -7,7 +7,7 @@ from .errors import Distrusted, UnknownMask, WireError
 from .feedback import Feedback
 from .frame import seal
 from .masks import mask_from_bytes, mask_to_bytes
-from .message import Coding, Encoded, Message, Parts, value_key
+from .message import Coding, Encoded, Message, value_key
 from .reader import Limits
 from .sizes import MaskSizes, mask_sizes
 from .values import round_values, segments
@@ -20,7 +20,6 @@ __all__ = [
     "Limits",
     "MaskSizes",
     "Message",
-    "Parts",
     "UnknownMask",
     "WireError",
     "decode",

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from ..core.exchange import Carries
+from ..core.exchange import Carries, Traffic
 from ..core.layout import Layout
 from ..core.mask import Mask
 from ..core.precision import Form, Precision
-from .errors import BadCount, BadField
-from .frame import CODES, TAG, check_sections, read_frame, split_parts, write_frame
+from .errors import BadField
+from .frame import CODES, TAG, check_sections, read_frame, traffic_of, write_frame
 from .geometry import geometry
 from .masks import plan, read_mask
-from .message import Coding, Encoded, Message, Parts
-from .reader import Chunk, Limits, Reader, hash_bytes, pack
+from .message import Coding, Encoded, Message
+from .reader import Chunk, Limits, Reader, pack
 from .settings import local_bytes, read_local
 from .tensors import extras_chunks, extras_size, metrics_bytes, read_extras, read_metrics
 from .values import read_values, values_chunks, values_size
@@ -39,16 +39,9 @@ def encode(
     counts = mask.counts if mask is not None else ()
     sections: dict[str, Sequence[Chunk]] = {name: [data] for name, data in _small_sections(message).items()}
     if mask is not None:
-        if message.counts is not None and tuple(message.counts) != counts:
-            raise BadCount(
-                f"the message has layer counts {message.counts}, but its mask has {counts}. Leave the counts out: the "
-                "mask gives them."
-            )
         choice = plan(mask, bases, form)
         sections["mask"], coding = choice.write(), Coding(choice.form, choice.base, how)
     if message.values is not None:
-        if mask is None and message.carries != "statistics":
-            raise BadField("the message has values but no mask; values need the mask they belong to")
         sections["values"] = values_chunks(
             message.values, message.layout, counts, message.carries, how, message.value_key
         )
@@ -56,11 +49,11 @@ def encode(
         sections["extra"] = extras_chunks(message.extra, sum(counts) if mask is not None else None)
     names = [name for name in CODES if name in sections]
     check_sections(message.kind, names)
-    data, parts = write_frame(message, {name: sections[name] for name in names})
-    return Encoded(data, parts, coding)
+    data, traffic = write_frame(message, {name: sections[name] for name in names})
+    return Encoded(data, traffic, coding)
 
 
-def size_with(message: Message, active: int, mask_bytes: int, values: Precision | Form = "fp32") -> Parts:
+def size_with(message: Message, active: int, mask_bytes: int, values: Precision | Form = "fp32") -> Traffic:
     """What `encode` would take if `message` had a mask of `active` weights that takes `mask_bytes`, and their values.
 
     For engines that count on a device: neither the mask nor the values need to be in the message. Levels of changes
@@ -72,7 +65,7 @@ def size_with(message: Message, active: int, mask_bytes: int, values: Precision 
     lengths["values"] = values_size(message.layout, active, message.carries, how)
     if message.extra:
         lengths["extra"] = extras_size(message.extra)
-    return split_parts(lengths)
+    return traffic_of(message.kind, lengths)
 
 
 def _small_sections(message: Message) -> dict[str, bytes]:
@@ -81,7 +74,7 @@ def _small_sections(message: Message) -> dict[str, bytes]:
     if message.start is not None:
         out["start"] = pack(TAG, *message.start)
     if message.own is not None:
-        out["own"] = hash_bytes(message.own)
+        out["own"] = bytes.fromhex(message.own)
     if message.local is not None:
         out["local"] = local_bytes(message.local, message.layout)
     if message.counts is not None and message.mask is None:
@@ -89,7 +82,7 @@ def _small_sections(message: Message) -> dict[str, bytes]:
     if message.metrics:
         out["metrics"] = metrics_bytes(message.metrics)
     if message.lacks is not None:
-        out["lacks"] = hash_bytes(message.lacks)
+        out["lacks"] = bytes.fromhex(message.lacks)
     return out
 
 
@@ -102,7 +95,7 @@ def decode(
     """The message in `data`, or a WireError that names what is wrong with it. `known`: masks held here, by hash."""
     limits = limits or Limits()
     head, found = read_frame(memoryview(data).cast("B"), layout, limits.message)
-    parts = split_parts({name: reader.left for name, reader in found.items()})
+    traffic = traffic_of(head.kind, {name: reader.left for name, reader in found.items()})
 
     def section(name: str, read: Callable[[Reader], T]) -> T | None:
         if name not in found:
@@ -132,5 +125,5 @@ def decode(
         extra=section("extra", lambda reader: read_extras(reader, limits, active)) or {},
         lacks=section("lacks", Reader.hash),
         coding=Coding(form, base, value_form),
-        parts=parts,
+        traffic=traffic,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,11 +78,8 @@ def read_coded(reader: Reader, count: int, form: Form) -> Tensor:
     saved = plain_size(count, form) - _HEAD - byte_length(count * k) - length
     if saved <= 0:
         raise BadLength("values: the coded levels are not smaller than plain ones. Send plain ones.")
-    low = reader.bits(count * k).reshape(k, count)
-    numbers = rice.quotients(reader.take(length), count, count * (2 * top >> k), "values")
-    numbers <<= k  # a run so long that this overflows gives another size, which is refused below
-    for plane, bits in enumerate(low):
-        numbers |= bits.astype(np.int32) << plane
+    # A run so long that its number overflows gives another size, which is refused below.
+    [numbers] = rice.read_gaps(reader, length, [count], [k], [count * (2 * top >> k)])
     if int(numbers.max()) > 2 * top:
         raise OutOfRange(f"values: a coded {form} level lies outside {-top} to {top}")
     levels = torch.from_numpy((numbers >> 1) ^ -(numbers & 1)).to(torch.int8)

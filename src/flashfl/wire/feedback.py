@@ -9,7 +9,7 @@ import torch
 
 from ..core.client import Clients, Field, Part
 from ..core.layout import Layout
-from ..core.mask import Mask, Weights
+from ..core.mask import count_layers
 from ..core.parts import part
 from ..core.precision import Precision
 from .values import round_values, segments
@@ -36,15 +36,11 @@ class Feedback(Part):
         base = c.start[:, :trained] if self.upload.changes else torch.zeros_like(c.start[:, :trained])
         wanted = c.vectors[:, :trained] - base + c.memory[_RESIDUAL]
         wanted[:, : layout.prunable_size].masked_fill_(~c.masks, 0.0)
-        sent, tail = torch.empty_like(wanted), wanted.new_zeros(layout.size - trained)
+        sent, dense = torch.zeros_like(wanted), c.masks.new_ones(trained - layout.prunable_size)
         for row, bits in enumerate(c.masks):
-            mask = Mask(layout, bits)
-            packed = Weights(mask, torch.cat([wanted[row], tail])).packed()
-            travels = packed[: len(packed) - len(tail)]
-            rounded = round_values(
-                travels, segments(layout, mask.counts, "weights", self.upload.values), self.upload, 0
-            )
-            sent[row] = Weights.unpack(mask, torch.cat([rounded, tail])).vector[:trained]
+            parts = segments(layout, count_layers(layout, bits), "weights", self.upload.values)
+            travels = torch.cat([bits, dense])
+            sent[row, travels] = round_values(wanted[row, travels], parts, self.upload, 0)
         c.memory[_RESIDUAL] = wanted - sent
         held = base.clone()
         held[:, : layout.prunable_size].masked_fill_(~c.masks, 0.0)

@@ -6,19 +6,10 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 
+from ..core.exchange import Traffic
 from ..core.layout import Layout
-from .errors import (
-    BadChecksum,
-    BadField,
-    BadLength,
-    BadMagic,
-    BadSection,
-    BadVersion,
-    TooLarge,
-    TrailingBytes,
-    WrongLayout,
-)
-from .message import KINDS, Kind, Message, Parts
+from . import errors
+from .message import KINDS, Kind, Message
 from .reader import Chunk, Reader, pack
 
 MAGIC, VERSION = b"FLSH", 1
@@ -39,23 +30,24 @@ REQUIRED: dict[Kind, tuple[str, ...]] = {"order": ("local",), "update": (), "lac
 SPLIT = {"mask": "mask", "values": "values", "extra": "values"}  # the rest is overhead
 
 
-def split_parts(sections: Mapping[str, int]) -> Parts:
-    """What a message of sections of these lengths spends on what."""
+def traffic_of(kind: Kind, sections: Mapping[str, int]) -> Traffic:
+    """What a message of sections of these lengths spends on what. Orders go down, the rest up."""
     sums = {"values": 0, "mask": 0, "overhead": HEADER.size + SECTION.size * len(sections)}
     for name, length in sections.items():
         sums[SPLIT.get(name, "overhead")] += length
-    return Parts(**sums)
+    total = sum(sums.values())
+    return Traffic(down=total, **sums) if kind == "order" else Traffic(up=total, **sums)
 
 
-def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tuple[bytes, Parts]:
+def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tuple[bytes, Traffic]:
     """Header, checksum, sections; and what the bytes are for."""
     lengths = {name: sum(map(len, chunks)) for name, chunks in sections.items()}
-    parts = split_parts(lengths)
-    if parts.total >= 1 << 32:
-        raise TooLarge(f"the message has {parts.total} bytes; less than 4 GiB can be sent")
+    traffic = traffic_of(message.kind, lengths)
+    if traffic.total >= 1 << 32:
+        raise errors.TooLarge(f"the message has {traffic.total} bytes; less than 4 GiB can be sent")
     kind, layout = KINDS.index(message.kind), bytes.fromhex(message.layout.hash)
     fields = (*message.tag, message.client, message.n, message.key)
-    header = pack(HEADER, MAGIC, VERSION, kind, layout, 0, parts.total, *fields)
+    header = pack(HEADER, MAGIC, VERSION, kind, layout, 0, traffic.total, *fields)
     out: list[Chunk] = [header[: CHECKSUM.start], b"", header[CHECKSUM.stop :]]
     for name, chunks in sections.items():
         out += [SECTION.pack(CODES[name], lengths[name]), *chunks]
@@ -63,7 +55,7 @@ def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tu
     for chunk in out:
         check = zlib.crc32(chunk, check)
     out[1] = check.to_bytes(4, "little")
-    return b"".join(out), parts
+    return b"".join(out), traffic
 
 
 def checksum(data: memoryview) -> int:
@@ -81,48 +73,52 @@ def seal(data: bytes | bytearray) -> bytes:
 def check_sections(kind: Kind, names: Sequence[str]) -> None:
     for name in names:
         if name not in ALLOWED[kind]:
-            raise BadSection(f"the message is of kind {kind!r}, which has no section {name!r}")
+            raise errors.BadSection(f"the message is of kind {kind!r}, which has no section {name!r}")
     for name in REQUIRED[kind]:
         if name not in names:
-            raise BadSection(f"the message is of kind {kind!r} and lacks its section {name!r}")
+            raise errors.BadSection(f"the message is of kind {kind!r} and lacks its section {name!r}")
     if "mask" in names and "counts" in names:
-        raise BadSection("the message has both a mask and layer counts: leave the counts out, as the mask gives them")
+        raise errors.BadSection(
+            "the message has both a mask and layer counts: leave the counts out, as the mask gives them"
+        )
     if "own" in names and "start" not in names:
-        raise BadSection(
+        raise errors.BadSection(
             "the order has a section 'own', the mask that a client stored, but no section 'start', the round it was "
             "stored in"
         )
     if kind == "update" and not {"mask", "values", "counts"} & set(names):
-        raise BadSection("the update is empty: it has no mask, values or counts")
+        raise errors.BadSection("the update is empty: it has no mask, values or counts")
 
 
 def read_frame(data: memoryview, layout: Layout, most: int) -> tuple[Message, dict[str, Reader]]:
     """The header's fields, and the sections, still closed. Checks everything that can be checked before."""
     if len(data) > most:
-        raise TooLarge(f"the message has {len(data)} bytes, at most {most} are accepted here")
+        raise errors.TooLarge(f"the message has {len(data)} bytes, at most {most} are accepted here")
     if bytes(data[:4]) != MAGIC[: len(data)] or not data:
-        raise BadMagic(f"the bytes are not a message: they begin with {bytes(data[:4])!r}, expected {MAGIC!r}")
+        raise errors.BadMagic(f"the bytes are not a message: they begin with {bytes(data[:4])!r}, expected {MAGIC!r}")
     if len(data) < HEADER.size:
-        raise BadLength(f"the message has {len(data)} bytes, its header alone has {HEADER.size}: it was cut off")
+        raise errors.BadLength(f"the message has {len(data)} bytes, its header alone has {HEADER.size}: it was cut off")
     _, version, kind, theirs, check, total, phase, round, attempt, client, n, key = HEADER.unpack(data[: HEADER.size])
     if version != VERSION:
-        raise BadVersion(f"the message is in version {version} of the format, this side reads version {VERSION} only")
+        raise errors.BadVersion(
+            f"the message is in version {version} of the format, this side reads version {VERSION} only"
+        )
     if len(data) < total:
-        raise BadLength(f"{len(data)} of the message's {total} bytes arrived: it was cut off")
+        raise errors.BadLength(f"{len(data)} of the message's {total} bytes arrived: it was cut off")
     if len(data) > total:
-        raise TrailingBytes(f"{len(data) - total} bytes follow the end of the message")
+        raise errors.TrailingBytes(f"{len(data) - total} bytes follow the end of the message")
     if checksum(data) != check:
-        raise BadChecksum("the checksum is wrong: the message was damaged on its way. Send it again")
+        raise errors.BadChecksum("the checksum is wrong: the message was damaged on its way. Send it again")
     if theirs.hex() != layout.hash:
-        raise WrongLayout(
+        raise errors.WrongLayout(
             f"the sender's model has layout {theirs.hex()}, this side's {layout.hash}; give both sides the same model"
         )
     if kind >= len(KINDS):
-        raise BadField(f"message kind {kind} does not exist; the kinds are 0 to {len(KINDS) - 1}")
+        raise errors.BadField(f"message kind {kind} does not exist; the kinds are 0 to {len(KINDS) - 1}")
     sections = _split(Reader(data[HEADER.size :], "message"))
     check_sections(KINDS[kind], tuple(sections))
     if KINDS[kind] == "lack" and (n or key):
-        raise BadField(f"a message of kind 'lack' has n = {n} and key = {key}; both must be 0")
+        raise errors.BadField(f"a message of kind 'lack' has n = {n} and key = {key}; both must be 0")
     return Message(KINDS[kind], layout, (phase, round, attempt), client, n, key), sections
 
 
@@ -132,9 +128,9 @@ def _split(reader: Reader) -> dict[str, Reader]:
     while reader.left:
         code, length = reader.unpack(SECTION)
         if code not in NAMES:
-            raise BadSection(f"section {code} does not exist in version {VERSION} of the format")
+            raise errors.BadSection(f"section {code} does not exist in version {VERSION} of the format")
         if code <= last:
-            raise BadSection(f"section {code} comes after section {last}; sections must ascend and not repeat")
+            raise errors.BadSection(f"section {code} comes after section {last}; sections must ascend and not repeat")
         out[NAMES[code]] = Reader(reader.take(length), NAMES[code])
         last = code
     return out

@@ -6,8 +6,6 @@ Encoder and counter share these sizes, so what is counted is what is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 from ..core.layout import Layout
 from .errors import BadCount
@@ -16,26 +14,15 @@ from .reader import Bits, Reader, byte_length
 HASH = 8
 
 
-@dataclass(frozen=True)
 class Geometry:
     """Sizes of the prunable layers, and what follows from them."""
 
-    sizes: tuple[int, ...]
-
-    @cached_property
-    def widths(self) -> tuple[int, ...]:
-        """The bytes that hold each layer's count."""
-        return tuple(byte_length(size.bit_length()) for size in self.sizes)
-
-    @property
-    def known_size(self) -> int:
-        """Form and hash."""
-        return 1 + HASH
-
-    @property
-    def recipe_size(self) -> int:
-        """Form, hash, key, group size, budgets."""
-        return 1 + HASH + 8 + 2 + sum(self.widths)
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        self.widths = tuple(byte_length(size.bit_length()) for size in sizes)  # the bytes that hold each layer's count
+        self.known_size = 1 + HASH  # form, hash
+        self.recipe_size = 1 + HASH + 8 + 2 + sum(self.widths)  # form, hash, key, group size, budgets
+        self.bitmap_size = 1 + byte_length(sum(sizes))  # form, one bit a weight
 
     def difference_size(self, low: Bits, unary: Bits) -> Bits:
         """Form, base, two counts and two parameters a layer, the unary stream's length, the streams."""
@@ -45,17 +32,7 @@ class Geometry:
         """Form, counts, parameters, the unary stream's length, the streams."""
         return byte_length(low) + byte_length(unary) + (1 + sum(self.widths) + len(self.sizes) + 4)
 
-    @property
-    def bitmap_size(self) -> int:
-        """Form and one bit a weight."""
-        return 1 + byte_length(sum(self.sizes))
-
     def write_counts(self, counts: Sequence[int]) -> bytes:
-        if len(counts) != len(self.sizes) or any(not 0 <= c <= k for c, k in zip(counts, self.sizes, strict=True)):
-            raise BadCount(
-                f"layer counts {tuple(counts)} are not valid: give one for each prunable layer, from 0 to its size. "
-                f"The sizes are {self.sizes}."
-            )
         return b"".join(int(c).to_bytes(w, "little") for c, w in zip(counts, self.widths, strict=True))
 
     def read_counts(self, reader: Reader) -> tuple[int, ...]:

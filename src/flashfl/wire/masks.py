@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.layout import Layout
-from ..core.mask import Mask, Recipe
+from ..core.mask import Mask, Recipe, count_layers
 from ..sparsity.masks import recipe_mask
 from ..sparsity.pattern import Groups
 from . import rice
@@ -124,10 +124,8 @@ def _least_rice(mask: Mask, geo: Geometry) -> int:
 
 
 def _rice(mask: Mask, geo: Geometry) -> Choice:
-    bits, lists = _host(mask), []
-    for stop, size, count in zip(accumulate(geo.sizes), geo.sizes, mask.counts, strict=True):
-        part = bits[stop - size : stop]
-        lists.append(rice.Coded.of(count, np.flatnonzero(~part if 2 * count > size else part)))
+    bits = _host(mask)
+    lists = [rice.Coded.of_flags(bits[layer.span]) for layer in mask.layout.prunable]
     head, bytes_ = b"\3" + _counts(lists, geo), geo.rice_size(*rice.stream_bits(lists))
     return Choice("rice", None, bytes_, lambda: (head, *rice.write(lists)))
 
@@ -178,10 +176,11 @@ def read_mask(
             raise BadField("the mask is a recipe, but the order did not allow one: send it in another form")
         mask = _read_recipe(reader, layout, geo)
     elif form == "rice":
-        mask = _read_rice(reader, layout, geo)
+        counts = geo.read_counts(reader)
+        mask = Mask(layout, torch.from_numpy(rice.read_flags(reader, counts, geo.sizes)), counts)
     else:
-        mask = Mask(layout, torch.from_numpy(reader.bits(layout.prunable_size)))
-        mask = Mask(layout, mask.bits, mask.counts)
+        bits = torch.from_numpy(reader.bits(layout.prunable_size))
+        mask = Mask(layout, bits, count_layers(layout, bits))
     return mask, form, base.hash if base is not None else None
 
 
@@ -196,14 +195,6 @@ def _read_recipe(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
             "version of flashfl."
         )
     return mask
-
-
-def _read_rice(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
-    counts, bits = geo.read_counts(reader), np.zeros(layout.prunable_size, bool)
-    for layer, count, ranks in zip(layout.prunable, counts, rice.read(reader, counts, geo.sizes), strict=True):
-        bits[layer.start : layer.stop] = len(ranks) != count
-        bits[layer.start + ranks] = len(ranks) == count
-    return Mask(layout, torch.from_numpy(bits), counts)
 
 
 def _read_difference(reader: Reader, base: Mask, geo: Geometry) -> Mask:

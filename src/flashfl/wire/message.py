@@ -54,7 +54,7 @@ class Message:
     extra: Mapping[str, Extra] = field(default_factory=dict)
     lacks: str | None = None  # lacks only: the hash of the mask the client does not hold
     coding: Coding | None = None  # set by the decoder
-    parts: Parts | None = None  # set by the decoder: what the bytes were for
+    traffic: Traffic = Traffic()  # noqa: RUF009 - frozen; set by the decoder: what the bytes were for
 
     @property
     def work(self) -> Local:
@@ -82,27 +82,9 @@ def value_key(key: int, kind: Kind, tag: Tag, client: int) -> int:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Bytes of a message by what they are for; they add up to its length."""
-
-    values: int = 0
-    mask: int = 0
-    overhead: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.values + self.mask + self.overhead
-
-    def traffic(self, kind: Kind) -> Traffic:
-        """As part of a round's traffic: orders go down, the rest up."""
-        down = self.total if kind == "order" else 0
-        return Traffic(down, self.total - down, self.values, self.mask, self.overhead)
-
-
-@dataclass(frozen=True)
 class Encoded:
     """A message as bytes, what they are for, and the choices that were made."""
 
     data: bytes
-    parts: Parts
+    traffic: Traffic
     coding: Coding

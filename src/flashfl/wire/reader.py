@@ -110,13 +110,6 @@ def name_bytes(name: str) -> bytes:
     return bytes([len(name)]) + name.encode("ascii")
 
 
-def hash_bytes(hash: str) -> bytes:
-    """What `Reader.hash` reads."""
-    if len(hash) != 16 or not set(hash) <= set("0123456789abcdef"):
-        raise BadField(f"{hash[:40]!r} is not a hash; it must have 16 lower-case hex digits")
-    return bytes.fromhex(hash)
-
-
 def byte_length(bits: Bits) -> Bits:
     """How many bytes hold this many bits."""
     return (bits + 7) // 8

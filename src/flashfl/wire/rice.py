@@ -49,6 +49,12 @@ class Coded:
         gaps = (np.diff(ranks, prepend=-1) - 1).astype(np.int32)
         return Coded(count, gaps, *best_k(gaps))
 
+    @staticmethod
+    def of_flags(flags: Array) -> Coded:
+        """A list of the places that are set."""
+        count = int(np.count_nonzero(flags))
+        return Coded.of(count, np.flatnonzero(flags if 2 * count <= len(flags) else ~flags))
+
 
 def complement(ranks: Array, size: int) -> Array:
     """The places out of `size` that `ranks` leaves out."""
@@ -83,13 +89,40 @@ def read(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> list
     if any(k > (MAX_K if n else 0) for n, k in zip(coded, ks, strict=True)):
         raise BadField(f"mask: a Rice parameter is out of range; it must be 0 to {MAX_K}, and 0 for an empty list")
     most = [(size - n) >> k for size, n, k in zip(universe, coded, ks, strict=True)]
-    length = reader.number(4)
-    low = reader.bits(sum(n * k for n, k in zip(coded, ks, strict=True)))
-    found = quotients(reader.take(length), sum(coded), sum(most), "mask")
-    gaps = [found[stop - n : stop] for n, stop in zip(coded, accumulate(coded), strict=True)]
+    ranks = []
+    for gaps, k, size in zip(read_gaps(reader, reader.number(4), coded, ks, most), ks, universe, strict=True):
+        if int(gaps.sum()) > size - len(gaps):
+            raise OutOfRange(f"{reader.what}: a Rice-coded position lies outside its layer")
+        if best_k(gaps)[0] != k:
+            raise BadField(
+                f"{reader.what}: a Rice parameter is not the best one. Use the one with the smallest size; if several "
+                "tie, the lowest"
+            )
+        ranks.append(np.cumsum(gaps + 1, dtype=np.int64) - 1)
+    return ranks
+
+
+def read_flags(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> Array:
+    """The places of all lists, one list after another, with those set that a list holds."""
+    flags = np.zeros(sum(universe), bool)
+    for ranks, count, size, stop in zip(
+        read(reader, counts, universe), counts, universe, accumulate(universe), strict=True
+    ):
+        flags[stop - size : stop] = len(ranks) != count
+        flags[stop - size + ranks] = len(ranks) == count
+    return flags
+
+
+def read_gaps(
+    reader: Reader, length: int, counts: Sequence[int], ks: Sequence[int], most: Sequence[int]
+) -> list[Array]:
+    """The gaps of each list (int32). length: of the unary stream. most: what a list's gap >> k may add up to."""
+    low = reader.bits(sum(n * k for n, k in zip(counts, ks, strict=True)))
+    found = _quotients(reader, length, sum(counts), sum(most))
+    gaps = [found[stop - n : stop] for n, stop in zip(counts, accumulate(counts), strict=True)]
     for part, k, limit in zip(gaps, ks, most, strict=True):
         if int(part.sum()) > limit:
-            raise OutOfRange("mask: a Rice-coded position lies outside its layer")
+            raise OutOfRange(f"{reader.what}: a Rice-coded number lies outside its range")
         part <<= k
     at = 0
     for plane in range(max(ks, default=0)):
@@ -97,26 +130,16 @@ def read(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> list
             if k > plane:
                 part |= low[at : at + len(part)].astype(np.int32) << plane
                 at += len(part)
-    return [_ranks(part, k, size) for part, k, size in zip(gaps, ks, universe, strict=True)]
+    return gaps
 
 
-def quotients(unary: memoryview, items: int, most: int, what: str) -> Array:
-    """The gaps' quotients (int32): runs of zeros, each ended by a one. The bound is checked before anything unfolds."""
-    if len(unary) > byte_length(items + most):
-        raise BadLength(f"{what}: the unary stream is longer than its lists allow")
-    ends = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little").view(bool))
+def _quotients(reader: Reader, length: int, items: int, most: int) -> Array:
+    """What each gap >> k is: runs of zeros, each ended by a one. The bound is checked before anything unfolds."""
+    if length > byte_length(items + most):
+        raise BadLength(f"{reader.what}: the unary stream is longer than its lists allow")
+    ends = np.flatnonzero(reader.bits(8 * length))
     if len(ends) != items:
-        raise BadCount(f"{what}: the unary stream has {len(ends)} gaps, its lists have {items}")
-    if len(unary) != (byte_length(int(ends[-1]) + 1) if items else 0):
-        raise BadLength(f"{what}: the unary stream goes on after its last gap")
+        raise BadCount(f"{reader.what}: the unary stream has {len(ends)} gaps, its lists have {items}")
+    if length != (byte_length(int(ends[-1]) + 1) if items else 0):
+        raise BadLength(f"{reader.what}: the unary stream goes on after its last gap")
     return (np.diff(ends, prepend=-1) - 1).astype(np.int32)
-
-
-def _ranks(gaps: Array, k: int, size: int) -> Array:
-    if int(gaps.sum()) > size - len(gaps):
-        raise OutOfRange("mask: a Rice-coded position lies outside its layer")
-    if best_k(gaps)[0] != k:
-        raise BadField(
-            "mask: a Rice parameter is not the best one. Use the one with the smallest size; if several tie, the lowest"
-        )
-    return np.cumsum(gaps + 1, dtype=np.int64) - 1

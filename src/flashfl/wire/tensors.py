@@ -14,7 +14,7 @@ from ..core.client import Form
 from ..core.exchange import Extra
 from . import rice
 from .errors import BadCount, BadField, NonFinite, TooLarge
-from .reader import Array, Chunk, Limits, Reader, byte_length, name_bytes
+from .reader import Chunk, Limits, Reader, byte_length, name_bytes
 
 DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
     torch.float32: "<f4",
@@ -25,17 +25,10 @@ DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
 }
 FORMS: tuple[Form, ...] = ("masked", "dense", "bits", "scalar", "indices")  # the place in this list is the form's code
 _F64 = struct.Struct("<d")
-_MOST = 255  # items in one section
-
-
-def _number_of(items: Mapping[str, object], what: str) -> bytes:
-    if len(items) > _MOST:
-        raise TooLarge(f"{len(items)} {what} in one message, at most {_MOST} can be sent")
-    return bytes([len(items)])
 
 
 def metrics_bytes(metrics: Mapping[str, float]) -> bytes:
-    out = [_number_of(metrics, "metrics")]
+    out = [bytes([len(metrics)])]
     for name in sorted(metrics):
         out += [name_bytes(name), _F64.pack(_finite(name, float(metrics[name])))]
     return b"".join(out)
@@ -58,11 +51,10 @@ def _finite(name: str, value: float) -> float:
 
 def extras_chunks(extras: Mapping[str, Extra], active: int | None) -> list[Chunk]:
     """The number of tensors, then each. `active`: weights in the mask."""
-    out: list[Chunk] = [_number_of(extras, "extras")]
+    out: list[Chunk] = [bytes([len(extras)])]
     for name in sorted(extras):
         extra = extras[name]
-        write = {"bits": _bits_bytes, "indices": _indices_bytes}.get(extra.form)
-        body = write(extra.value) if write is not None else _number_bytes(name, extra, active)
+        body = _bits_bytes(extra) if extra.form in ("bits", "indices") else _number_bytes(name, extra, active)
         out += [name_bytes(name), bytes([FORMS.index(extra.form)]), body]
     return out
 
@@ -79,21 +71,14 @@ def notes_from_bytes(data: bytes) -> dict[str, Extra]:
     return found
 
 
-def _bits_bytes(value: Tensor) -> bytes:
-    bits = value.to("cpu", torch.bool).flatten().numpy()
-    return len(bits).to_bytes(4, "little") + np.packbits(bits, bitorder="little").tobytes()
-
-
-def _indices_bytes(value: Tensor) -> bytes:
-    """The length, how many are set, and their positions as one Rice-coded list."""
-    bits = value.to("cpu", torch.bool).flatten().numpy()
-    return b"".join([len(bits).to_bytes(4, "little"), *_positions(bits)])
-
-
-def _positions(bits: Array) -> tuple[Chunk, ...]:
-    count = int(np.count_nonzero(bits))
-    ranks = np.flatnonzero(bits if 2 * count <= len(bits) else ~bits)
-    return count.to_bytes(4, "little"), *rice.write([rice.Coded.of(count, ranks)])
+def _bits_bytes(extra: Extra) -> bytes:
+    """The length, and the bits; or how many are set, and their positions as one Rice-coded list."""
+    bits = extra.value.to("cpu", torch.bool).flatten().numpy()
+    length = len(bits).to_bytes(4, "little")
+    if extra.form == "bits":
+        return length + np.packbits(bits, bitorder="little").tobytes()
+    held = rice.Coded.of_flags(bits)
+    return b"".join([length, held.count.to_bytes(4, "little"), *rice.write([held])])
 
 
 def extras_size(extras: Mapping[str, Extra]) -> int:
@@ -105,7 +90,7 @@ def extras_size(extras: Mapping[str, Extra]) -> int:
         if extra.form == "bits":
             total += 4 + byte_length(count)
         elif extra.form == "indices":
-            total += len(_indices_bytes(extra.value))
+            total += len(_bits_bytes(extra))
         else:
             shape = 1 + 4 * extra.value.dim() if extra.form == "dense" else 0
             total += 1 + shape + count * extra.value.element_size()
@@ -158,10 +143,7 @@ def _read_bits(reader: Reader, limits: Limits, name: str, form: Form) -> Tensor:
     held = reader.number(4)
     if held > count:
         raise BadCount(f"the extra {name!r} claims {held} set bits, but has only {count} bits")
-    [ranks] = rice.read(reader, [held], [count])
-    bits = np.zeros(count, bool)
-    bits[ranks] = True
-    return torch.from_numpy(bits if 2 * held <= count else ~bits)
+    return torch.from_numpy(rice.read_flags(reader, [held], [count]))
 
 
 def _read_tensor(reader: Reader, limits: Limits, name: str, shape: tuple[int, ...] | None) -> Tensor:

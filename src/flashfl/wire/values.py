@@ -20,35 +20,26 @@ from ..core.precision import FORMS, Form, Precision
 from ..core.rng import fold
 from .coded import plain_size, read_coded, read_plain, write_levels
 from .errors import BadField, BadSection, NonFinite
-from .levels import (
-    TINY,
-    TOPS,
-    Levels,
-    from_levels,
-    largest,
-    round_half,
-    scale_count,
-    to_levels,
-)
+from .levels import TINY, TOPS, Levels, from_levels, largest, round_half, scale_count, to_levels
 from .reader import Chunk, Reader
 
 CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics", "rest")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SCALES = {"int8": torch.float32, "int4": torch.bfloat16}  # both hold the scales exactly
 _REST16, _CHANGES, _CODED = 16, 32, 64  # flags beside the form
 
 
 class Segment(NamedTuple):
     """A run of packed values that belongs to one layer; only coarse segments are rounded."""
 
-    start: int
-    stop: int
+    size: int
     coarse: bool
 
 
 def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form) -> tuple[Segment, ...]:
     """Where each layer's values lie in a packed vector, and which of them `form` rounds."""
     sizes = iter(counts)
-    out, at = [], 0
+    out = []
     for layer in layout.travelling:
         statistic = layer.kind == "statistic"
         size = next(sizes, 0) if layer.kind == "prunable" else layer.size
@@ -57,34 +48,20 @@ def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form
         if carries == "rest" and layer.kind == "prunable":
             continue
         coarse = layer.kind == "prunable" or (not statistic and (form not in TOPS or len(layer.shape) >= 2))
-        out.append(Segment(at, at + size, coarse and form != "fp32"))
-        at += size
+        out.append(Segment(size, coarse and form != "fp32"))
     return tuple(out)
-
-
-def count_values(layout: Layout, active: int, carries: Carries) -> int:
-    """How many values a message carries."""
-    statistics = layout.size - layout.trained_size
-    if carries == "statistics":
-        return statistics
-    dense = layout.trained_size - layout.prunable_size
-    return (active if carries != "rest" else 0) + dense + (statistics if carries != "weights" else 0)
 
 
 def values_size(layout: Layout, active: int, carries: Carries, how: Precision) -> int:
     """Bytes of the values section, without looking at a value. Levels of changes may take less: see `coded`."""
-    total = count_values(layout, active, carries)
     counts = (active, *(0 for _ in layout.sizes[1:])) if layout.sizes else ()
-    sizes = _coarse_sizes(segments(layout, counts, carries, how.values))
-    return 2 + _coarse_bytes(sizes, how.values) + DTYPES[how.rest].itemsize * (total - sum(sizes))
-
-
-def _coarse_bytes(sizes: Sequence[int], form: Form) -> int:
-    """Bytes of the values of coarse tensors, their scales included."""
-    count = sum(sizes)
+    parts, form = segments(layout, counts, carries, how.values), how.values
+    sizes, fine = _sizes(parts, True), sum(_sizes(parts, False))
     if form in TOPS:
-        return (4 if form == "int8" else 2) * scale_count(sizes, form) + plain_size(count, form)
-    return DTYPES[form].itemsize * count
+        coarse = SCALES[form].itemsize * scale_count(sizes, form) + plain_size(sum(sizes), form)
+    else:
+        coarse = DTYPES[form].itemsize * sum(sizes)
+    return 2 + coarse + DTYPES[how.rest].itemsize * fine
 
 
 def round_values(values: Tensor, parts: Sequence[Segment], how: Precision, *keys: int) -> Tensor:
@@ -96,7 +73,7 @@ def round_with_levels(
     values: Tensor, parts: Sequence[Segment], how: Precision, *keys: int
 ) -> tuple[Tensor, Tensor | None]:
     """`round_values`, and the levels on the way; None where there are none."""
-    sizes, form = _coarse_sizes(parts), how.values
+    sizes, form = _sizes(parts, True), how.values
     fine = _round_rest(_pick(values, parts, False), how, keys)
     if not sizes:
         return fine, None
@@ -113,12 +90,13 @@ def _round_rest(fine: Tensor, how: Precision, keys: Sequence[int]) -> Tensor:
     return round_half(fine, "fp16", how.rounding, [fold(key, "rest") for key in keys])
 
 
-def _coarse_sizes(parts: Sequence[Segment]) -> list[int]:
-    return [part.stop - part.start for part in parts if part.coarse]
+def _sizes(parts: Sequence[Segment], coarse: bool) -> list[int]:
+    return [part.size for part in parts if part.coarse == coarse]
 
 
 def _pick(values: Tensor, parts: Sequence[Segment], coarse: bool) -> Tensor:
-    chosen = [values[..., part.start : part.stop] for part in parts if part.coarse == coarse]
+    pieces = values.split([part.size for part in parts], -1)
+    chosen = [piece for piece, part in zip(pieces, parts, strict=True) if part.coarse == coarse]
     if len(chosen) == len(parts):
         return values
     return torch.cat(chosen, -1) if chosen else values[..., :0]
@@ -126,42 +104,29 @@ def _pick(values: Tensor, parts: Sequence[Segment], coarse: bool) -> Tensor:
 
 def _merge(coarse: Tensor, fine: Tensor, parts: Sequence[Segment]) -> Tensor:
     """The packed vector again from its coarse and its fine values."""
-    out, at = [], [0, 0]
-    for part in parts:
-        source, size = (coarse if part.coarse else fine), part.stop - part.start
-        out.append(source[..., at[part.coarse] : at[part.coarse] + size])
-        at[part.coarse] += size
-    return torch.cat(out, -1)
+    pieces = {True: iter(coarse.split(_sizes(parts, True), -1)), False: iter(fine.split(_sizes(parts, False), -1))}
+    return torch.cat([next(pieces[part.coarse]) for part in parts], -1)
 
 
 def values_chunks(
     values: Tensor, layout: Layout, counts: Sequence[int], carries: Carries, how: Precision, key: int
 ) -> list[Chunk]:
-    """The values section. Refuses what is not finite or not as many as the mask and the layout say."""
-    expected = count_values(layout, sum(counts), carries)
-    if values.dim() != 1 or values.numel() != expected:
-        raise BadField(f"values of shape {tuple(values.shape)} given, ({expected},) expected for this mask and layout")
+    """The values section. Refuses what is not finite."""
     parts = segments(layout, counts, carries, how.values)
     plain = values.detach().to("cpu", torch.float32)
     _check_finite(plain)
-    sizes, fine = _coarse_sizes(parts), _round_rest(_pick(plain, parts, False), how, [key])
-    changes = how.changes and carries != "statistics"
-    coded, coarse = _coarse_chunks(_pick(plain, parts, True), sizes, how, key, changes) if sizes else (False, [])
-    form = FORMS.index(how.values) + _REST16 * (how.rest == "fp16") + _CHANGES * changes + _CODED * coded
-    return [bytes([CARRIES.index(carries), form]), *coarse, _raw(fine.to(DTYPES[how.rest]))]
-
-
-def _coarse_chunks(
-    coarse: Tensor, sizes: Sequence[int], how: Precision, key: int, changes: bool
-) -> tuple[bool, list[Chunk]]:
-    """Coarse values as they travel, scales and levels or the rounded values; and whether the levels are coded."""
-    form = how.values
-    if form not in TOPS:
-        return False, [_raw(round_half(coarse, form, how.rounding, [key]).to(DTYPES[form]))]
-    found = to_levels(coarse, sizes, form, how.rounding, [key])
-    scales = _raw(found.scales if form == "int8" else (found.scales.view(torch.int32) >> 16).to(torch.int16))
-    coded, levels = write_levels(found.levels, form, changes)
-    return coded, [scales, *levels]
+    coarse, fine = _pick(plain, parts, True), _round_rest(_pick(plain, parts, False), how, [key])
+    form, changes, coded = how.values, how.changes and carries != "statistics", False
+    chunks: list[Chunk] = []  # of the coarse values
+    sizes = _sizes(parts, True)
+    if sizes and form in TOPS:
+        found = to_levels(coarse, sizes, form, how.rounding, [key])
+        coded, levels = write_levels(found.levels, form, changes)
+        chunks = [_raw(found.scales.to(SCALES[form])), *levels]
+    elif sizes:
+        chunks = [_raw(round_half(coarse, form, how.rounding, [key]).to(DTYPES[form]))]
+    code = FORMS.index(form) + _REST16 * (how.rest == "fp16") + _CHANGES * changes + _CODED * coded
+    return [bytes([CARRIES.index(carries), code]), *chunks, _raw(fine.to(DTYPES[how.rest]))]
 
 
 def _raw(tensor: Tensor) -> Chunk:
@@ -196,11 +161,10 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
         raise BadField("values: only int8 and int4 levels of changes can be coded")
     if counts is None and carries != "statistics":
         raise BadSection("the message has values but no mask; values need the mask they belong to")
-    counts = counts or ()
-    parts = segments(layout, counts, carries, form)
-    sizes = _coarse_sizes(parts)
+    parts = segments(layout, counts or (), carries, form)
+    sizes = _sizes(parts, True)
     coarse = _read_coarse(reader, sizes, how, bool(flags & _CODED))
-    fine = _numbers(reader, DTYPES[how.rest], count_values(layout, sum(counts), carries) - sum(sizes)).float()
+    fine = _numbers(reader, DTYPES[how.rest], sum(_sizes(parts, False))).float()
     for some in (fine, coarse):
         _check_finite(some)
     return _merge(coarse, fine, parts) if sizes else fine, carries, how
@@ -213,10 +177,7 @@ def _read_coarse(reader: Reader, sizes: Sequence[int], how: Precision, coded: bo
         return _numbers(reader, DTYPES[form], count).float()
     if not sizes and not coded:
         return torch.empty(0)
-    if form == "int8":
-        scales = _numbers(reader, torch.float32, len(sizes))
-    else:
-        scales = (_numbers(reader, torch.int16, scale_count(sizes, form)).to(torch.int32) << 16).view(torch.float32)
+    scales = _numbers(reader, SCALES[form], scale_count(sizes, form)).float()
     levels = read_coded(reader, count, form) if coded else read_plain(reader, count, form, how.changes)
     found = Levels(scales, levels)
     _check_levels(found, sizes, form)
@@ -225,8 +186,7 @@ def _read_coarse(reader: Reader, sizes: Sequence[int], how: Precision, coded: bo
 
 def _numbers(reader: Reader, dtype: torch.dtype, count: int) -> Tensor:
     """What `_raw` wrote."""
-    plain = {2: "<i2", 1: "<i1", 4: "<f4"}[dtype.itemsize]
-    return torch.from_numpy(reader.array(plain, count)).view(dtype)
+    return torch.from_numpy(reader.array(f"<i{dtype.itemsize}", count)).view(dtype)
 
 
 def _check_levels(found: Levels, sizes: Sequence[int], form: Form) -> None:
