@@ -565,7 +565,7 @@ def test_neighbour_of_a_loaded_file_does_not_shadow_an_installed_package(
     mine.write_text("import spread.part")
     capsys.readouterr()
     said = refused(capsys, "methods", "--load", str(mine))
-    assert f"{lib / 'spread.py'} would hide the installed package spread. Rename it" in said
+    assert f"{lib / 'spread.py'} would hide the installed package spread. Rename that file" in said
     assert str(lib) not in sys.path
 
 

@@ -40,9 +40,9 @@ def check_common(orders: Sequence[tuple[Client, Order]]) -> None:
         alike = local == first.local and mask.equal(first.weights.mask)
         if moves or local.keep or local.start is not None or more or not alike:
             raise ConfigError(
-                f"client {client.id} may change its mask, sends or gets more than weights, or has another mask or "
-                f"other training settings than client {orders[0][0].id}. Private rounds need one order for all, with "
-                "one frozen mask: use a method such as dense, pdst or spdst, or switch `secure` and `dp_*` off."
+                f"the order of client {client.id} does not fit a private round. All clients must get the same frozen "
+                "mask and the same training settings, and nothing but weights may be sent. Use a method such as dense, "
+                "pdst or spdst, or switch `secure` and `dp_*` off."
             )
 
 

@@ -46,8 +46,8 @@ def _add(folder: Path, path: Path) -> None:
         if (now := find_spec(name)) is not None and now.origin != before:
             sys.path.remove(str(folder))
             raise ConfigError(
-                f"--load {path}: {now.origin} would hide the installed package {name}. Rename it, or move {path.name} "
-                "to another folder."
+                f"--load {path}: {now.origin} would hide the installed package {name}. Rename that file, or move "
+                f"{path.name} to another folder."
             )
 
 
