@@ -191,8 +191,8 @@ def _read_recipe(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
     mask = recipe_mask(layout, recipe)
     if mask.hash != name:
         raise BadMask(
-            f"the random mask made from this message has the hash {mask.hash}, the sender's has {name}. Check that both "
-            "sides run the same version of flashfl."
+            f"the random mask made from this message has the hash {mask.hash}, the sender's has {name}. Check that "
+            "both sides run the same version of flashfl."
         )
     return mask
 
