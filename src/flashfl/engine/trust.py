@@ -91,7 +91,7 @@ def _check_extras(update: Message, order: Message) -> None:
     """Extras must be as the order's parts declare them, or have the name, form and shape of an extra in the order."""
     declared = fields_of(order.work.parts, "reports", order.layout)
     for name in declared.keys() - update.extra.keys():
-        raise WrongContent(f"client {update.client} did not send {name!r}, which `reports` of its parts declares")
+        raise WrongContent(f"client {update.client} did not send {name!r}, although its parts declare it in `reports`")
     for name, extra in update.extra.items():
         asked, fits = order.extra.get(name), False
         if name in declared:

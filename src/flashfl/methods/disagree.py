@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..aggregate import average
-from ..core.errors import check_range
+from ..core.errors import ConfigError, check_range
 from ..core.exchange import Client, Sums
 from ..core.mask import Mask, Weights
 from ..core.state import State
@@ -40,7 +40,8 @@ class Disagree(SPDST):
         check_range("[0, 1]", sm=self.sm)
         check_range("[1, inf)", first=self.first)
         check_range("[0, inf)", last=self.last)
-        check_range("[0, 0]", "A mask that changes at random keeps no pattern", nm=self.nm)
+        if self.nm:
+            raise ConfigError(f"nm = {self.nm}: must be 0 here. Masks that change at random keep no N:M pattern")
 
     def models(self, s: State, clients: Sequence[Client]) -> Iterator[tuple[Client, Weights]]:
         weights = s.weights if s.phase == SENSITIVITY else s.weights.restrict(self._mask(s))

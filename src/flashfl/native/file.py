@@ -76,6 +76,6 @@ def _check(path: str | Path, tensors: Mapping[str, Tensor], layout: Layout) -> N
         fits = places is not None and values.shape == places.shape and values.dim() == 1
         if not fits or (len(values) and not (int(places.min()) >= 0 and int(places.max()) < layer.size)):  # type: ignore[union-attr]
             raise FlashError(
-                f"{path}: {layer.name} does not fit the module, which has shape {layer.shape} there. Give a module of "
-                "the same class and sizes as the trained one."
+                f"{path}: its values for {layer.name} do not fit the module's, which have the shape {layer.shape}. "
+                "Give a module of the same class and sizes as the trained one."
             )

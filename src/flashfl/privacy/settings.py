@@ -74,9 +74,9 @@ def check_settings(s: PrivacySettings) -> None:
     private = s.dp_epsilon > 0 or s.dp_noise > 0
     if s.dp_sampling == "poisson" and (s.secure or not private):
         raise ConfigError(
-            "dp_sampling = 'poisson': needs secure = false, and dp_epsilon or dp_noise above 0. It protects against "
-            "those who do not know which clients were drawn, and a server with secure = true knows. Set dp_sampling = "
-            "'fixed'."
+            "dp_sampling = 'poisson': needs secure = false, and dp_epsilon or dp_noise above 0. Poisson sampling "
+            "protects only from those who do not know which clients were drawn. The server knows, and secure = true must "
+            "protect from the server too. Set dp_sampling = 'fixed', or change the other settings."
         )
     if private and s.static_bn:
         raise ConfigError(

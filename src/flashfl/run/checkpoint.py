@@ -267,7 +267,7 @@ def _mask(plan: Plan, packed: Tensor, described: Any) -> Mask:
     if recipe is not None:
         check_recipe(recipe, plan.layout)
         if not recipe_mask(plan.layout, recipe).equal(mask):
-            raise ValueError("a stored random mask is not the one that its key gives")
+            raise ValueError("a stored random mask differs from the one that is drawn again from its random key")
     return mask
 
 

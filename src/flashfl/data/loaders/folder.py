@@ -23,8 +23,10 @@ def load(path: Path, options: Options) -> DataSet:
     for part in (train, *tests):
         mine = _classes(part)
         if not mine or not set(mine) <= set(names):
-            others = ", ".join(sorted(set(mine) - set(names))) or "no folders"
-            raise DataError(f"{part}: its folders must be classes that {train} has too, and it has {others}")
+            others = (
+                f"has folders that {train} lacks: {', '.join(sorted(set(mine) - set(names)))}" if mine else "is empty"
+            )
+            raise DataError(f"{part} {others}. Its folders must be classes that {train} has too")
         files = [(file, names.index(name)) for name in mine for file in picture_files(part / name)]
         size = pairs[0][0].shape[2:] if pairs else None
         pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, size)
