@@ -75,8 +75,8 @@ def check_settings(s: PrivacySettings) -> None:
     if s.dp_sampling == "poisson" and (s.secure or not private):
         raise ConfigError(
             "dp_sampling = 'poisson': needs secure = false, and dp_epsilon or dp_noise above 0. Poisson sampling "
-            "protects only from those who do not know which clients were drawn. The server knows, and secure = true must "
-            "protect from the server too. Set dp_sampling = 'fixed', or change the other settings."
+            "protects only from those who do not know which clients were drawn. The server knows, and secure = true "
+            "must protect from the server too. Set dp_sampling = 'fixed', or change the other settings."
         )
     if private and s.static_bn:
         raise ConfigError(
