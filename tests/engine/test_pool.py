@@ -206,7 +206,7 @@ def test_close_ends_busy_workers() -> None:
 
 
 def test_threads_need_a_task_that_can_be_pickled() -> None:
-    with pytest.raises(ConfigError, match="threads = 2 with several workers starts new Python processes"):
+    with pytest.raises(ConfigError, match="threads = 2: with more than one thread, workers are new Python processes"):
         Pool(lambda: print, 2, 2)
 
 

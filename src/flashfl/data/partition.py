@@ -167,7 +167,7 @@ def shards(labels: Ints, clients: int, key: int, classes_per_client: int = 2) ->
     pools = _pools(labels, rng)
     wanted = clients * classes_per_client
     most = len(labels) // clients
-    check_range(f"[1, {most}]", "A client has no more classes than samples", classes_per_client=classes_per_client)
+    check_range(f"[1, {most}]", f"Each client has {most} samples", classes_per_client=classes_per_client)
     if wanted < len(pools):
         pools = [pools[i] for i in np.sort(rng.choice(len(pools), wanted, replace=False))]
     cuts = _cut(np.array([len(pool) for pool in pools]), wanted)

@@ -99,9 +99,9 @@ class Pool(Generic[J, R]):
 
     def _cannot_spawn(self, why: object) -> ConfigError:
         return ConfigError(
-            f"threads = {self._threads} with several workers starts new Python processes, and one could not start "
-            f'({why}). Put the call under `if __name__ == "__main__":`, define the task\'s model and functions at the '
-            "top of a module, or use threads = 1."
+            f"threads = {self._threads}: with more than one thread, workers are new Python processes, and one could "
+            f'not start ({why}). Put the call under `if __name__ == "__main__":`, and define the task\'s model and '
+            "functions at the top of a module. Or use threads = 1."
         )
 
     def each(self, jobs: Iterable[tuple[int, J]]) -> Iterator[tuple[int, R | Died]]:

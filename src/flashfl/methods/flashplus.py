@@ -56,7 +56,7 @@ class FlashPlus(JMWST):
         check_range("[0, inf)", r_int=self.r_int, freeze_after=self.freeze_after)
         check_range("(0, inf)", init_scale=self.init_scale)
         check_range("[0, 1)", look_ahead=self.look_ahead, grow=self.grow)
-        check_range("(0, 1]", "The density rises to density * (1 + grow)", density=self.density * (1 + self.grow))
+        check_range("(0, 1]", "The density rises to this", **{"density * (1 + grow)": self.density * (1 + self.grow)})
         if self.grow and (self.nm or self.r_int or self.mask_init != "random"):
             raise ConfigError(
                 f"grow = {self.grow}: only a random mask without a pattern can grow, and only if clients never move "

@@ -123,7 +123,7 @@ def chosen(cells: Sequence[Cell], **filters: str) -> list[Cell]:
         wanted = {_plain(word) for word in text.split(",") if word}
         known = {fact for cell in cells for fact in _facts(cell)[name]}
         if wanted and not known:
-            raise ConfigError(f"--{name} {text}: the cells of this table have no {name}")
+            raise ConfigError(f"--{name} {text}: this table cannot be filtered by {name}. Leave the option out")
         if strange := wanted - known:
             raise unknown(name, min(strange), known)
         if wanted:  # dense cells have no density and fit every one

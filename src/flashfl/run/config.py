@@ -110,8 +110,8 @@ class TrainConfig:
             if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
                 other = ". To limit changes, set dp_clip" if name == "clip" else ""
                 raise ConfigError(
-                    f"{name} = {getattr(self, name)!r}: not possible with `secure` or `dp_*`, because clients then "
-                    f"send whole numbers. Use {name} = {default!r}{other}"
+                    f"{name} = {getattr(self, name)!r}: not possible with `secure` or `dp_*`, which encode "
+                    f"updates in their own way. Use {name} = {default!r}{other}"
                 )
         if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
             raise ConfigError(
