@@ -231,7 +231,7 @@ def test_script_without_a_main_guard_is_told_in_one_sentence(samples: int, tmp_p
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     last = done.stderr.splitlines()[-1]
-    assert "ConfigError: threads = 2 with several workers" in last
+    assert "ConfigError: threads = 2: with more than one thread" in last
     assert 'Put the call under `if __name__ == "__main__":`' in last
 
 

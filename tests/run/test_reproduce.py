@@ -94,7 +94,7 @@ def test_filters() -> None:
         chosen(cells, method="SPDTS")
     with pytest.raises(ConfigError, match="no entry of the table matches all of these filters"):
         chosen(cells, dataset="femnist", alpha="1")
-    with pytest.raises(ConfigError, match="have no density"):
+    with pytest.raises(ConfigError, match="cannot be filtered by density"):
         chosen(load_table("hetero").cells, density="0.1")
 
 
