@@ -131,7 +131,7 @@ def test_poisson_run_ends_when_its_budget_is_spent_and_resumes(task: fl.Task, tm
 
 @pytest.mark.parametrize("settings", [{"secure": True, "dp_noise": 1.0}, {}], ids=["secure", "without-dp"])
 def test_poisson_cohorts_are_refused_where_they_bring_nothing(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="needs dp_epsilon or dp_noise, and secure = false"):
+    with pytest.raises(ConfigError, match="needs secure = false, and dp_epsilon or dp_noise above 0"):
         TrainConfig(dp_sampling="poisson", **settings)  # type: ignore[arg-type]
 
 

@@ -170,7 +170,7 @@ def test_method_that_declares_a_common_mask_and_lies_is_refused(task: fl.Task) -
 
 @pytest.mark.parametrize("setting", [{"values": "int8"}, {"values_down": "fp16"}, {"clip": 2.0}, {"trim": 0.1}])
 def test_settings_that_need_single_updates_are_refused(setting: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="whole numbers"):
+    with pytest.raises(ConfigError, match="encode updates in their own way"):
         TrainConfig(secure=True, **setting)  # type: ignore[arg-type]
 
 
