@@ -38,6 +38,7 @@ def test_example_runs(name: str) -> None:
     assert EXPECTED[name] in done.stdout
 
 
+@pytest.mark.slow
 def test_notebook_runs() -> None:
     notebook = json.loads((EXAMPLES / "first_run.ipynb").read_text())
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -126,12 +126,20 @@ def run_quick(path: Path, root: Path, **settings: Any) -> None:
     assert config.task.model == load_toml(path)["task"]["model"]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.stem != "sst2"], ids=lambda p: p.stem)
+def quick_cases() -> list[Any]:
+    """All files but the one for BERT. Three that differ from cifar10's in their data or their model only are slow."""
+    slow = {"cifar100": pytest.mark.slow, "tinyimagenet": pytest.mark.slow, "vgg16-cifar10": pytest.mark.slow}
+    paths = [path for path in FILES if path.stem != "sst2"]
+    return [pytest.param(path, marks=slow.get(path.stem, ()), id=path.stem) for path in paths]
+
+
+@pytest.mark.parametrize("path", quick_cases())
 def test_quick_runs_with_two_clients_and_two_steps(path: Path, tmp_path: Path) -> None:
     run_quick(path, tmp_path)
 
 
-@pytest.mark.parametrize("warmup", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("warmup", [0, 2])
 def test_quick_runs_bert_with_two_clients_and_two_steps(warmup: int, tmp_path: Path) -> None:
     """Of 85 million prunable weights; its first stage costs as much as all else, hence apart."""
     pytest.importorskip("transformers")

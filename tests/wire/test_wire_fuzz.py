@@ -93,12 +93,12 @@ def fuzz(layout: Layout, pool: list[Seed], count: int, seed: int, seconds: float
     return ends
 
 
-def test_fuzz_20_000_mutations() -> None:
+def test_fuzz_5_000_mutations() -> None:
     layout = small_layout()
-    ends = fuzz(layout, seeds(layout), 20_000, 1)
-    assert ends.total() == 20_000
+    ends = fuzz(layout, seeds(layout), 5_000, 1)
+    assert ends.total() == 5_000
     assert len(ends) > 12, ends
-    assert ends["decoded"] > 1000, ends
+    assert ends["decoded"] > 250, ends
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_fuzz_1_000_000_mutations() -> None:
     assert ends["decoded"] > 1000
 
 
-def large(count: int = 500, room: int = 768 << 20) -> None:
+def large(count: int, room: int = 768 << 20) -> None:
     """Mutations at ResNet18's size with `room` bytes of memory beyond what is in use before the first."""
     layout = resnet_layout()
     base = mask_of(layout, [0.05] * 20, 1)
@@ -136,9 +136,10 @@ def large(count: int = 500, room: int = 768 << 20) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
-def test_fuzz_resnet18_under_a_memory_limit() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_fuzz_resnet18_under_a_memory_limit(count: int) -> None:
     path = os.pathsep.join([str(HERE), *sys.path])
-    code = "import torch; torch.set_num_threads(1); import test_wire_fuzz as t; t.large()"
+    code = f"import torch; torch.set_num_threads(1); import test_wire_fuzz as t; t.large({count})"
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     print(run.stdout)
