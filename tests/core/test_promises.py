@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flashfl as fl
 from flashfl.aggregate import average
+from flashfl.core.client import Part
 from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import ConfigError, FlashError
 from flashfl.core.exchange import Local
@@ -191,3 +192,20 @@ def test_static_batch_norm_survives_an_attempt_without_reports(seed: int) -> Non
     settings = {"dropout": 0.7, "retries": 60, "per_round": 2, "batch": 4, "workers": 1, "static_bn": True}
     run = fl.simulate(fl.PDST(0.3), task, 2, seed=seed, **settings)
     assert np.isfinite(run.history[-1].metrics["after"].loss)
+
+
+@part
+class Slower(PruneRegrow):
+    rate: float = 0.1
+
+
+class Halved(Part):
+    def __init__(self, share: float) -> None:
+        object.__setattr__(self, "share", share)
+
+
+def test_settings_that_would_not_reach_clients_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Slower is not a dataclass, so its settings rate would be lost"):
+        Local(adapt=Slower())
+    with pytest.raises(ConfigError, match="Halved is not a dataclass, so its settings share would be lost"):
+        Local(parts=(Halved(0.1),))

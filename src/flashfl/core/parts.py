@@ -10,6 +10,7 @@ import numbers
 import types
 import typing
 from collections.abc import Mapping
+from inspect import get_annotations
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError, unknown
@@ -37,12 +38,17 @@ def modules_of_parts() -> list[str]:
 
 
 def check_part(value: object) -> None:
-    """Refuse a part or a rule that could not travel to clients: unregistered, or with odd fields."""
+    """Refuse a part or a rule that could not travel to clients: unregistered, no dataclass, or with odd fields."""
     kind = type(value)
     if kind.__name__ not in _PARTS:
         raise ConfigError(
             f"{kind.__name__} is not registered, so clients would not know it: put @part (from flashfl.core.parts) "
             "above its @dataclass(frozen=True)"
+        )
+    if own := lost_settings(value):
+        raise ConfigError(
+            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
+            "@dataclass(frozen=True) above the class and list its settings as fields"
         )
     try:
         json.dumps(to_json(value))
@@ -51,6 +57,15 @@ def check_part(value: object) -> None:
             f"{kind.__name__} has a field that cannot be sent to clients ({error}): use numbers, texts, tuples and "
             "other parts"
         ) from None
+
+
+def lost_settings(value: object) -> list[str]:
+    """Settings that are no fields of a dataclass: they would not travel, or have the values of the parent class."""
+    kind = type(value)
+    hints = {} if "__dataclass_fields__" in vars(kind) else get_annotations(kind)
+    own = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
+    fields = getattr(kind, "__dataclass_fields__", {})
+    return own + [name for name in getattr(value, "__dict__", ()) if name not in fields and not hasattr(kind, name)]
 
 
 def to_json(value: Any) -> Any:
