@@ -16,6 +16,7 @@ from flashfl.core.parts import part
 from flashfl.sparsity import PruneRegrow
 from flashfl.wire import Coding, Limits, Message, decode, encode, mask_sizes, size_with
 from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge
+from flashfl.wire.tensors import notes_from_bytes, notes_to_bytes
 from flashfl.wire.values import FORMS, Form
 
 LAYOUT = small_layout()
@@ -145,6 +146,8 @@ def bad_messages() -> list[tuple[Message, type[Exception]]]:
         (dataclasses.replace(plain, tag=(300, 0, 0)), BadField),
         (dataclasses.replace(plain, metrics={"loss": float("nan")}), NonFinite),
         (dataclasses.replace(plain, metrics={"": 1.0}), BadField),
+        (dataclasses.replace(plain, metrics={f"{i:03}": 1.0 for i in range(300)}), BadField),
+        (dataclasses.replace(plain, extra={f"{i:03}": Extra("scalar", torch.zeros(())) for i in range(300)}), BadField),
         (dataclasses.replace(plain, local=Local()), BadSection),
         (dataclasses.replace(plain, start=(1, 0, 0)), BadSection),
         (dataclasses.replace(order(mask), local=None), BadSection),
@@ -162,3 +165,11 @@ def bad_messages() -> list[tuple[Message, type[Exception]]]:
 def test_invalid_message_is_not_sent(message: Message, error: type[Exception]) -> None:
     with pytest.raises(error):
         encode(message)
+
+
+def test_a_client_may_remember_more_tensors_than_a_message_may_hold() -> None:
+    notes = {f"layer {i}": Extra("scalar", torch.tensor(float(i))) for i in range(200)}
+    assert len(notes) > Limits().extras
+    assert {name: float(one.value) for name, one in notes_from_bytes(notes_to_bytes(notes)).items()} == {
+        name: float(one.value) for name, one in notes.items()
+    }

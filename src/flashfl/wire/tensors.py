@@ -14,7 +14,7 @@ from ..core.client import Form
 from ..core.exchange import Extra
 from . import rice
 from .errors import BadCount, BadField, NonFinite, TooLarge
-from .reader import Chunk, Limits, Reader, byte_length, name_bytes
+from .reader import Chunk, Limits, Reader, byte_length, name_bytes, pack
 
 DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
     torch.float32: "<f4",
@@ -24,11 +24,12 @@ DTYPES: dict[torch.dtype, str] = {  # the place in this list is the type's code
     torch.uint8: "|u1",
 }
 FORMS: tuple[Form, ...] = ("masked", "dense", "bits", "scalar", "indices")  # the place in this list is the form's code
-_F64 = struct.Struct("<d")
+_F64, _NUMBER = struct.Struct("<d"), struct.Struct("<B")
+_OURS = Limits(extras=255, elements=1 << 32)  # for what this side wrote itself: all that the format can hold
 
 
 def metrics_bytes(metrics: Mapping[str, float]) -> bytes:
-    out = [bytes([len(metrics)])]
+    out = [pack(_NUMBER, len(metrics))]
     for name in sorted(metrics):
         out += [name_bytes(name), _F64.pack(_finite(name, float(metrics[name])))]
     return b"".join(out)
@@ -51,7 +52,7 @@ def _finite(name: str, value: float) -> float:
 
 def extras_chunks(extras: Mapping[str, Extra], active: int | None) -> list[Chunk]:
     """The number of tensors, then each. `active`: weights in the mask."""
-    out: list[Chunk] = [bytes([len(extras)])]
+    out: list[Chunk] = [pack(_NUMBER, len(extras))]
     for name in sorted(extras):
         extra = extras[name]
         body = _bits_bytes(extra) if extra.form in ("bits", "indices") else _number_bytes(name, extra, active)
@@ -66,7 +67,7 @@ def notes_to_bytes(notes: Mapping[str, Extra]) -> bytes:
 
 def notes_from_bytes(data: bytes) -> dict[str, Extra]:
     reader = Reader(memoryview(data), "notes")
-    found = read_extras(reader, Limits(), None)
+    found = read_extras(reader, _OURS, None)
     reader.end()
     return found
 
