@@ -40,6 +40,12 @@ def test_rules_choose_what_they_say(rule: object, names: list[str]) -> None:
     assert [x.name for x in Layout.of(net(), rule).prunable] == names  # type: ignore[arg-type]
 
 
+def test_a_model_may_name_the_rule_auto() -> None:
+    model = net()
+    model.prunable = "auto"  # type: ignore[assignment]
+    assert Layout.of(model) == Layout.of(net())
+
+
 def test_a_rule_that_matches_nothing_names_what_could_be_matched() -> None:
     with pytest.raises(ConfigError, match=r"prunable = .* matches no parameter.*0\.weight"):
         Layout.of(net(), "encoder.*")

@@ -194,7 +194,7 @@ def _match(module: nn.Module, rule: Rule, params: Mapping[str, nn.Parameter], wh
     convolution), `body` (every weight matrix but the last, of attention and recurrent layers too), `inner` (all but the
     first and the last), `none`.
     """
-    if rule == "auto" and (own := getattr(module, "prunable", None)) is not None:
+    if rule == "auto" and (own := getattr(module, "prunable", None)) not in (None, "auto"):
         return _match(module, own, params, what)
     if rule == "none":
         return set()
