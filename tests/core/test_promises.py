@@ -209,3 +209,21 @@ def test_settings_that_would_not_reach_clients_are_refused() -> None:
         Local(adapt=Slower())
     with pytest.raises(ConfigError, match="Halved is not a dataclass, so its settings share would be lost"):
         Local(parts=(Halved(0.1),))
+
+
+@part
+@dataclass(frozen=True)
+class Unfinished:
+    """A rule without the gradient needs `collect` too, although nothing calls it."""
+
+    dense_gradient: ClassVar[bool] = False
+
+    def moments(self, epochs: int, batches: int) -> dict[int, Any]:
+        return {}
+
+    def move(self, *others: Any) -> None: ...
+
+
+def test_an_unfinished_rule_is_told_what_it_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"such as PruneRegrow\(\)\. Yours lacks collect\."):
+        Local(adapt=Unfinished())  # type: ignore[arg-type]

@@ -75,6 +75,12 @@ class Local:
     parts: tuple[Part, ...] = ()  # what the client does beyond masked SGD; see `core.client`
 
     def __post_init__(self) -> None:
+        lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
+        if self.adapt is not None and lacks:
+            raise ConfigError(
+                f"adapt = {self.adapt!r}: must be None or a rule that moves the mask, such as PruneRegrow(). Yours "
+                f"lacks {', '.join(lacks)}."
+            )
         # Each field gets its exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
         for name, value in coerced(self).items():
             object.__setattr__(self, name, value + 0 if isinstance(value, float) else value)
