@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import struct
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import pytest
 import torch
 from wire_support import changed, count_values, mask_of, resnet_layout, samples, small_layout, update
 from wire_surgery import mutate_bytes, mutate_field
+from wire_surgery import replace as put
 
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
@@ -133,6 +135,22 @@ def large(count: int, room: int = 768 << 20) -> None:
     ends = fuzz(layout, pool, count, 4)
     print(ends.total(), f"{time.monotonic() - began:.0f} s", dict(ends))
     assert ends.total() == count
+
+
+def held() -> int:
+    """Bytes of memory in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")
+def test_a_few_bytes_that_stand_for_many_zeros_take_no_memory() -> None:
+    layout, most = small_layout(), Limits().elements
+    empty = b"\4" + struct.pack("<IIBI", most, 0, 0, 0)
+    data = encode(update(mask_of(layout, [0.2, 0.1, 0.0, 1.0], 1)), form="rice").data
+    before = held()
+    found = decode(put(data, "extra", b"\2\1a" + empty + b"\1b" + empty), layout)
+    assert held() - before < most // 4
+    assert [extra.value.shape for extra in found.extra.values()] == [(most,)] * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory limit is Linux's")

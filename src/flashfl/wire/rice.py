@@ -108,7 +108,8 @@ def read_flags(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -
     for ranks, count, size, stop in zip(
         read(reader, counts, universe), counts, universe, accumulate(universe), strict=True
     ):
-        flags[stop - size : stop] = len(ranks) != count
+        if len(ranks) != count:  # else they are left alone: zeros that nobody touched take no memory
+            flags[stop - size : stop] = True
         flags[stop - size + ranks] = len(ranks) == count
     return flags
 
