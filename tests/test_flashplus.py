@@ -105,7 +105,16 @@ def test_mask_grows_over_the_run_and_keeps_what_it_has() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"grow": 1.0}, {"grow": 0.5, "nm": 4}, {"look_ahead": 1.0}, {"init_scale": 0.0}, {"r_int": -1}, {"density": 0}],
+    [
+        {"grow": 1.0},
+        {"grow": 0.5, "nm": 4},
+        {"look_ahead": 1.0},
+        {"init_scale": 0.0},
+        {"r_int": -1},
+        {"density": 0},
+        {"multiply": -1.0},
+        {"shrink": -1e-3},
+    ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -14,6 +14,7 @@ from torch import Tensor
 import flashfl as fl
 from flashfl.aggregate import add
 from flashfl.core.client import Clients, Part, Place, Rows
+from flashfl.core.errors import ConfigError
 from flashfl.core.exchange import Extra, Local, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Weights
@@ -575,3 +576,17 @@ def test_prunefl_prunes_the_average_by_what_its_gradients_promise() -> None:
     assert torch.equal(method.aggregate(later, found).mask.bits, bits("11000100")), (
         "a third may be dropped: weight 3, the smallest. Weight 0 has the largest gradient"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("fedrts", {"rate": 1.5}),  # a negative number of weights would count as good
+        ("fedrts", {"scale": 0.0}),
+        ("fedpm", {"rate": -1.0}),  # scores would climb their gradient
+        ("prunefl", {"overhead": -1.0}),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(name: str, changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} = "):
+        fl.METHODS[name](**changes)

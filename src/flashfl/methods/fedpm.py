@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..aggregate import fedavg
 from ..core.client import Clients, Part, Rows, draw
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
@@ -85,6 +86,9 @@ class FedPM(Method):
     name: ClassVar[str] = "fedpm"
     exact: ClassVar[bool] = False
     rate: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_range("(0, inf)", rate=self.rate)
 
     def init(self, plan: Plan) -> State:
         vector = plan.initial()

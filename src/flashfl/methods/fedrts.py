@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..aggregate import average
 from ..core.client import Clients, Field, Part, Rows
+from ..core.errors import check_range
 from ..core.exchange import Client, Local, Sums
 from ..core.layout import Layout
 from ..core.mask import Mask, Weights
@@ -75,6 +76,11 @@ class FedRTS(Adjusted):
     until: float = 0.6  # the share of rounds after which the mask is frozen
     rate: float = 0.4  # the share of active weights that do not count as good in the first round; it falls as a cosine
     scale: float = 10.0  # how much one round changes a weight's Beta
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("[0, 1]", rate=self.rate)
+        check_range("(0, inf)", scale=self.scale)
 
     def init(self, plan: Plan) -> State:
         s = super().init(plan)

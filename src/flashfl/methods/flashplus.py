@@ -54,6 +54,7 @@ class FlashPlus(JMWST):
     def __post_init__(self) -> None:
         SPDST.__post_init__(self)
         check_range("[0, inf)", r_int=self.r_int, freeze_after=self.freeze_after)
+        check_range("[0, inf)", multiply=self.multiply, shrink=self.shrink)
         check_range("(0, inf)", init_scale=self.init_scale)
         check_range("[0, 1)", look_ahead=self.look_ahead, grow=self.grow)
         check_range("(0, 1]", "The density rises to this", **{"density * (1 + grow)": self.density * (1 + self.grow)})

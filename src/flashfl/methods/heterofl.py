@@ -50,7 +50,7 @@ class Slice(Width):
     def begin(self, c: Clients) -> None:
         factor = belonging(c.layout, self.width, c.start.device).float().repeat(len(c.keys), 1)
         if self.scaler:
-            factor[:, scaled(c.layout).to(factor.device)] *= self.widths[-1] / self.width
+            factor *= torch.where(scaled(c.layout).to(factor.device), self.widths[-1] / self.width, 1.0)
         if self.reports(c.layout):
             present = self._present(c)
             for span in _rows(c.layout, factor):
@@ -139,5 +139,5 @@ class HeteroFL(Widths):
 def _times(model: Weights, factor: float) -> Weights:
     """The model with the outputs of its narrowed layers multiplied."""
     layout, vector = model.mask.layout, model.vector.clone()
-    vector[: layout.trained_size][scaled(layout).to(vector.device)] *= factor
+    vector[: layout.trained_size] *= torch.where(scaled(layout).to(vector.device), factor, 1.0)
     return Weights(model.mask, vector)

@@ -69,6 +69,7 @@ class PruneFL(WithDensity):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("[1, inf)", interval=self.interval)
+        check_range("[0, inf)", overhead=self.overhead)
         check_range("[0, 1]", prunable=self.prunable)
 
     def cohort(self, s: State, clients: Sequence[Client]) -> tuple[Client, ...]:

@@ -37,7 +37,7 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
     everyone = torch.ones_like(keys, dtype=torch.bool)
     pool = everyone if candidates is None else candidates
     order = keys.long().masked_fill(~pool, 1 << 62).argsort(dim=-1, stable=True)
-    first = everyone.cumsum(-1) <= torch.as_tensor(count, device=keys.device)[..., None]
+    first = everyone.cumsum(-1) <= (count if isinstance(count, int) else count.to(keys.device)[..., None])
     return torch.zeros_like(everyone).scatter(-1, order, first) & pool
 
 
