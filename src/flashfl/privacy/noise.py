@@ -34,6 +34,8 @@ def _gaussian(deviation: int, count: int) -> Whole:
     found = np.empty(0, np.int64)
     while len(found) < count:
         drawn = _laplace(deviation, 2 * (count - len(found)) + 64)
+        # Larger ones would be kept with a probability below e^-180, and their squares could overflow.
+        drawn = drawn[np.abs(drawn) <= 20 * deviation]
         over, below = (np.abs(drawn) - deviation) ** 2, 2 * deviation**2
         kept = _accept(over, below)
         found = np.concatenate([found, drawn[kept]])
