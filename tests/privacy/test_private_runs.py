@@ -189,6 +189,12 @@ def test_first_phase_is_refused_under_differential_privacy(task: fl.Task) -> Non
 # What the server sees.
 
 
+def test_clients_forget_the_secrets_of_a_finished_round(task: fl.Task, tmp_path: Path) -> None:
+    simulated(task, fl.PDST(density=0.3), secure=True, rounds=1, folder=tmp_path / "run")
+    kept = [path.read_bytes() for path in (tmp_path / "run" / "private" / "clients").glob("*/party")]
+    assert kept == [b""] * 10
+
+
 def test_server_never_sees_sample_counts_or_plain_values(digits: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
     original = PrivateRound.received
@@ -372,6 +378,15 @@ def test_round_with_fewer_replies_than_min_replies_is_asked_for_again(
         crash_after_opening(0, task, fl.PDST(density=0.3), **more)
     [record] = simulated(task, fl.PDST(density=0.3), resume=crash, **more).history
     assert (record.attempt, record.round, record.failures) == (1, 1 if "secure" in settings else 0, {})
+
+
+def test_resume_without_the_record_of_spent_privacy_is_refused(task: fl.Task, tmp_path: Path) -> None:
+    more = {"dp_noise": 4.0, "rounds": 2, "folder": tmp_path / "run"}
+    crash_after_opening(1, task, fl.PDST(density=0.3), **more)
+    (tmp_path / "run" / "private" / "opened").unlink()
+    (tmp_path / "run" / "private" / "spent.json").unlink()
+    with pytest.raises(CheckpointError, match="0 rounds spent, but the run has 1 rounds"):
+        simulated(task, fl.PDST(density=0.3), resume=True, **more)
 
 
 def test_budget_of_a_finished_run_is_not_spent_again_by_resume(task: fl.Task, tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ class Vault:
         """
         chosen = self.may_take_part(cohort)
         if (ledger := self.ledger) is not None:
+            if (found := ledger.draws.total()) < s.counted:
+                raise CheckpointError(
+                    f"{ledger.path} records the privacy that {found} rounds spent, but the run has {s.counted} rounds. "
+                    "What it spent so far is unknown: put the lost file back, or start a new run"
+                )
             planned = self.privacy.draw
             how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
             usual = s.phase.counts and s.drawn(present) == sorted(cohort)
