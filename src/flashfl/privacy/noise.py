@@ -36,8 +36,7 @@ def _gaussian(deviation: int, count: int) -> Whole:
         drawn = _laplace(deviation, 2 * (count - len(found)) + 64)
         # Larger ones would be kept with a probability below e^-180, and their squares could overflow.
         drawn = drawn[np.abs(drawn) <= 20 * deviation]
-        over, below = (np.abs(drawn) - deviation) ** 2, 2 * deviation**2
-        kept = _accept(over, below)
+        kept = _accept((np.abs(drawn) - deviation) ** 2, 2 * deviation**2)
         found = np.concatenate([found, drawn[kept]])
     return found[:count]
 
