@@ -12,8 +12,9 @@ import torch
 from accounting_support import epsilon_sampled
 
 from flashfl.core.errors import CheckpointError
+from flashfl.privacy import noise
 from flashfl.privacy.accounting import Draw, Ledger, epsilon_known, most_rounds, multiplier_for
-from flashfl.privacy.noise import LEAST, discrete_gaussian
+from flashfl.privacy.noise import LARGEST, LEAST, discrete_gaussian
 from flashfl.privacy.vector import Noise
 
 dp = pytest.importorskip("dp_accounting")
@@ -114,6 +115,13 @@ def test_discrete_gaussian_probabilities_are_exact_for_a_small_deviation() -> No
     for y in (0, 1, -1, 16, -30):
         p = math.exp(-(y**2) / (2 * deviation**2)) / whole
         assert abs((drawn == y).mean() - p) < 5 * math.sqrt(p / count)
+
+
+def test_squares_of_far_values_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value of 24 deviations has a probability below e^-280. Its square has more than 63 bits."""
+    far = np.array([24 * LARGEST, -24 * LARGEST, LARGEST], np.int64)
+    monkeypatch.setattr(noise, "_laplace", lambda scale, count: np.resize(far, count))
+    assert set(discrete_gaussian(LARGEST, 1000)) == {LARGEST}
 
 
 def test_shares_of_honest_survivors_add_up_to_the_noise_promised() -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("cryptography", reason="pip install 'flashfl[privacy]'")
 pytest.importorskip("dp_accounting", reason="pip install 'flashfl[privacy]'")
 
 import flashfl as fl
-from flashfl.core.errors import ConfigError, FlashError, RunStopped
+from flashfl.core.errors import CheckpointError, ConfigError, FlashError, RunStopped
 from flashfl.core.exchange import Client, Local
 from flashfl.core.method import Method
 from flashfl.core.state import State
@@ -189,6 +189,12 @@ def test_first_phase_is_refused_under_differential_privacy(task: fl.Task) -> Non
 # What the server sees.
 
 
+def test_clients_forget_the_secrets_of_a_finished_round(task: fl.Task, tmp_path: Path) -> None:
+    simulated(task, fl.PDST(density=0.3), secure=True, rounds=1, folder=tmp_path / "run")
+    kept = [path.read_bytes() for path in (tmp_path / "run" / "private" / "clients").glob("*/party")]
+    assert kept == [b""] * 10
+
+
 def test_server_never_sees_sample_counts_or_plain_values(digits: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
     original = PrivateRound.received
@@ -308,23 +314,79 @@ def test_epsilon_survives_kill_and_resume_and_repeated_rounds_spend_too(
     assert [r.privacy.known for r in run.history if r.privacy] == [epsilon_known(4.0, i, 1e-5) for i in spent]
 
 
-def test_sum_opened_before_a_crash_is_used_and_not_opened_again(task: fl.Task, tmp_path: Path) -> None:
-    method, more = fl.PDST(density=0.3), {"secure": True, "rounds": 2, "folder": tmp_path / "run"}
+def crash_after_opening(round: int, task: fl.Task, method: Method, **settings: object) -> None:
+    """A run that stops when the sum of this round is open, and no checkpoint knows it."""
     original = PrivateRound.close
 
     def close(self: PrivateRound) -> object:
         outcome = original(self)
-        if self.tag[1] == 1:
-            raise KeyboardInterrupt  # the sum is open, and no checkpoint knows it
+        if self.tag[1] == round:
+            raise KeyboardInterrupt
         return outcome
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrivateRound, "close", close)
         with pytest.warns(RuntimeWarning, match="interrupted"):
-            simulated(task, method, **more)
+            simulated(task, method, **settings)
+
+
+def test_sum_opened_before_a_crash_is_used_and_not_opened_again(task: fl.Task, tmp_path: Path) -> None:
+    method, more = fl.PDST(density=0.3), {"secure": True, "rounds": 2, "folder": tmp_path / "run"}
+    crash_after_opening(1, task, method, **more)
     run = simulated(task, method, resume=True, **more)
     assert run.history[-1].bytes.up == 0
     assert run.checksum == simulated(task, method, **{**more, "folder": None}).checksum
+
+
+@pytest.mark.parametrize("settings", [{"secure": True}, {"dp_noise": 0.5}])
+def test_sum_opened_before_a_crash_keeps_its_scale_if_fewer_clients_are_present_now(
+    task: fl.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    monkeypatch.setattr(plain, "discrete_gaussian", lambda deviation, count: np.zeros(count, np.int64))
+    method, more = fl.PDST(density=0.3), {"rounds": 1, "folder": tmp_path / "run", **settings}
+    crash_after_opening(0, task, method, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fl.PDST, "cohort", lambda self, s, present: tuple(present[:4]))
+        run = simulated(task, method, resume=True, **more)
+    assert run.checksum == simulated(task, method, **{**more, "folder": None}).checksum
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:9], lambda data: data.replace(b" 10,", b"  0,"), lambda data: b""]
+)
+def test_damaged_sum_of_an_interrupted_round_is_named(
+    task: fl.Task, tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    method, more = fl.PDST(density=0.3), {"secure": True, "rounds": 1, "folder": tmp_path / "run"}
+    crash_after_opening(0, task, method, **more)
+    path = tmp_path / "run" / "private" / "opened"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(CheckpointError, match="opened is damaged"):
+        simulated(task, method, resume=True, **more)
+
+
+@pytest.mark.parametrize("settings", [{"secure": True}, {"dp_noise": 0.5}])
+@pytest.mark.parametrize("crash", [False, True])
+def test_round_with_fewer_replies_than_min_replies_is_asked_for_again(
+    task: fl.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], crash: bool
+) -> None:
+    """The sum that was opened is not used again. Clients of secure rounds are asked under a new number at once."""
+    monkeypatch.setattr(cpu, "drops", lambda s, client, share: s.attempt == 0 and client < 3)
+    monkeypatch.setattr(cpu, "dropout_step", lambda s, client: 2)
+    more = {"rounds": 1, "min_replies": 9, "dropout": 0.1, "folder": tmp_path / "run", **settings}
+    if crash:
+        crash_after_opening(0, task, fl.PDST(density=0.3), **more)
+    [record] = simulated(task, fl.PDST(density=0.3), resume=crash, **more).history
+    assert (record.attempt, record.round, record.failures) == (1, 1 if "secure" in settings else 0, {})
+
+
+def test_resume_without_the_record_of_spent_privacy_is_refused(task: fl.Task, tmp_path: Path) -> None:
+    more = {"dp_noise": 4.0, "rounds": 2, "folder": tmp_path / "run"}
+    crash_after_opening(1, task, fl.PDST(density=0.3), **more)
+    (tmp_path / "run" / "private" / "opened").unlink()
+    (tmp_path / "run" / "private" / "spent.json").unlink()
+    with pytest.raises(CheckpointError, match="0 rounds spent, but the run has 1 rounds"):
+        simulated(task, fl.PDST(density=0.3), resume=True, **more)
 
 
 def test_budget_of_a_finished_run_is_not_spent_again_by_resume(task: fl.Task, tmp_path: Path) -> None:

@@ -93,8 +93,8 @@ class PrivateSide:
             saved = self.drawer.get("party")
             if not saved:
                 raise WrongStep(
-                    "this client has no state for this attempt: it missed the first step, refused an earlier step, or "
-                    "was restarted without its state"
+                    "this client has no state for this attempt: it missed the first step, refused an earlier step, has "
+                    "finished, or was restarted without its state"
                 )
             party = Party.load(saved, self.me, self.policy)
             if step == Step.MASKED:
@@ -105,7 +105,7 @@ class PrivateSide:
             if step not in later:
                 raise Malformed(f"step {step} does not exist in this protocol")
             answer = later[step](first)
-        self.drawer["party"] = party.save()
+        self.drawer["party"] = party.save() if party.step < Step.DONE else b""  # a finished attempt needs no secrets
         return Reply(answer, memory)
 
     def _train(

@@ -76,7 +76,7 @@ def signed(total: Words) -> Tensor:
 class Private(Account):
     """How every private round begins and ends, with real bytes or without."""
 
-    def begin(self, vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> None:
+    def begin(self, vault: Vault, s: State, orders: Sequence[tuple[Client, Order]]) -> Order:
         """Fix what all clients share: the model and the work, how reports become whole numbers, and the terms.
 
         In a Poisson round without clients, the order is what a client would be sent. Its sum is noise alone.
@@ -88,6 +88,7 @@ class Private(Account):
         self.packing = how = packing(self.privacy, order, len(orders))
         policy, ranges, noise = self.privacy.policy, self.privacy.ranges, self.privacy.noise
         self.terms = Terms(vault.run, s.tag, how.length, how.bits, policy, how.cohort, ranges, noise)
+        return order
 
     def end(self, total: Tensor, counted: Sequence[int], why: str, revealed: bool) -> Outcome:
         """Settle the round by the sum of the clients that counted. why: it cannot be used, so the loop tries again."""
@@ -99,7 +100,7 @@ class Private(Account):
         self.sums, clamped = self.packing.decode(total, self.start, len(counted))
         # A client that vanished after its input was in has contributed: it is not dropped.
         self.failures = {client: why for client, why in self.failures.items() if client not in counted}
-        return replace(super().close(), privacy=self.vault.spent(clamped))
+        return replace(super().close(), privacy=self.vault.spent(clamped), revealed=self.privacy.secure)
 
 
 class PrivateRound(Private, Encoding):
@@ -115,13 +116,15 @@ class PrivateRound(Private, Encoding):
     ) -> None:  # fmt: skip
         """present: the clients that the cohort was drawn from."""
         super().__init__(memory)
-        self.begin(vault, s, orders)
+        order = self.begin(vault, s, orders)
         self.orders = {client.id: (replace(client, n=0), order) for client, order in orders}  # n stays with clients
         secure = self.privacy.secure
         self._round = Collector(self.terms) if secure else Gatherer(self.terms, self.packing.deviation)
         self._why = ""  # why nothing can be opened
-        self._before = vault.stored(s.tag, f"<u{self.packing.bits // 8}")
-        if self._before is None:
+        self._before = vault.stored(s.tag, self.packing.length)
+        if self._before is not None:  # on Flower, other clients may be present now: its numbers keep their scale
+            self.packing = packing(self.privacy, order, self._before.cohort)
+        else:
             for client in set(self.cohort) - set(vault.spend(s, self.cohort, present)):
                 self.failed(client, SPENT)
 
@@ -196,12 +199,12 @@ class PrivateRound(Private, Encoding):
 
     def close(self) -> Outcome:
         """Open the sum. If that is impossible nothing counts, and the loop repeats the round."""
-        words, counted = self._before or self._opened()
+        words, counted = self._before[:2] if self._before is not None else self._opened()
         total = signed(words)
         if counted:
             self._why = self.packing.problem(total, len(counted))
         if not self._why and self._before is None:
-            self.vault.store(self.tag, words, counted)
+            self.vault.store(self.tag, words, counted, self.packing.cohort)
         return self.end(total, counted, self._why, revealed=self.privacy.secure and self.step >= Step.MASKED)
 
     def _opened(self) -> tuple[Words, list[int]]:

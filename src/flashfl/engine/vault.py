@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ..core.errors import CheckpointError, RunStopped
-from ..core.exchange import Spent
+from ..core.errors import CheckpointError, ConfigError, RunStopped, check_range
+from ..core.exchange import Spent, Tag
 from ..core.files import put
 from ..core.state import State
 from ..privacy.accounting import Draw, Ledger, epsilon_known
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from ..privacy.keys import Words  # needs an extra
 
 PRIVATE = "private"  # the folder of a run's private state
+
+
+class Opened(NamedTuple):
+    """A sum that was opened, the clients in it, and the cohort that its numbers were scaled for."""
+
+    total: Words
+    clients: list[int]
+    cohort: int
 
 
 class Vault:
@@ -63,6 +71,11 @@ class Vault:
         """
         chosen = self.may_take_part(cohort)
         if (ledger := self.ledger) is not None:
+            if (found := ledger.draws.total()) < s.counted:
+                raise CheckpointError(
+                    f"{ledger.path} records the privacy that {found} rounds spent, but the run has {s.counted} rounds. "
+                    "What it spent so far is unknown: put the lost file back, or start a new run"
+                )
             planned = self.privacy.draw
             how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
             usual = s.phase.counts and s.drawn(present) == sorted(cohort)
@@ -96,25 +109,34 @@ class Vault:
             over = ledger.epsilon(more=1).sampled > budget
         return replace(ledger.epsilon(), clamped=clamped, over=over)
 
-    def store(self, tag: Sequence[int], total: Words, clients: Sequence[int]) -> None:
-        """Keep a sum that was opened."""
+    def store(self, tag: Tag, total: Words, clients: Sequence[int], cohort: int) -> None:
+        """Keep a sum that was opened. cohort: what its numbers were scaled for."""
         if (path := self._file("opened")) is not None:
-            about = json.dumps([*tag[:2], list(clients)]).encode()
+            about = json.dumps([*tag[:2], total.itemsize, cohort, list(clients)]).encode()
             put(path, struct.pack("<I", len(about)) + about + total.tobytes(), sync=True)
 
-    def stored(self, tag: Sequence[int], kind: str) -> tuple[Words, list[int]] | None:
-        """The sum that was opened in this round before the server was interrupted, and whose it is."""
+    def stored(self, tag: Tag, length: int) -> Opened | None:
+        """The sum that was opened in this round before the server was interrupted. It is given out once.
+
+        If too few clients are in it, the round is repeated, and then it must not come back.
+        """
+        return self._left.pop((*tag[:2], length), None)
+
+    @cached_property
+    def _left(self) -> dict[tuple[int, int, int], Opened]:
+        """The sum that an earlier process opened last, by phase, round and length."""
         path = self._file("opened")
         if path is None or not path.exists():
-            return None
+            return {}
         try:
             data = path.read_bytes()
             (size,) = struct.unpack("<I", data[:4])
-            phase, round, clients = json.loads(data[4 : 4 + size])
-            total = np.frombuffer(data[4 + size :], kind).copy()
-        except (OSError, ValueError, TypeError, struct.error) as error:
+            phase, round, width, cohort, clients = json.loads(data[4 : 4 + size])
+            total = np.frombuffer(data[4 + size :], f"<u{width}").copy()
+            check_range("[1, inf)", cohort=cohort)
+            return {(phase, round, len(total)): Opened(total, [int(client) for client in clients], cohort)}
+        except (OSError, ValueError, TypeError, struct.error, ConfigError) as error:
             raise CheckpointError(f"{path} is damaged ({error}): delete it and resume") from None
-        return (total, clients) if [phase, round] == list(tag[:2]) else None
 
 
 def open_vault(config: EngineSettings, clients: int, masks: Path | None) -> Vault | None:

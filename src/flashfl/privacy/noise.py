@@ -34,8 +34,9 @@ def _gaussian(deviation: int, count: int) -> Whole:
     found = np.empty(0, np.int64)
     while len(found) < count:
         drawn = _laplace(deviation, 2 * (count - len(found)) + 64)
-        over, below = (np.abs(drawn) - deviation) ** 2, 2 * deviation**2
-        kept = _accept(over, below)
+        # Larger ones would be kept with a probability below e^-180, and their squares could overflow.
+        drawn = drawn[np.abs(drawn) <= 20 * deviation]
+        kept = _accept((np.abs(drawn) - deviation) ** 2, 2 * deviation**2)
         found = np.concatenate([found, drawn[kept]])
     return found[:count]
 

@@ -204,12 +204,8 @@ class Packing:
         loss = update.metrics.get("loss", 0.0)
         clamped = sum(int((a != b).sum()) for a, b in zip(parts, held, strict=True))
         clamped += (n != update.n) + (abs(loss) > ranges.loss)
-        rest = [
-            *(update.counts if self.local.report == "counts" else ()),
-            n * max(-ranges.loss, min(loss, ranges.loss)),
-            n,
-            0,
-        ]
+        counts = update.counts if self.local.report == "counts" else ()
+        rest = [*counts, n * max(-ranges.loss, min(loss, ranges.loss)), n, 0]
         behind = torch.tensor(rest, dtype=torch.float64, device=change.device)
         return torch.cat([*(part.double() * n for part in held), behind]), clamped
 
