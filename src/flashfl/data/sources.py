@@ -170,7 +170,8 @@ def source(data: object) -> Source:
     if mixed or isinstance(data, Tensor | np.ndarray | Mapping | str) or not isinstance(data, Items):
         kind = f"a tensor of shape {tuple(data.shape)}" if isinstance(data, Tensor) else f"a {type(data).__name__}"
         raise DataError(
-            f"cannot read samples from {kind}: give a torch Dataset, or a tuple (inputs, ..., targets), {_WRAP}"
+            f"cannot read samples from {kind}: give a torch Dataset, or a tuple (inputs, ..., targets), {_WRAP}. "
+            "`clients` is a list with one of these for each client"
         )
     return Lazy(data)
 
