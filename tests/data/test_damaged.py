@@ -179,7 +179,8 @@ def test_damaged_pickle_is_read_or_refused(tmp_path: Path, at: int, byte: int, k
         ([1, 2], "it must be a pickled dict"),
         ({b"labels": [0, 1]}, "it must be a pickled dict"),
         ({b"data": np.zeros((2, 3072), dtype=np.uint8)}, "it must be a pickled dict .*labels"),
-        ({b"data": np.zeros((2, 3072)), b"labels": [0, 1]}, "2 labels for 16 images"),
+        ({b"data": np.zeros((2, 3072)), b"labels": [0, 1]}, "uint8 images of 3072 bytes, .*reshape"),
+        ({b"data": np.zeros((2, 32, 32, 3), np.uint8), b"labels": [0, 1]}, "uint8 images of 3072 bytes, .*too many"),
         (
             {b"data": np.zeros((2, 3071), dtype=np.uint8), b"labels": [0, 1]},
             "uint8 images of 3072 bytes, .*reshape",
@@ -325,7 +326,7 @@ def test_damaged_image_folders(tmp_path: Path) -> None:
         published.picture(tmp_path / name / "1.png", (1, 1, 1), (8, 8))
     load(f"folder:{tmp_path}", tmp_path)  # a class may be absent from the test images
     (tmp_path / "test" / "c").mkdir()
-    with pytest.raises(DataError, match=r"test has folders that .*train lacks: c\. Its folders must be classes"):
+    with pytest.raises(DataError, match=r"test must have only folders that .*train has too, .*Found: c$"):
         load(f"folder:{tmp_path}", tmp_path)
     (tmp_path / "test" / "c").rename(tmp_path / "train" / "c")
     with pytest.raises(DataError, match=r"no images under .*train/c"):
