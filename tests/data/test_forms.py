@@ -132,6 +132,7 @@ def test_hugging_face_data_sets_are_clients() -> None:
             [(X, Y), (X, Y[:2])],
             r"clients\[1\]: inputs and targets must have the same length; their shapes are \(4, 2\), \(2,\)",
         ),
+        ([(X, np.array(list("abcd")))], r"clients\[0\]: cannot read samples: .*numpy\.str_.*Give .* arrays of numbers"),
         ([(X, Y), (X[:0], Y[:0])], r"clients\[1\] has no samples"),
     ],
 )
