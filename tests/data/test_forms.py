@@ -26,7 +26,7 @@ def test_samples_in_unknown_form_are_refused(data: Any) -> None:
         source(data)
 
 
-@pytest.mark.parametrize("sample", [({"x": X[0]}, 0), (X[0],), (X[0], "cat")])
+@pytest.mark.parametrize("sample", [({"x": X[0]}, 0), (X[0],), (X[0], "cat"), (X[0], np.str_("cat"))])
 def test_data_set_samples_in_unknown_form_are_refused(sample: Any) -> None:
     with pytest.raises(DataError, match=r"cannot read a sample of .*: it must be"):
         source([sample] * 4).fetch(torch.arange(2))
@@ -41,6 +41,7 @@ def test_list_of_samples_is_a_data_set() -> None:
     ("sample", "shapes"),
     [
         ({"x": X[0], "labels": 1}, [(2,)]),
+        ({"x": X[0], "kind": np.int64(1), "title": np.str_("a b")}, [(2,)]),
         ({"id": 7, "img": np.zeros((3, 4), dtype=np.float32), "fine_label": np.int64(1), "coarse": 0}, [(3, 4)]),
         ({"pixels": [0.5, 0.5, 1.0], "kind": torch.tensor(1)}, [(3,)]),
         ({"image": [[0.5], [1.0]], "doc_id": 3, "age": 1}, [(2, 1)]),
@@ -113,7 +114,7 @@ def test_hugging_face_data_sets_are_clients() -> None:
         (Arrays((X,), Y), r"`clients` is a Arrays.*for a single client, \[\(x, y\)\]"),
         (3, "`clients` is a int"),
         (net(), "`clients` is a Linear"),
-        (HubRows(), r"clients\[0\]: cannot read samples from a dict"),
+        (HubRows(), r"clients\[0\]: cannot read samples from a dict.*`clients` is a list with one of these for each"),
         ([(X[0], 1), (X[1], 0)], r"clients\[0\]: cannot read samples from a tuple"),
         ([("picture", 1), ("picture", 0)], r"clients\[0\]: cannot read a sample of \(str\)"),
         ([(X[0], Y[0]), (X[1], Y[1])], r"clients\[0\]: inputs and targets must have the same length"),
@@ -123,7 +124,7 @@ def test_hugging_face_data_sets_are_clients() -> None:
         ),
         ((X.numpy(), Y.numpy()), r"clients\[0\]: cannot read samples from a ndarray"),
         (X, r"clients\[0\]: cannot read samples from a tensor of shape \(2,\)"),
-        ({"a": (X, Y)}, r"clients\[0\]: cannot read samples from a str"),
+        ({"a": (X, Y)}, "`clients` is a dict. Give a list"),
         (torch.nn.Sequential(net()), r"clients\[0\]: cannot read samples from a Linear"),
         ([], "the task has no clients"),
         ([(X, Y), 3], r"clients\[1\]: cannot read samples from a int"),
@@ -131,6 +132,7 @@ def test_hugging_face_data_sets_are_clients() -> None:
             [(X, Y), (X, Y[:2])],
             r"clients\[1\]: inputs and targets must have the same length; their shapes are \(4, 2\), \(2,\)",
         ),
+        ([(X, np.array(list("abcd")))], r"clients\[0\]: cannot read samples: .*numpy\.str_.*Give .* arrays of numbers"),
         ([(X, Y), (X[:0], Y[:0])], r"clients\[1\] has no samples"),
     ],
 )

@@ -40,6 +40,12 @@ def test_costs_of_a_small_net_by_hand() -> None:
     assert dense == (0.5 * 576 + 576) + (0.25 * 2 * 576 + 576) + 3 * 96
 
 
+def test_layers_under_weight_norm_count_like_others() -> None:
+    plain, normed = nn.Linear(4, 3), nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    costs = [layer_costs(module, Layout.of(module), (torch.zeros(1, 4),)) for module in (plain, normed)]
+    assert costs[0] == costs[1] == {"weight": Cost(24, 0, 24)}
+
+
 class Sequences(nn.Module):
     """Attention over three places, two directions of an LSTM over them, a cell, and attention of unequal widths."""
 

@@ -93,6 +93,13 @@ def test_pretrained_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> Non
     assert not again.net.bert.embeddings.word_embeddings.weight.requires_grad
 
 
+@pytest.mark.parametrize("text", ["", "[1]", '{"hidden_size": 16, "num_attention_heads": 3}'])
+def test_damaged_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(DataError, match=r"no encoder has the sizes in .*config\.json: .*Download the file again"):
+        build_model("bert-scratch", path=str(tmp_path))
+
+
 def test_folder_without_weights_says_what_to_put_there(tmp_path: Path) -> None:
     small(tmp_path).net.config.save_pretrained(tmp_path)
     with pytest.raises(

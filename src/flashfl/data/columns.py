@@ -13,7 +13,7 @@ from ..core.errors import DataError
 from .pictures import as_tensor, is_picture
 
 LABELS = ("label", "labels", "target", "targets", "fine_label", "class", "y")
-NUMBERS = (int, float, np.generic, np.ndarray, Tensor)
+NUMBERS = (int, float, np.number, np.bool_, np.ndarray, Tensor)
 _IDS = ("id", "idx", "uid", "guid", "uuid")
 
 

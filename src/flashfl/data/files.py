@@ -52,8 +52,8 @@ def read(path: Path) -> bytes:
         held = stream.decompress(held, _UNPACKED)
     except zlib.error as error:
         raise damaged(path, f"not readable as gzip ({error})") from None
-    if not stream.eof:
-        raise damaged(path, f"it is truncated, or unpacks to more than {_UNPACKED:,} bytes")
+    if not stream.eof or stream.unused_data:
+        raise damaged(path, f"it is truncated, has more than one gzip stream, or unpacks to over {_UNPACKED:,} bytes")
     return held
 
 
@@ -102,7 +102,7 @@ def _digest(parts: Sequence[str]) -> str:
 
 def _stamp(file: Path, folder: Path) -> str:
     """A file's name, size and time: they change when it is written again."""
-    with suppress(OSError):  # a missing file is reported when it is read
+    with suppress(OSError, ValueError):  # a missing file, or an impossible name, is reported when it is read
         held = file.stat()
         return f"{file.relative_to(folder)} {held.st_size} {held.st_mtime_ns}"
     return ""

@@ -83,7 +83,8 @@ def stack(
         found, size = array.shape[1:], size or array.shape[1:]
         if found != size:
             raise DataError(
-                f"{where} has height and width {found}, expected {size}: --size N (task.size) scales images"
+                f"{where} has height and width {found}, expected {size}. For images of a folder or the hub, --size N "
+                "(task.size) scales them"
             )
         held.append(array)
     return np.stack(held)

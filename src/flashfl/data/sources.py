@@ -164,13 +164,17 @@ def source(data: object) -> Source:
     if isinstance(data, Source):
         return data
     if isinstance(data, Sequence) and 2 <= len(data) <= 16 and all(hasattr(x, "shape") for x in data):
-        *inputs, target = (_single(torch.as_tensor(x)) for x in data)
+        try:
+            *inputs, target = (_single(torch.as_tensor(x)) for x in data)
+        except (TypeError, ValueError) as error:  # texts, objects, tables of pandas
+            raise DataError(f"cannot read samples: {error}. Give tensors or arrays of numbers") from None
         return Arrays(tuple(inputs), target)
     mixed = isinstance(data, list | tuple) and any(hasattr(x, "shape") for x in data[:16])
     if mixed or isinstance(data, Tensor | np.ndarray | Mapping | str) or not isinstance(data, Items):
         kind = f"a tensor of shape {tuple(data.shape)}" if isinstance(data, Tensor) else f"a {type(data).__name__}"
         raise DataError(
-            f"cannot read samples from {kind}: give a torch Dataset, or a tuple (inputs, ..., targets), {_WRAP}"
+            f"cannot read samples from {kind}: give a torch Dataset, or a tuple (inputs, ..., targets), {_WRAP}. "
+            "`clients` is a list with one of these for each client"
         )
     return Lazy(data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -175,7 +175,7 @@ def _check_function(role: str, given: object) -> None:
 
 def _sources(clients: Sequence[object]) -> list[Source]:
     """Each client's samples as a source."""
-    if isinstance(clients, Dataset | Source) or not isinstance(clients, Iterable | Items):
+    if isinstance(clients, Dataset | Source | Mapping) or not isinstance(clients, Iterable | Items):
         raise DataError(f"`clients` is a {type(clients).__name__}. {_CLIENTS}")
     return [_source(data, f"clients[{i}]", check=i == 0) for i, data in enumerate(clients)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def layer_costs(module: nn.Module, layout: Layout, inputs: tuple[Tensor, ...]) -
     def watch(name: str) -> Any:
         def hook(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
             for leaf, (given, places) in _uses(part, [*args, *named.values()], output).items():
-                weight = part.get_parameter(leaf)
+                weight = attrgetter(leaf)(part)  # not always a parameter: weight_norm computes it
                 flops = round(2 * weight.numel() * places) // len(inputs[0])
                 cost = Cost(flops, flops * (given is None or given.requires_grad), flops * weight.requires_grad)
                 key = f"{name}.{leaf}" if name else leaf

@@ -73,9 +73,8 @@ class SparseModel:
             self.module.get_submodule(owner)._buffers[leaf] = view
 
     def _bind(self, weight: SparseWeight, span: slice, places: Tensor) -> None:
-        values = self.vector[
-            span
-        ].data.requires_grad_()  # `.data`: changes of other weights do not count as changes of these
+        # `.data`: changes of other weights do not count as changes of these
+        values = self.vector[span].data.requires_grad_()
         values.grad = self.grad[span]
         if weight.places.data_ptr() == places.data_ptr() and len(places):
             weight.values = values

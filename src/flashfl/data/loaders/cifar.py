@@ -26,7 +26,8 @@ def _python(path: Path, classes: int) -> Pair:
     """A file of the python version: a pickled dict with an N by 3072 array and a list of labels.
 
     To unpickle a file may run code. So its instructions are listed, not carried out. The longest string is the array's
-    content, and the instruction before it says whether it lies column by column. Labels follow their list's name.
+    content, and the instruction before it says whether it lies column by column. Labels follow their list's name. The
+    text "b", with which numpy makes an empty array, is followed by a version and the array's shape.
     """
     key, before = b"labels" if classes == 10 else b"fine_labels", ""
     strings: dict[bytes, tuple[str, list[Any]]] = {}  # each with the instruction before it, and the numbers after it
@@ -41,7 +42,8 @@ def _python(path: Path, classes: int) -> Pair:
             before = instruction.name
         pixels = max(strings, key=len)
         order = _ORDERS[strings[pixels][0]]
-        x = np.frombuffer(pixels, np.uint8).reshape((-1, _PIXELS), order=order)
+        _, count, width = strings[b"b"][1]
+        x = np.frombuffer(pixels, np.uint8).reshape((count, width), order=order)
         return x.reshape(-1, *_SHAPE), np.array(strings[key][1])
     except (ValueError, KeyError) as error:
         what = f"it must be a pickled dict with uint8 images of {_PIXELS} bytes, and labels as {key.decode()!r}"

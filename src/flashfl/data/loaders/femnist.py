@@ -48,10 +48,10 @@ def _users(file: Path) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int6
         held = json.loads(read(file))
         for user in held["users"]:
             data = held["user_data"][user]
-            x, y = np.asarray(data["x"], dtype=np.float32), np.asarray(data["y"], dtype=np.int64)
+            x, y = np.asarray(data["x"], dtype=np.float32), np.asarray(data["y"], dtype=np.int64).ravel()
             check_labels(file, y, len(x), _CLASSES)
             yield str(user), np.rint(x * 255).clip(0, 255).astype(np.uint8).reshape(len(y), 1, 28, 28), y
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         what = f"expected JSON from LEAF with `users` and `user_data` ({type(error).__name__}: {error})"
         raise damaged(file, what) from None
 

@@ -22,11 +22,10 @@ def load(path: Path, options: Options) -> DataSet:
     pairs: list[Pair] = []
     for part in (train, *tests):
         mine = _classes(part)
-        if not mine or not set(mine) <= set(names):
-            others = (
-                f"has folders that {train} lacks: {', '.join(sorted(set(mine) - set(names)))}" if mine else "is empty"
-            )
-            raise DataError(f"{part} {others}. Its folders must be classes that {train} has too")
+        others = [name for name in mine if name not in names]
+        if others or not mine:
+            found = ", ".join(others) or "none"
+            raise DataError(f"{part} must have only folders that {train} has too, and at least one. Found: {found}")
         files = [(file, names.index(name)) for name in mine for file in picture_files(part / name)]
         size = pairs[0][0].shape[2:] if pairs else None
         pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, size)

@@ -15,8 +15,11 @@ def _load(paths: list[Path], options: Options) -> DataSet:
 
 def read_tsv(path: Path) -> Texts:
     """The sentences and labels of a GLUE file. Its first line names the columns."""
+    first, *lines = read_text(path).split("\n")
+    if first.strip() != "sentence\tlabel" or not any(lines):
+        raise damaged(path, f"its first line is {first[:40]!r}, expected 'sentence<tab>label' and then sentences")
     sentences, labels = [], []
-    for number, line in enumerate(read_text(path).split("\n")[1:], 2):
+    for number, line in enumerate(lines, 2):
         if not line.strip():
             continue
         sentence, tab, label = line.rstrip("\r").rpartition("\t")

@@ -24,7 +24,7 @@ def augment(inputs: Inputs, key: int, at: int) -> Inputs:
 def _load(paths: list[Path], options: Options) -> DataSet:
     """The test images are those of the validation folder: the test folder has no labels."""
     wnids, train, annotations = paths
-    classes = {name: i for i, name in enumerate(read_text(wnids).split())}
+    classes = {name: i for i, name in enumerate(dict.fromkeys(read_text(wnids).split()))}
     listed = [(path, label) for name, label in classes.items() for path in picture_files(train / name)]
     tests = _validation(annotations, classes)
     pairs = [_decoded("train-", listed, wnids.parent), _decoded("val-", tests, wnids.parent)]
