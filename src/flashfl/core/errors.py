@@ -54,9 +54,11 @@ def check_range(allowed: str, hint: str = "", **values: object) -> None:
     low, high = (float(end) for end in allowed[1:-1].split(","))
     for name, value in values.items():
         number: Any = value if isinstance(value, Real) else math.nan
-        if not (low < number < high or (number, allowed[0]) == (low, "[") or (number, allowed[-1]) == (high, "]")):
-            least = f"{'at least' if allowed[0] == '[' else 'above'} {low:g}"
-            most = f" and {'at most' if allowed[-1] == ']' else 'below'} {high:g}" if high < math.inf else ""
+        above = number >= low if allowed[0] == "[" else number > low
+        below = number <= high if allowed[-1] == "]" else number < high
+        if not (above and below):
+            least = f"{'at least' if allowed[0] == '[' else 'above'} {low:.10g}"
+            most = f" and {'at most' if allowed[-1] == ']' else 'below'} {high:.10g}" if high < math.inf else ""
             kind = "" if abs(number) < math.inf else "a finite number, "
             raise ConfigError(f"{name} = {value!r}: must be {kind}{least}{most}{'. ' + hint if hint else ''}")
 

@@ -267,7 +267,7 @@ class Outcome:
     failures: Mapping[int, str]  # client id -> why it was dropped
     seconds: Mapping[str, float] = field(default_factory=dict)
     privacy: Spent | None = None  # of a private round
-    revealed: bool = False  # clients gave their inputs to a sum that could not be opened: they give no other this round
+    revealed: bool = False  # clients gave their inputs to a secure sum: they give no other in this round
 
 
 @dataclass(frozen=True)

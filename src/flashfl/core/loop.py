@@ -103,6 +103,11 @@ def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
             f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients sent a usable reply "
             f"({_reasons(outcome)}). {_ADVICE}"
         )
+    return _next_attempt(s, outcome)
+
+
+def _next_attempt(s: State, outcome: Outcome) -> State:
+    """The state to ask clients from again. They give a secure sum no second input under one round number."""
     return s.skip() if outcome.revealed else s.again()
 
 
@@ -122,7 +127,7 @@ def _gather_statistics(
                 "static_bn = true: no client could report BatchNorm statistics at the end of the run "
                 f"({_reasons(outcome)}). {_ADVICE}"
             )
-        asked = asked.again()
+        asked = _next_attempt(asked, outcome)
     # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
     after = method.with_statistics(replace(s, before=None), outcome.sums)
     if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now

@@ -45,11 +45,7 @@ def check_part(value: object) -> None:
             f"{kind.__name__} is not registered, so clients would not know it: put @part (from flashfl.core.parts) "
             "above its @dataclass(frozen=True)"
         )
-    if own := lost_settings(value):
-        raise ConfigError(
-            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
-            "@dataclass(frozen=True) above the class and list its settings as fields"
-        )
+    check_dataclass(value)
     try:
         json.dumps(to_json(value))
     except (TypeError, ValueError) as error:
@@ -59,13 +55,18 @@ def check_part(value: object) -> None:
         ) from None
 
 
-def lost_settings(value: object) -> list[str]:
-    """Settings that are no fields of a dataclass: they would not travel, or have the values of the parent class."""
+def check_dataclass(value: object) -> None:
+    """Refuse an object with settings that are no fields: they would not travel, or have the parent class's values."""
     kind = type(value)
     hints = {} if "__dataclass_fields__" in vars(kind) else get_annotations(kind)
     own = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
     fields = getattr(kind, "__dataclass_fields__", {})
-    return own + [name for name in getattr(value, "__dict__", ()) if name not in fields and not hasattr(kind, name)]
+    own += [name for name in getattr(value, "__dict__", ()) if name not in (*fields, *own) and not hasattr(kind, name)]
+    if own:
+        raise ConfigError(
+            f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
+            "@dataclass(frozen=True) above the class and list its settings as fields"
+        )
 
 
 def to_json(value: Any) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from inspect import get_annotations
-
 from ..core.errors import ConfigError, warn
 from ..core.method import Method
-from ..core.parts import check_fields
+from ..core.parts import check_dataclass, check_fields
 from ..data.task import Task
 from .config import TrainConfig, plan_of
 
@@ -16,14 +13,7 @@ def check_method(method: object) -> None:
     if not isinstance(method, Method):
         raise ConfigError(f"method = {method!r}: expected a method with its settings, such as fl.SPDST(density=0.05)")
     kind = type(method)
-    own = [name for name, hint in get_annotations(kind).items() if "ClassVar" not in str(hint)]
-    own = [] if "__dataclass_fields__" in vars(kind) else own
-    own += sorted(vars(method).keys() - {f.name for f in fields(method)})
-    if own:
-        raise ConfigError(
-            f"{kind.__name__} is not a dataclass, so its settings {', '.join(dict.fromkeys(own))} would be lost: put "
-            "@dataclass(frozen=True) above the class and list its settings as fields"
-        )
+    check_dataclass(method)
     for name in ("init", "aggregate"):
         if getattr(kind, name) is getattr(Method, name):
             raise ConfigError(f"{kind.__name__} has no {name}: every method needs init(plan) and aggregate(s, sums)")
