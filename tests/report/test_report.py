@@ -315,6 +315,13 @@ def test_every_format_is_written(compared: Path, tmp_path: Path, form: str) -> N
     assert out.stat().st_size > 200
 
 
+@pytest.mark.parametrize("form", ["html", "md"])
+def test_report_of_a_name_that_is_no_text_is_written(compared: Path, tmp_path: Path, form: str) -> None:
+    task = {"task": {"dataset": "caf\udce9"}}  # as Python reads names in Latin-1
+    folder = edited(compared / "nst-seed0", tmp_path / "run", lambda h: h | {"config": h["config"] | task})
+    assert main(["report", str(folder), "--out", str(tmp_path / f"r.{form}")]) == 0
+
+
 def test_unknown_format_and_empty_report_fail_clearly(
     compared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ def test_page_needs_no_network_and_no_script(tmp_path: Path) -> None:
     assert not re.search(r"<(script|img|iframe)|@import|url\(", html)
     assert 'name="viewport"' in html
     assert html.count("<section ") == html.count("</section>") >= 14
+    assert "*" not in re.sub(r"<style>.*</style>", "", html, flags=re.DOTALL)  # of Markdown
 
 
 def test_committed_page_is_what_the_command_writes(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -64,6 +64,7 @@ def _figure(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Escaped, with code between backticks and links for addresses."""
+    """Escaped, with code between backticks, emphasis between asterisks and links for addresses."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    text = re.sub(r"\*(\w+)\*", r"<em>\1</em>", text)
     return re.sub(r"https?://[^\s)]*[\w/]", r'<a href="\g<0>">\g<0></a>', text)

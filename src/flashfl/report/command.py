@@ -86,7 +86,7 @@ def write(found: Found, path: Path, form: str = "html") -> Path:
         from .drawing import save
 
         return save(figures.overview(found.runs), path)
-    files.put(path, _text(form, found).encode())
+    files.put(path, _text(form, found).encode(errors="replace"))  # a folder may have a name that is no text
     return path
 
 

@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in _HOSTS:
             self._answer(403, "text/plain", b"this page is served to this machine only")
         elif where.path in ("/", "/index.html"):
-            self._answer(200, "text/html", page(self.feed.data()).encode())
+            self._answer(200, "text/html", page(self.feed.data()).encode(errors="replace"))
         elif where.path == "/data.json":
             data = self.feed.data()
             if parse_qs(where.query).get("since") == [data["stamp"]]:
