@@ -380,6 +380,39 @@ def test_round_with_fewer_replies_than_min_replies_is_asked_for_again(
     assert (record.attempt, record.round, record.failures) == (1, 1 if "secure" in settings else 0, {})
 
 
+def test_run_interrupted_after_a_repeated_secure_round_resumes(
+    task: fl.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repeated round has a number of its own, so rounds have larger numbers than there are records."""
+    monkeypatch.setattr(cpu, "drops", lambda s, client, share: s.attempt == 0 and s.counted == 0 and client < 3)
+    monkeypatch.setattr(cpu, "dropout_step", lambda s, client: 2)
+    method = fl.PDST(density=0.3)
+    more = {"rounds": 2, "min_replies": 9, "dropout": 0.1, "secure": True, "folder": tmp_path / "run"}
+    crash_after_opening(2, task, method, **more)
+    run = simulated(task, method, resume=True, **more)
+    assert [record.round for record in run.history] == [1, 2]
+    assert run.checksum == simulated(task, method, **{**more, "folder": None}).checksum
+
+
+def test_gathering_of_statistics_that_fails_is_asked_for_under_a_new_number(
+    task: fl.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client gives one input to each round number: asked again under the old one, all would refuse."""
+    original, failed = PrivateRound._opened, []
+
+    def opened(self: PrivateRound) -> object:
+        if self.packing.local.report == "statistics" and not failed:
+            failed.append(self.tag)
+            self._why = "clients left"
+            return np.zeros(0, np.uint32), []
+        return original(self)
+
+    monkeypatch.setattr(PrivateRound, "_opened", opened)
+    secure, usual = simulated(task, secure=True, static_bn=True), simulated(task, static_bn=True)
+    assert failed
+    assert torch.allclose(secure.weights.statistics, usual.weights.statistics, atol=1e-3)
+
+
 def test_resume_without_the_record_of_spent_privacy_is_refused(task: fl.Task, tmp_path: Path) -> None:
     more = {"dp_noise": 4.0, "rounds": 2, "folder": tmp_path / "run"}
     crash_after_opening(1, task, fl.PDST(density=0.3), **more)

@@ -252,7 +252,8 @@ def _restore(tensors: Mapping[str, Tensor], described: Mapping[str, Any], plan: 
         raise ValueError(f"its weights have the shape {tuple(values.shape)}, expected {wanted}")
     kept = Weights.unpack(mask, average) if isinstance(average, Tensor) else None
     counters = {name: coerce(described[name], int, name) for name in _COUNTERS}
-    check_range(f"[0, {rounds}]", round=counters["round"], counted=counters["counted"])
+    check_range(f"[0, {rounds}]", counted=counters["counted"])
+    check_range("[0, 4294967295]", round=counters["round"])  # repeated secure rounds have numbers of their own
     check_range("[0, 65535]", attempt=counters["attempt"])
     return State(
         plan, Weights.unpack(mask, values), build(Phase, described["phase"]), **counters,
