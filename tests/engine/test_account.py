@@ -26,7 +26,8 @@ from flashfl.engine.memory import ClientMemory
 from flashfl.engine.robust import PLAIN, Robust
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
-from flashfl.engine.trust import frozen_mask, read_update
+from flashfl.engine.trust import frozen_mask, read_update, start_of
+from flashfl.methods.topk import LargestChanges
 from flashfl.run.config import TrainConfig
 from flashfl.run.config import plan_of as plan_from
 from flashfl.sparsity import PruneRegrow, recipe_mask
@@ -243,6 +244,27 @@ def test_held_updates_come_back_from_memory_or_file(room: int, tmp_path: Path) -
         assert torch.equal(found.extra["x"].value, update.extra["x"].value)
     assert not list(tmp_path.glob("*")), "the file has no name, so it cannot be left behind"
     assert held.room == room
+
+
+def test_extras_take_room_too(tmp_path: Path) -> None:
+    """A control variate is as large as the model. Some clients send extras and no weights."""
+    held = Held(LAYOUT, tmp_path, room=100)
+    update = Update(1, 10, None, None, (4,), extra={"x": Extra("dense", torch.arange(26.0))})
+    held.put(update, MASK)
+    assert held._waiting[1].place is not None
+    [found] = held.take(before=None)
+    assert (found.mask, found.values, found.counts) == (None, None, (4,))
+    assert torch.equal(found.extra["x"].value, torch.arange(26.0))
+
+
+def test_start_of_clients_that_report_changes_takes_no_room() -> None:
+    """They all start from 0. Otherwise a cohort of dense clients would need a model's memory for each of them."""
+    mask, values = Mask.full(LAYOUT), torch.ones(LAYOUT.size)
+    update = Update(0, 10, mask, values, mask.counts)
+    start = start_of(update, Local(parts=(LargestChanges(0.5),)), mask, values)
+    assert start is not None
+    assert start.tolist() == [0.0] * 10
+    assert start.untyped_storage().nbytes() == 4
 
 
 def test_unexpected_extras_are_rejected_before_they_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -231,6 +232,23 @@ def test_extras_are_bounded_by_the_cohorts_median() -> None:
     ]
     sums = sums_of(made, Robust(clip=1.0))
     assert float(sums.extra["c"] / sums.n) == pytest.approx(3 / 4)
+
+
+def test_updates_are_held_one_at_a_time() -> None:
+    """Of a large cohort they wait in a file."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class FromFile:
+        def __iter__(self) -> Iterator[Update]:
+            for i in range(9):
+                each = started(update(i, 10, [1] * 9, [1.0 + i] * 12), START)
+                each = replace(each, extra={"c": Extra("dense", torch.ones(4))}, start=each.start + 0)  # type: ignore[operator]
+                alive.extend(map(weakref.ref, (each.values, each.start, each.extra["c"].value)))  # type: ignore[arg-type]
+                yield each
+                del each
+                assert sum(ref() is not None for ref in alive) <= 3
+
+    add_bounded(Sums(LAYOUT), FromFile(), Robust(True, 2.0))
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.int64])

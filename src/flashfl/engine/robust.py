@@ -82,7 +82,7 @@ def add_bounded(sums: Sums, updates: Iterable[Update], robust: Robust, folder: P
     layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
     for update in _bounded(layout, updates, bounds, robust.bounded):
         add(sums, update)
-        seen.append(replace(update, mask=None, values=None))
+        seen.append(replace(update, mask=None, values=None, extra={}, start=None))  # tensors may wait in a file
         if update.mask is None or update.values is None:
             continue
         statistics = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
