@@ -22,7 +22,7 @@ from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import Others, Robust, add_bounded, trimmed_mean
+from flashfl.engine.robust import Bounds, Others, Robust, add_bounded, trimmed_mean
 from flashfl.engine.store import MaskStore
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
@@ -302,10 +302,10 @@ def test_blended_change_is_no_longer_than_before() -> None:
         changes[5] = -changes[:5].sum(0)
         rows = [[*row, 0.0, 0.0, 0.0] for row in changes.tolist()]
         updates = [started(update(i, 10, [1] * 9, row), ZERO) for i, row in enumerate(rows)]
-        others = Others(LAYOUT)
+        others = Others(LAYOUT, Bounds(updates, Robust(clip=1e9)))
         for look in (others.add, others.compare):
             for each in updates:
-                look(each, 10, 1.0)
+                look(each)
         for each in updates:
             assert each.values is not None
             blended = others.blend(each, 1).values
