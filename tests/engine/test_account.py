@@ -407,6 +407,34 @@ def test_simulation_stops_if_masks_are_deleted_under_it(tmp_path: Path) -> None:
         engine.train(state.again(), method.orders(state.again(), task.clients))
 
 
+def test_simulation_stops_if_what_clients_remember_is_damaged(tmp_path: Path) -> None:
+    """Without their residuals, clients would go on and the result would be another."""
+    task, method = make_task("dropout"), fl.METHODS["topk"](density=0.3)
+    engine = CPUEngine(task, TrainConfig(workers=1), tmp_path)
+    state = method.init(plan_of(task, 3, 8))
+    engine.train(state, method.orders(state, task.clients))
+    for path in tmp_path.glob("*.mask"):
+        path.write_bytes(b"?")
+    with pytest.raises(CheckpointError, match="is missing"):
+        engine.train(state.again(), method.orders(state.again(), task.clients))
+
+
+def test_client_that_lost_its_notes_says_so_once_and_starts_without_them(side: ClientSide) -> None:
+    task, server, method = side.trainer.task, make_server(side.layout), fl.METHODS["topk"](density=0.3)
+    state, client = method.init(plan_of(task, 2, 2)), task.clients[0]
+    _, order = next(iter(method.orders(state, task.clients)))
+    message = server.message(client, order)
+    memory = side.work(0, task.train[0], server.encode(message).data, []).memory
+    [(tag, _, _, notes)] = memory
+    assert notes is not None
+    assert side.store.folder is not None
+    (side.store.folder / f"{notes}.mask").unlink()
+    later = server.encode(replace(message, start=tag, tag=(2, 1, 0))).data
+    reply = side.work(0, task.train[0], later, memory)
+    assert (reply.lacks, reply.memory) == (True, [])
+    assert not side.work(0, task.train[0], later, reply.memory).lacks
+
+
 # -- the client's half --------------------------------------------------------------------------------------------
 
 
