@@ -26,7 +26,8 @@ from flashfl.engine.memory import ClientMemory
 from flashfl.engine.robust import PLAIN, Robust
 from flashfl.engine.store import MaskStore
 from flashfl.engine.train import ClientFailed, Trainer
-from flashfl.engine.trust import frozen_mask, read_update
+from flashfl.engine.trust import frozen_mask, read_update, start_of
+from flashfl.methods.topk import LargestChanges
 from flashfl.run.config import TrainConfig
 from flashfl.run.config import plan_of as plan_from
 from flashfl.sparsity import PruneRegrow, recipe_mask
@@ -245,6 +246,27 @@ def test_held_updates_come_back_from_memory_or_file(room: int, tmp_path: Path) -
     assert held.room == room
 
 
+def test_extras_take_room_too(tmp_path: Path) -> None:
+    """A control variate is as large as the model. Some clients send extras and no weights."""
+    held = Held(LAYOUT, tmp_path, room=100)
+    update = Update(1, 10, None, None, (4,), extra={"x": Extra("dense", torch.arange(26.0))})
+    held.put(update, MASK)
+    assert held._waiting[1].place is not None
+    [found] = held.take(before=None)
+    assert (found.mask, found.values, found.counts) == (None, None, (4,))
+    assert torch.equal(found.extra["x"].value, torch.arange(26.0))
+
+
+def test_start_of_clients_that_report_changes_takes_no_room() -> None:
+    """They all start from 0. Otherwise a cohort of dense clients would need a model's memory for each of them."""
+    mask, values = Mask.full(LAYOUT), torch.ones(LAYOUT.size)
+    update = Update(0, 10, mask, values, mask.counts)
+    start = start_of(update, Local(parts=(LargestChanges(0.5),)), mask, values)
+    assert start is not None
+    assert start.tolist() == [0.0] * 10
+    assert start.untyped_storage().nbytes() == 4
+
+
 def test_unexpected_extras_are_rejected_before_they_are_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     from flashfl.wire import tensors
 
@@ -383,6 +405,34 @@ def test_simulation_stops_if_masks_are_deleted_under_it(tmp_path: Path) -> None:
     engine.memory.store._cache.clear()
     with pytest.raises(CheckpointError, match="is missing"):
         engine.train(state.again(), method.orders(state.again(), task.clients))
+
+
+def test_simulation_stops_if_what_clients_remember_is_damaged(tmp_path: Path) -> None:
+    """Without their residuals, clients would go on and the result would be another."""
+    task, method = make_task("dropout"), fl.METHODS["topk"](density=0.3)
+    engine = CPUEngine(task, TrainConfig(workers=1), tmp_path)
+    state = method.init(plan_of(task, 3, 8))
+    engine.train(state, method.orders(state, task.clients))
+    for path in tmp_path.glob("*.mask"):
+        path.write_bytes(b"?")
+    with pytest.raises(CheckpointError, match="is missing"):
+        engine.train(state.again(), method.orders(state.again(), task.clients))
+
+
+def test_client_that_lost_its_notes_says_so_once_and_starts_without_them(side: ClientSide) -> None:
+    task, server, method = side.trainer.task, make_server(side.layout), fl.METHODS["topk"](density=0.3)
+    state, client = method.init(plan_of(task, 2, 2)), task.clients[0]
+    _, order = next(iter(method.orders(state, task.clients)))
+    message = server.message(client, order)
+    memory = side.work(0, task.train[0], server.encode(message).data, []).memory
+    [(tag, _, _, notes)] = memory
+    assert notes is not None
+    assert side.store.folder is not None
+    (side.store.folder / f"{notes}.mask").unlink()
+    later = server.encode(replace(message, start=tag, tag=(2, 1, 0))).data
+    reply = side.work(0, task.train[0], later, memory)
+    assert (reply.lacks, reply.memory) == (True, [])
+    assert not side.work(0, task.train[0], later, reply.memory).lacks
 
 
 # -- the client's half --------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from flashfl.engine.counting import Counting
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.memory import ClientMemory
-from flashfl.engine.robust import Others, Robust, add_bounded, trimmed_mean
+from flashfl.engine.robust import Bounds, Others, Robust, add_bounded, trimmed_mean
 from flashfl.engine.store import MaskStore
 from flashfl.engine.work import Work
 from flashfl.run.config import TrainConfig, plan_of
@@ -233,6 +234,23 @@ def test_extras_are_bounded_by_the_cohorts_median() -> None:
     assert float(sums.extra["c"] / sums.n) == pytest.approx(3 / 4)
 
 
+def test_updates_are_held_one_at_a_time() -> None:
+    """Of a large cohort they wait in a file."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class FromFile:
+        def __iter__(self) -> Iterator[Update]:
+            for i in range(9):
+                each = started(update(i, 10, [1] * 9, [1.0 + i] * 12), START)
+                each = replace(each, extra={"c": Extra("dense", torch.ones(4))}, start=each.start + 0)  # type: ignore[operator]
+                alive.extend(map(weakref.ref, (each.values, each.start, each.extra["c"].value)))  # type: ignore[arg-type]
+                yield each
+                del each
+                assert sum(ref() is not None for ref in alive) <= 3
+
+    add_bounded(Sums(LAYOUT), FromFile(), Robust(True, 2.0))
+
+
 @pytest.mark.parametrize("kind", [torch.float64, torch.int64])
 def test_extras_are_bounded_whatever_their_type(kind: torch.dtype) -> None:
     """The sender chooses the type of a tensor, so whole numbers must not escape the bound."""
@@ -284,10 +302,10 @@ def test_blended_change_is_no_longer_than_before() -> None:
         changes[5] = -changes[:5].sum(0)
         rows = [[*row, 0.0, 0.0, 0.0] for row in changes.tolist()]
         updates = [started(update(i, 10, [1] * 9, row), ZERO) for i, row in enumerate(rows)]
-        others = Others(LAYOUT)
+        others = Others(LAYOUT, Bounds(updates, Robust(clip=1e9)))
         for look in (others.add, others.compare):
             for each in updates:
-                look(each, 10, 1.0)
+                look(each)
         for each in updates:
             assert each.values is not None
             blended = others.blend(each, 1).values

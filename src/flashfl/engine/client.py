@@ -109,7 +109,7 @@ class ClientSide:
     def _read(self, order_bytes: bytes, memory: Rounds) -> tuple[Message, Remembered]:
         """The order, and what the client holds from the round that it starts from.
 
-        A mask that is lost or damaged is as good as none: it raises UnknownMask if the order needs it.
+        A mask that is lost or damaged is as good as none: it raises UnknownMask if the order needs it. So do notes.
         """
         find, notes_of = self.store.find, self.store.find_notes
         rounds = {tag: Remembered(find(order), find(own), notes_of(notes)) for tag, order, own, notes in memory}
@@ -122,6 +122,9 @@ class ClientSide:
             held = Remembered(order.mask, Mask(self.layout, given.value), held.notes)
         if order.own is not None and (held.own is None or held.own.hash != order.own):
             raise UnknownMask(order.own)
+        for tag, _, _, notes in memory:
+            if tag == order.start and notes is not None and not held.notes:
+                raise UnknownMask(notes)
         return replace(order, extra=extra), held
 
     def _keep(self, rounds: Mapping[Tag | None, Remembered]) -> Rounds:

@@ -215,11 +215,10 @@ class Held:
 
     def put(self, update: Update, order: Mask | None) -> None:
         """Hold an update; `order` is its order's mask."""
-        values, mask, start = update.values, update.mask, update.start
-        own = mask is not None and mask is not order
-        need = (values.nbytes if values is not None else 0) + 2 * self.layout.prunable_size * own  # mask and places
-        need += start.nbytes if own and start is not None else 0
-        if values is None or need <= self.room:
+        mask, own = update.mask, update.mask is not None and update.mask is not order
+        tensors = [update.values, update.start if own else None, *(extra.value for extra in update.extra.values())]
+        need = sum(x.nbytes for x in tensors if x is not None) + 2 * self.layout.prunable_size * own  # mask and places
+        if need <= self.room:
             self.room -= need
             self._waiting[update.client] = _Waiting(update, need)
             return
@@ -227,9 +226,9 @@ class Held:
         if own:
             rest = replace(rest, mask=None, start=None)
         self._waiting[update.client] = _Waiting(rest, 0, self._file.seek(0, 2))
+        values, began = (None if x is None else x.numpy() for x in tensors[:2])
         bits = mask.packed if own and mask is not None else None
-        began = start.numpy() if own and start is not None else None
-        pickle.dump((values.numpy(), dict(update.extra), bits, began), self._file, protocol=5)
+        pickle.dump((values, dict(update.extra), bits, began), self._file, protocol=5)
 
     def take(self, before: int | None) -> Iterator[Update]:
         """The updates of all clients before this one, in ascending client id. They are held no longer. None: all."""
@@ -249,7 +248,7 @@ class Held:
             return update
         self._file.seek(place)
         values, extra, bits, began = pickle.load(self._file)
-        update = replace(update, values=torch.from_numpy(values), extra=extra)
+        update = replace(update, values=None if values is None else torch.from_numpy(values), extra=extra)
         if bits is None:
             return update
         mask = Mask(self.layout, Mask.unpack(self.layout, bits).bits, update.counts)

@@ -82,7 +82,7 @@ def add_bounded(sums: Sums, updates: Iterable[Update], robust: Robust, folder: P
     layout, seen, told, rows = sums.layout, list[Update](), list[Told](), None
     for update in _bounded(layout, updates, bounds, robust.bounded):
         add(sums, update)
-        seen.append(replace(update, mask=None, values=None))
+        seen.append(replace(update, mask=None, values=None, extra={}, start=None))  # tensors may wait in a file
         if update.mask is None or update.values is None:
             continue
         statistics = update.values[len(update.values) - (layout.size - layout.trained_size) :].clone()
@@ -105,7 +105,10 @@ def add_bounded(sums: Sums, updates: Iterable[Update], robust: Robust, folder: P
 
 
 class Bounds:
-    """As how many samples each client of a cohort counts, and by what its change and its extras are multiplied."""
+    """As how many samples each client of a cohort counts, and by what its change and its extras are multiplied.
+
+    `lengths` are those of changes that have been multiplied by their factor, `changes`.
+    """
 
     def __init__(self, updates: Iterable[Update], robust: Robust) -> None:
         counts: dict[int, int] = {}
@@ -119,6 +122,7 @@ class Bounds:
         self.notes: dict[int, str] = {}  # client -> what is bounded by much
         self.factors = {name: self._factors(name, norms[name], robust.clip) for name in sorted(norms)}
         self.changes = self.factors.get(_CHANGE, {})
+        self.lengths = {client: norms[_CHANGE][client] * factor for client, factor in self.changes.items()}
         for client, n in counts.items():
             if n > most:
                 self.notes[client] = f"registered {n} samples, but counts as {most} (twice the median)"
@@ -157,21 +161,20 @@ def _norms(update: Update) -> Iterator[tuple[str, float]]:
         if extra.value.dtype != torch.bool:
             yield name, float(torch.linalg.vector_norm(extra.value + 0.0, dtype=torch.float64))
     if update.start is not None:
-        yield _CHANGE, _length(update)
+        yield _CHANGE, sum(float(change @ change) for _, change in _change(update)) ** 0.5
 
 
 def _bounded(layout: Layout, updates: Iterable[Update], bounds: Bounds, blends: bool) -> Iterator[Update]:
     """The updates with bounded samples, changes and extras. Those that go against the others most are blended."""
-    others, changes = Others(layout), bounds.changes
-    blends = blends and len(changes) >= _FEW
+    others, blends = Others(layout, bounds), blends and len(bounds.changes) >= _FEW
     for look in (others.add, others.compare) if blends else ():
         for update in updates:
-            look(update, bounds.samples[update.client], changes.get(update.client, 1.0))
+            look(update)
     for update in updates:
         found = replace(update, n=bounds.samples[update.client])
         for name, mine in bounds.factors.items():
             found = _scaled(found, name, mine.get(update.client, 1.0))
-        yield others.blend(found, max(1, int(_TRIM * len(changes)))) if blends else found
+        yield others.blend(found, max(1, int(_TRIM * len(bounds.changes)))) if blends else found
 
 
 def _rows(count: int, size: int, device: torch.device, folder: Path | None) -> Tensor:
@@ -186,45 +189,46 @@ class Others:
     """For each client, the sum of the others' changes. `add` all updates, then `compare` them all, then `blend` them.
 
     How far a change goes along with the others is its length in the direction of their sum, below 0 if it goes against
-    them. Changes are counted `factor` times; `blend` takes updates whose change has been multiplied by it.
+    them. Changes count with their bounds; `blend` takes updates that have been bounded.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, bounds: Bounds) -> None:
+        self.layout, self.bounds = layout, bounds
         self._mask: Mask | None = None  # of the sum: that of all updates if they have one mask, else the full mask
         self._total = torch.zeros(0)  # packed
         self._square: float | None = None  # of the sum, once all changes are in it
         self._along: dict[int, tuple[float, float]] = {}  # client -> how far it goes along, length of the others' sum
 
-    def add(self, update: Update, n: int, factor: float) -> None:
-        """Add a change to the sum, `n` times."""
-        mask, k, times = update.mask, self.layout.prunable_size, n * factor
+    def add(self, update: Update) -> None:
+        """Add a change to the sum, as many times as its client has samples."""
+        mask, k = update.mask, self.layout.prunable_size
         if update.start is None or mask is None:
             return
+        times = self.bounds.samples[update.client] * self.bounds.changes[update.client]
         if self._mask is None:
             self._mask, self._total = mask, torch.zeros_like(update.start, dtype=torch.float64)
         if self._mask.equal(mask):
             for span, change in _change(update):
                 self._total[span].add_(change, alpha=times)
             return
-        full = Mask.full(self.layout, update.start.device)
-        self._mask, self._total = full, repacked(self._total, self._mask, full)
+        if self._mask.active < k:
+            full = Mask.full(self.layout, update.start.device)
+            self._mask, self._total = full, repacked(self._total, self._mask, full)
         places = torch.cat([mask.places, torch.arange(k, len(self._total), device=mask.places.device)])
         for span, change in _change(update):
             self._total.index_add_(0, places[span], change, alpha=times)
 
-    def compare(self, update: Update, n: int, factor: float) -> None:
+    def compare(self, update: Update) -> None:
         """Find how far a change goes along with the others."""
         if update.start is None:
             return
-        total, weight, dot, square = self._sum(update), n * factor, 0.0, 0.0
-        for span, change in _change(update):
-            dot += float(change @ total[span])
-            square += float(change @ change)
+        total, client = self._sum(update), update.client
+        dot = self.bounds.changes[client] * sum(float(change @ total[span]) for span, change in _change(update))
+        n, square = self.bounds.samples[client], self.bounds.lengths[client] ** 2
         whole = self._square = float(self._total @ self._total) if self._square is None else self._square
-        others = whole - 2 * weight * dot + weight**2 * square  # the square of total - weight * change
-        length = others**0.5 if others > _ROUNDING * (whole + weight**2 * square) else 0.0
-        self._along[update.client] = (factor * (dot - weight * square) / length if length else 0.0, length)
+        others = whole - 2 * n * dot + n**2 * square  # the square of total - n * change
+        length = others**0.5 if others > _ROUNDING * (whole + n**2 * square) else 0.0
+        self._along[client] = ((dot - n * square) / length if length else 0.0, length)
 
     def blend(self, update: Update, most: int) -> Update:
         """The update, blended with the others' direction if it goes against them, and further than `most` others do.
@@ -236,7 +240,7 @@ class Others:
         along, length = self._along.get(update.client, (0.0, 0.0))
         if along >= least or not length or update.values is None:
             return update
-        total, values, size = self._sum(update), update.values.clone(), _length(update)
+        total, values, size = self._sum(update), update.values.clone(), self.bounds.lengths[update.client]
         share = min(1.0, 2 * (least - along) / size)
         for span, change in _change(update):
             direction = (total[span] - update.n * change) * (size / length)
@@ -259,10 +263,6 @@ def _change(update: Update) -> Iterator[tuple[slice, Tensor]]:
     for at in range(0, len(start), part):
         span = slice(at, min(at + part, len(start)))
         yield span, (values[span] - start[span]).double()
-
-
-def _length(update: Update) -> float:
-    return float(sum(float(change @ change) for _, change in _change(update)) ** 0.5)
 
 
 def most_samples(counts: Collection[int]) -> int:

@@ -207,7 +207,7 @@ def start_of(update: Update, local: Local, mask: Mask, values: Tensor) -> Tensor
         return None
     start, active = _weights_at(values, mask, update.mask), update.mask.active
     if reports_changes(local.parts):
-        return torch.zeros_like(start)
+        return start.new_zeros(1).expand(len(start))
     if local.report == "mask":  # prunable weights are bits: the update has no values of them
         return torch.cat([torch.zeros_like(start[:active]), start[active:]])
     return start
