@@ -217,5 +217,5 @@ class Registry:
         size, bound = coerce(saved["size"], int, "size"), coerce(saved["bound"], tuple[Entry, ...], "bound")
         densities = coerce(saved["densities"], Mapping[int, float], "densities")
         self.size, self.densities = size, densities
-        # Those that have registered since then are known better.
-        self.bound = {**{entry.client.id: entry for entry in bound}, **self.bound}
+        now = {entry.node for entry in self.bound.values()}  # nodes that have registered since then are known better
+        self.bound = {entry.client.id: entry for entry in bound if entry.node not in now} | self.bound
