@@ -174,6 +174,7 @@ class Registry:
         except FlashError as error:
             return self._refuse(node, str(error))
         if node.entry != entry:
+            log.info("node %d is %s", node.id, entry)
             self.attendance.returned(entry.client.id)
         node.entry, node.tries = entry, 0
 
