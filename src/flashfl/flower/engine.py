@@ -127,7 +127,7 @@ class Exchange:
         """sends, takes: the names of what messages carry, and of what replies carry."""
         self.account, self.registry, self.sends, self.takes = account, registry, sends, takes
         self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
-        self.entries = registry.entries  # as of now: the registry replaces them when it looks again
+        self.entries = registry.entries  # as of now
         self.group = ".".join(map(str, tag))
         self.posts: dict[str, Post] = {}  # those whose replies are waited for, by message id
         self.times: dict[int, float] = {}  # how long a client took to reply to the last one
