@@ -52,14 +52,16 @@ class CountingProxy:
         self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepts = threading.Thread(target=self._accept, daemon=True)
+        self._accepts.start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._open.append(near)
                 far = socket.create_connection(("127.0.0.1", self._to))
-                self._open += [near, far]
+                self._open.append(far)
                 threading.Thread(target=self._pass, args=(near, far, "up"), daemon=True).start()
                 threading.Thread(target=self._pass, args=(far, near, "down"), daemon=True).start()
 
@@ -72,6 +74,8 @@ class CountingProxy:
             to.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        self._accepts.join()
         for each in [self._listener, *self._open]:
             each.close()
 

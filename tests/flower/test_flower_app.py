@@ -95,6 +95,7 @@ def test_nodes_of_one_process_share_the_data() -> None:
 
 def test_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:
     from flashfl.flower import client_app
+    from flashfl.run.export import export_run
 
     run = {"folder": str(tmp_path / "run"), "train.rounds": 1, "settings": "warmup_clients=0 max_steps=2"}
     grid = InProcessGrid({}, run_config=app_config(**run))
@@ -102,6 +103,7 @@ def test_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None
         grid.join(50 + number, client_app(task_of), {"partition-id": number, "num-partitions": 3})
     server_main(grid, context_of(0, **run))
     assert (tmp_path / "run" / "results.jsonl").exists()
+    assert export_run(tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="already holds a run"):
         server_main(grid, context_of(0, **run))
 

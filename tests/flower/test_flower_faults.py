@@ -285,6 +285,20 @@ def test_wrong_evaluation_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     assert f"client {BAD} is dropped from this evaluation" in caplog.text
 
 
+def test_evaluation_without_any_reply_stops_the_run() -> None:
+    from flashfl.data.task import Task
+    from flashfl.flower import server_task
+    from tests.conftest import DropoutNet, blobs
+
+    def fails(node: int, message: Message, reply: Message) -> Iterable[Message]:
+        return crashed(message, reply) if message.metadata.message_type == "evaluate" else [reply]
+
+    task = Task(DropoutNet, [blobs(11 + i, (6,), 100 + i) for i in range(8)], name="held")
+    server = server_task(DropoutNet, example=blobs(1, (6,), 0)[0], name="held")
+    with pytest.raises(RunStopped, match="no client could evaluate the model"):
+        train(small("pdst"), server, federation(task, fails))
+
+
 # Clients of these choose which weights they hold or send. Where few hold a weight, there is nothing to trim.
 _NOT_TRIMMED = ("feddst", "fedspa", "zerofl", "fjord")
 

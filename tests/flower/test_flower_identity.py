@@ -99,6 +99,26 @@ def test_rebind_accepts_other_data_and_new_nodes() -> None:
     assert registry.entries[1].node == 7
 
 
+def test_rebind_is_not_undone_by_the_checkpoint() -> None:
+    """A resumed run reads it twice: before clients register, and after."""
+    task = make_task("norm", clients=3)
+    grid = federation(task)
+    before = registry_of(grid, task)
+    before.refresh()
+    saved: Any = json.loads(json.dumps(before.save()))
+    app = grid.apps[node_of(2)]
+    grid.leave(node_of(2))
+    grid.join(node_of(1), client_app(task), {"partition-id": 2})
+    registry = registry_of(grid, task, rebind=True)
+    registry.load(saved)
+    registry.refresh()
+    registry.load(saved)
+    grid.join(node_of(2), app, {"partition-id": 1})
+    registry.refresh()
+    assert {client: entry.node for client, entry in registry.bound.items()} == {0: 90000, 1: node_of(2), 2: node_of(1)}
+    assert not registry.refused
+
+
 @pytest.mark.filterwarnings("ignore:rounds changed")
 def test_bindings_are_kept_when_the_server_is_restarted(tmp_path: Path) -> None:
     """A resumed run refuses nodes that registered as somebody else, or with other data, before."""

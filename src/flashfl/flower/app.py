@@ -80,10 +80,9 @@ def server_main(grid: Grid, context: Context) -> None:
             "or choose another folder with --run-config 'folder=\"...\"'"
         )
     task = _task(config.run.task, config.run.train.seed, context.run_id)
-    header = {**config.run.to_json(), "flower": {"max_samples": config.options.max_samples}}
     strategy = FlashStrategy(
         config.run.method, task, config.run.train, config.options,
-        folder=config.folder, resume=config.resume, header=header,
+        folder=config.folder, resume=config.resume, header=config.run.to_json(),
     )  # fmt: skip
     strategy.start(grid)
     assert strategy.run is not None

@@ -127,7 +127,7 @@ class Exchange:
         """sends, takes: the names of what messages carry, and of what replies carry."""
         self.account, self.registry, self.sends, self.takes = account, registry, sends, takes
         self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
-        self.entries = registry.entries  # as of now: the registry replaces them when it looks again
+        self.entries = registry.entries  # as of now
         self.group = ".".join(map(str, tag))
         self.posts: dict[str, Post] = {}  # those whose replies are waited for, by message id
         self.times: dict[int, float] = {}  # how long a client took to reply to the last one
@@ -296,6 +296,11 @@ class ClientEvaluation(Exchange):
         """The mean over all samples of the clients that replied. Samples are bounded as in training."""
         self.attendance.missed(self.silent)
         self.registry.doubt(self._dropped())
+        if not self._found:
+            raise RunStopped(
+                "no client could evaluate the model. The state before this round is kept: resume the run when clients "
+                "with held-back samples are present."
+            )
         found = [self._found[c] for c in sorted(self._found)]
         if self.account.robust.bounded:
             most = most_samples([n for n, _, _ in found])
@@ -303,9 +308,4 @@ class ClientEvaluation(Exchange):
                 (min(n, most), loss * min(1.0, most / n), metric * min(1.0, most / n)) for n, loss, metric in found
             ]
         total = sum(n for n, _, _ in found)
-        if not total:
-            raise RunStopped(
-                "no client could evaluate the model. The state before this round is kept: resume the run when clients "
-                "with held-back samples are present."
-            )
         return Evaluation(sum(f[1] for f in found) / total, sum(f[2] for f in found) / total, self.account.traffic.down)

@@ -174,6 +174,7 @@ class Registry:
         except FlashError as error:
             return self._refuse(node, str(error))
         if node.entry != entry:
+            log.info("node %d is %s", node.id, entry)
             self.attendance.returned(entry.client.id)
         node.entry, node.tries = entry, 0
 
@@ -217,5 +218,5 @@ class Registry:
         size, bound = coerce(saved["size"], int, "size"), coerce(saved["bound"], tuple[Entry, ...], "bound")
         densities = coerce(saved["densities"], Mapping[int, float], "densities")
         self.size, self.densities = size, densities
-        # Those that have registered since then are known better.
-        self.bound = {**{entry.client.id: entry for entry in bound}, **self.bound}
+        now = {entry.node for entry in self.bound.values()}  # nodes that have registered since then are known better
+        self.bound = {entry.client.id: entry for entry in bound if entry.node not in now} | self.bound

@@ -154,8 +154,6 @@ class FlashStrategy(Strategy):
         if self.resume:
             _load_latest(registry, self.folder)
         registry.gather(options.clients or min(self.train.per_round, registry.size or self.train.per_round))
-        for entry in registry.entries.values():
-            log.info("node %d is %s", entry.node, entry)
         return FlowerEngine(self.task, registry, self.train, self.folder / "masks" if self.folder else None)
 
     def _no_step(self, *unused: Any, **also_unused: Any) -> NoReturn:
