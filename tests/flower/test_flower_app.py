@@ -25,7 +25,7 @@ from flashfl.core.errors import ConfigError
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
-from flashfl.flower import records, worker
+from flashfl.flower import FlashStrategy, records, worker
 from flashfl.flower.app import read_config, server_main, task_of
 from flashfl.flower.host import find
 from flashfl.flower.supernode import instead
@@ -91,6 +91,15 @@ def test_nodes_of_one_process_share_the_data() -> None:
     task = task_of(context_of(0))
     assert task is task_of(context_of(1))
     assert len(task.clients) == 3
+
+
+def test_strategy_replaces_a_run_only_if_asked(tmp_path: Path) -> None:
+    task, config = make_task("norm"), TrainConfig(rounds=1, per_round=2, batch=8)
+    made = {"folder": tmp_path, "quiet": True}
+    FlashStrategy(small("pdst"), task, config, **made).start(federation(task))
+    with pytest.raises(ConfigError, match="already holds a run: continue it with resume=True, replace it"):
+        FlashStrategy(small("pdst"), task, config, **made).start(federation(task))
+    FlashStrategy(small("pdst"), task, config, overwrite=True, **made).start(federation(task))
 
 
 def test_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from flwr.app import Context, Message, RecordDict
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
-from flashfl.flower import FlashStrategy, records
+from flashfl.flower import FlashStrategy, records, server_task
 from flashfl.flower.host import Host
 from flashfl.flower.private import make_identity
 from flashfl.flower.testing import InProcessGrid
@@ -211,6 +211,16 @@ def test_client_that_lost_its_mask_gets_it_again(
 
     run = train(METHOD, task, grid, secure=True, watch=forget, **SETTINGS)
     assert run.checksum == simulated.checksum
+
+
+def test_noise_for_spdst_is_allowed_before_clients_are_known(task: fl.Task) -> None:
+    """The server's task has one client, and a round has more."""
+    method = fl.SPDST(density=0.3, warmup_clients=0)
+    server = server_task(task.build(), task.test)
+    run = train(method, server, federation(task), dp_noise=1.0, **{**SETTINGS, "rounds": 1})
+    assert run.privacy is not None
+    with pytest.raises(ConfigError, match="clients cannot measure how dense each layer should be"):
+        train(fl.SPDST(density=0.3, warmup_clients=2), server, federation(task), dp_noise=1.0, **SETTINGS)
 
 
 def test_strategy_takes_secure_as_an_argument(task: fl.Task) -> None:

@@ -211,6 +211,7 @@ def test_server_never_sees_sample_counts_or_plain_values(digits: fl.Task, monkey
     expected = counts.sum() / 256
     assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 5 * np.sqrt(2 * 255)
     assert run.history[0].privacy is not None
+    assert run.privacy is None  # nothing bounds epsilon without noise
 
 
 def test_clamped_values_are_reported(digits: fl.Task) -> None:

@@ -11,6 +11,7 @@ import torch
 import flashfl as fl
 from flashfl.cli import main
 from flashfl.core.errors import ConfigError
+from flashfl.methods.disagree import Disagree
 from flashfl.run.budget import Cost, within_budget
 from flashfl.run.config import TrainConfig, make_config, plan_of
 from flashfl.run.options import parse_bytes
@@ -87,6 +88,30 @@ def test_budget_too_small_is_refused_with_what_is_needed() -> None:
 def test_method_without_density_is_refused() -> None:
     with pytest.raises(ConfigError, match="dense has no density to choose"):
         fl.simulate(fl.Dense(), make_task("norm"), 2, budget=10_000, **SETTINGS)
+
+
+@pytest.mark.parametrize("method", [fl.HeteroSPDST(), fl.HeteroJMWST()], ids=lambda method: method.name)
+def test_method_with_several_densities_is_refused(method: fl.Method) -> None:
+    with pytest.raises(ConfigError, match=f"{method.name} has no density to choose"):
+        fl.simulate(method, wide(), 2, budget=12_000, **SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["topk", "zerofl", "sparsyfed", "lotteryfl", "prunefl"])
+def test_method_that_sends_dense_models_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} sends clients a model of density 1, whatever its own"):
+        fl.simulate(fl.METHODS[name](), wide(), 2, budget=12_000, **SETTINGS)
+
+
+def test_finished_run_over_its_budget_warns() -> None:
+    with pytest.warns(RuntimeWarning, match=r"budget = 12000: disagree took more, \d+ bytes down and \d+ bytes up"):
+        run = fl.simulate(Disagree(sm=1.0, warmup_clients=0), wide(), 4, budget=12_000, **SETTINGS)
+    assert max(run.bytes_down, run.bytes_up) / (4 * 4) > 12_000
+
+
+def test_density_that_a_budget_replaces_is_named() -> None:
+    train = TrainConfig(rounds=10, per_round=4, budget=12_000)
+    assert "instead of 0.7," in within_budget(fl.SPDST(density=0.7), wide(), train)[2]
+    assert "instead" not in within_budget(fl.SPDST(), wide(), train)[2]
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_a_round_without_a_cohort_is_no_round() -> None:
         memory: Any = SimpleNamespace(rollback=lambda: None)
 
         def train(self, s: Any, orders: Any) -> Outcome:
-            return Outcome(Sums(s.layout), Traffic(), {})
+            return Outcome(Sums(s.layout), Traffic(), {1: "a consequence" if s.attempt else "the cause"})
 
         def evaluate(self, weights: Any, statistics: bool = True) -> Evaluation:
             raise AssertionError
@@ -204,7 +204,7 @@ def test_a_round_without_a_cohort_is_no_round() -> None:
 
     task = make_task("dropout")
     state = fl.Dense().init(plan_of(TrainConfig(per_round=2), task, len(task.clients)))
-    with pytest.raises(RunStopped):
+    with pytest.raises(RunStopped, match=r"failed 3 times.*client 1: the cause"):
         list(run_rounds(fl.Dense(), state, FixedPopulation(()), Nobody()))
 
 

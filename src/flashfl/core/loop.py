@@ -22,8 +22,8 @@ Trip = tuple[Sequence[Sent], Outcome]  # one call of the engine: what was ordere
 Tick = Callable[[str, int], None]  # the phase, and how many of the round's orders have gone out
 
 _ADVICE = (
-    "Fix the cause and resume the run. If it has a folder, its rounds are kept. To change a setting, start a new run "
-    "instead."
+    "Fix the cause, then resume the run: if it has a folder, its finished rounds are kept. If a setting must change, "
+    "start a new run."
 )
 
 
@@ -51,7 +51,7 @@ def run_rounds(
         orders = method.orders(state, sorted(cohort, key=lambda c: c.id))
         outcome = _train(engine, state, orders, trips, tick)
         if outcome.sums.clients < min(min_replies, len(cohort)) or not outcome.sums.n:
-            state = _repeat(engine, state, outcome, retries)
+            state = _repeat(engine, state, trips, retries)
             continue
         trained = time.perf_counter()
         missed = {c: why for _, lost in trips[:-1] for c, why in lost.failures.items()}
@@ -95,15 +95,15 @@ def _traffic(trips: Sequence[Trip]) -> Traffic:
     return sum((outcome.traffic for _, outcome in trips), Traffic())
 
 
-def _repeat(engine: Engine, s: State, outcome: Outcome, retries: int) -> State:
+def _repeat(engine: Engine, s: State, trips: Sequence[Trip], retries: int) -> State:
     """The state to try the round again with, or RunStopped after too many attempts."""
     engine.memory.rollback()
     if s.attempt >= retries:
         raise RunStopped(
             f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients sent a usable reply "
-            f"({_reasons(outcome)}). {_ADVICE}"
+            f"({_reasons(trips)}). {_ADVICE}"
         )
-    return _next_attempt(s, outcome)
+    return _next_attempt(s, trips[-1][1])
 
 
 def _next_attempt(s: State, outcome: Outcome) -> State:
@@ -125,7 +125,7 @@ def _gather_statistics(
         if asked.attempt >= retries:
             raise RunStopped(
                 "static_bn = true: no client could report BatchNorm statistics at the end of the run "
-                f"({_reasons(outcome)}). {_ADVICE}"
+                f"({_reasons(trips[-1:])}). {_ADVICE}"
             )
         asked = _next_attempt(asked, outcome)
     # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
@@ -135,8 +135,10 @@ def _gather_statistics(
     return after, outcome
 
 
-def _reasons(outcome: Outcome) -> str:
-    return "; ".join(f"client {c}: {why}" for c, why in list(outcome.failures.items())[:3])
+def _reasons(trips: Sequence[Trip]) -> str:
+    """Why a few clients failed. The first attempt names the cause: later ones may fail because of it."""
+    found = {client: why for _, outcome in reversed(trips) for client, why in outcome.failures.items()}
+    return "; ".join(f"client {c}: {why}" for c, why in list(found.items())[:3])
 
 
 def _due(state: State, every: int) -> bool:

@@ -79,7 +79,8 @@ def main() -> None:
         path.write_text(json.dumps(known, indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
-    print(f"wrote {len(given.clients)} private keys and {path}")
+    count = len(given.clients)
+    print(f"wrote {count} private key{'s' * (count != 1)} and {path}")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ class FlashStrategy(Strategy):
     options: how to wait for clients.
     folder: where results and checkpoints go.
     resume: continue from the last checkpoint in the folder, if there is one.
+    overwrite: replace a run in the folder. By default it is an error if the folder holds one.
     header: settings to record in the results file.
     watch: a function that is called with the state and the record after every round.
     quiet: show no progress.
@@ -93,6 +94,7 @@ class FlashStrategy(Strategy):
         *,
         folder: str | Path | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         header: Mapping[str, Any] | None = None,
         watch: Watch | None = None,
         quiet: bool = False,
@@ -110,7 +112,7 @@ class FlashStrategy(Strategy):
             self.method, self.train, said = within_budget(method, task, self.train)
             log.info("%s", said)
         self.folder = Path(folder) if folder else None
-        self.resume, self.header, self.watch, self.quiet = resume, header, watch, quiet
+        self.resume, self.overwrite, self.header, self.watch, self.quiet = resume, overwrite, header, watch, quiet
         self.run: Run | None = None
 
     def start(  # type: ignore[override]
@@ -142,7 +144,7 @@ class FlashStrategy(Strategy):
         with closing(display):
             self.run = drive(
                 self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header,
-                display.tick,
+                display.tick, self.overwrite,
             )  # fmt: skip
         return _result(self.run)
 

@@ -83,7 +83,10 @@ class Directory:
     def check(self, client: int, message: bytes, signature: bytes) -> None:
         """Raise BadSignature unless the client signed this message."""
         if (key := self._keys.get(client)) is None:
-            raise UnknownIdentity(f"client {client} is in the cohort, but has no identity key in this client's list")
+            raise UnknownIdentity(
+                f"client {client} is in the cohort, but has no identity key in this client's list. Make keys, and set "
+                "`identity` and `identities` on every node"
+            )
         try:
             key.verify(signature, message)
         except InvalidSignature:

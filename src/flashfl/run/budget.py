@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 
-from ..core.errors import ConfigError
-from ..core.exchange import Carries, Client, Local
+from ..core.errors import ConfigError, warn
+from ..core.exchange import Carries, Client, Local, Traffic
 from ..core.layout import Layout
 from ..core.mask import Weights
 from ..core.method import Method
@@ -22,6 +22,7 @@ from ..wire.geometry import geometry
 from .config import TrainConfig, plan_of
 
 _SLACK = 96  # bytes: settings are texts whose numbers differ in length, and a first message has a longer mask
+_TOLERATED = 1.01  # the mask of a method that moves it is only estimated
 _DENSEST = 0.5  # with more weights than that, more bits for each are worth more than more weights
 CHOICES: tuple[Form, ...] = ("int4", "int8", "fp16", "fp32")  # from the fewest bits to the most
 
@@ -79,9 +80,14 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
     Bits that are set stay as they are. Otherwise, and with the default fp32, the fewest bits are taken, unless they
     would make the model denser than one half.
     """
-    if not hasattr(method, "density"):
-        raise ConfigError(f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method")
-    cost = Cost(method, plan_of(train, task, max(train.per_round, len(task.train))))
+    chooses = next((f.init and not f.metadata for f in fields(method) if f.name == "density"), False)
+    if not chooses:
+        raise ConfigError(
+            f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method. In a comparison, "
+            "--METHOD.budget is the budget of one method."
+        )
+    plan = plan_of(train, task, max(train.per_round, len(task.train)))
+    cost = Cost(method, plan)
     chosen = train.values == "fp32" and not (train.values_up or train.values_down)
     for form in CHOICES if chosen else (train.values,):
         rest = "fp16" if chosen and form != "fp32" else train.rest
@@ -96,9 +102,28 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
             "bytes a message. Raise the budget."
         )
     found = replace(method, density=density)  # type: ignore[call-arg]
+    if (sent := found.init(plan).mask.density) > density + 1 / plan.layout.prunable_size:
+        raise ConfigError(
+            f"budget = {train.budget}: {method.name} sends clients a model of density {sent:.2g}, whatever its own "
+            "density is. Use another method, such as spdst."
+        )
+    given = method.density  # type: ignore[attr-defined]
+    instead = f" instead of {given:g}" if given not in (type(method).density, density) else ""  # type: ignore[attr-defined]
     down, up = cost.bytes(density, made.down, made.up)
     said = (
-        f"budget of {train.budget} bytes a client and round each way: density {density:g}, values {made.down.values} "
-        f"down and {made.up.values} up, about {down} bytes down and {up} up"
+        f"budget of {train.budget} bytes a client and round each way: density {density:g}{instead}, "
+        f"values {made.down.values} down and {made.up.values} up, about {down} bytes down and {up} up"
     )
     return found, made, said
+
+
+def warn_if_over(method: Method, train: TrainConfig, traffic: Traffic) -> None:
+    """Warn if a finished run took more bytes than its budget allows: some messages hold more than a density says."""
+    rounds = train.rounds * train.per_round
+    down, up = traffic.down // rounds, traffic.up // rounds
+    if train.budget and max(down, up) > _TOLERATED * train.budget:
+        warn(
+            f"budget = {train.budget}: {method.name} took more, {down} bytes down and {up} bytes up for each client "
+            "and round. Its messages hold more than the weights of one mask. Lower the budget, or use another method, "
+            "such as spdst."
+        )

@@ -62,7 +62,7 @@ def check_private(method: Method, task: Task, config: TrainConfig) -> None:
         )
     if (config.dp_epsilon or config.dp_noise) and any(not phase.counts for phase in method.phases):
         # A first phase that asks clients for layer counts is refused.
-        start = method.init(plan_of(config, task, max(1, len(task.train)), method=method))
+        start = method.init(plan_of(config, task, max(config.per_round, len(task.train)), method=method))
         if any(method.work(start, client).report == "counts" for client in task.clients[:1]):
             raise ConfigError(
                 f"{method.name}: under differential privacy, clients cannot measure how dense each layer should be, "

@@ -83,7 +83,7 @@ class Display:
         if record.score is not None:
             self.metric = state.counted, record.score.metric
         for client, why in record.failures.items():
-            self._say(f"{self.label}: client {client} was dropped in round {record.round + 1}: {why}")
+            self._say(f"{self.label}: {_dropped(record, client, why)}")
         self.last = self._text(state, record)
         now = time.monotonic()
         if self.live:
@@ -129,6 +129,11 @@ class Display:
             self.out.flush()
 
 
+def _dropped(record: RoundRecord, client: int, why: str) -> str:
+    phase = "" if record.counts else f" of the phase {record.phase!r}"
+    return f"client {client} was dropped in round {record.round + 1}{phase}: {why}"
+
+
 def _private(record: RoundRecord) -> str:
     """The privacy spent, and values that did not fit their declared range."""
     if (spent := record.privacy) is None:
@@ -152,4 +157,4 @@ class WarnOfDropped:
         for client, why in [*record.missed.items(), *record.failures.items()]:
             if why != DROPPED and (client, why) not in self._said:
                 self._said.add((client, why))
-                warn(f"client {client} was dropped in round {record.round + 1}: {why}")
+                warn(_dropped(record, client, why))

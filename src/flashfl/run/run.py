@@ -56,7 +56,7 @@ class Run:
             found |= {self.shown.name: self._label(self.metric), "best": self._label(self.best)}
             found |= {} if self.personal is None else {"personal": self._label(self.personal)}
         found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
-        if (spent := self.privacy) is not None and spent.delta:
+        if (spent := self.privacy) is not None:
             found["epsilon"] = epsilons(spent)
         return found | ({"stopped": self.stopped} if self.stopped else {})
 
@@ -137,13 +137,14 @@ class Run:
 
     @property
     def privacy(self) -> Spent | None:
-        """The privacy spent; None if the run is not private."""
-        return self.history[-1].privacy if self.history else None
+        """The privacy spent; None without differential privacy."""
+        found = self.history[-1].privacy if self.history else None
+        return found if found is not None and found.delta else None
 
     @property
     def spent(self) -> str:
         """The privacy spent, as text; empty without differential privacy."""
-        return f"epsilon {epsilons(found)}, " if (found := self.privacy) is not None and found.delta else ""
+        return f"epsilon {epsilons(found)}, " if (found := self.privacy) is not None else ""
 
     @property
     def why_over(self) -> str:

@@ -20,7 +20,7 @@ from ..data.task import Task
 from ..engine import make_engine
 from ..engine.replica import warn_of_buffers, warn_of_metric
 from . import checkpoint as checkpoints
-from .budget import within_budget
+from .budget import warn_if_over, within_budget
 from .checkpoint import Keeper
 from .checks import check_method, check_private, check_sparse
 from .code import code_of, joined
@@ -170,7 +170,9 @@ def _loop(
     run.kept = keeper.keep()
     if not run.kept:
         _rescue(run)
-    if not run.method.done(run.state):
+    if run.method.done(run.state):
+        warn_if_over(run.method, config, run.traffic)
+    else:
         run.stopped = run.why_over or f"reached the limit of {config.max_bytes} bytes"
     run.results.finish(
         {

@@ -16,6 +16,8 @@ def load(path: Path, options: Options) -> DataSet:
     """The images in RGB. Classes are numbered in the order of their folders' names."""
     train = path / "train" if (path / "train").is_dir() else path
     tests = [path / name for name in ("test", "val") if train != path and (path / name).is_dir()][:1]
+    if not path.is_dir():
+        raise DataError(f"{path.absolute()} is not a folder. Name a folder that has a folder of images for each class")
     names = _classes(train)
     if len(names) < 2:
         raise DataError(f"{train.absolute()} has {len(names)} folders: it needs a folder of images for each class")
