@@ -300,7 +300,7 @@ def test_interrupted_run_resumes_to_the_same_result(tmp_path: Path, capsys: pyte
         patch.setattr("flashfl.run.progress.Display.__call__", interrupt)
         assert cli.main([*words, "--out", "cut"]) == 130
     said = capsys.readouterr()
-    assert said.err.strip() == "flashfl: interrupted; if a round has finished, add --resume to continue"
+    assert said.err.strip() == "flashfl: interrupted; add --resume to continue after the last finished round"
     assert len(Results.read(tmp_path / "cut").rounds) == 3
     assert cli.main([*words, "--out", "cut", "--resume"]) == 0
     ends = [end_of(tmp_path / name) for name in ("whole", "cut")]

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         again = {
-            "run": "; if a round has finished, add --resume to continue",
+            "run": "; add --resume to continue after the last finished round",
             "compare": "; run the same command again to continue",
             "reproduce": "; run the same command again to continue",
         }

@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from flashfl.core.errors import CheckpointError
-from flashfl.core.exchange import Local, Order, Tag, Update
+from flashfl.core.exchange import Extra, Local, Order, Tag, Update
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
 from flashfl.data.sources import Source
 from flashfl.engine.client import ClientSide, Reply
+from flashfl.engine.encoding import OWN
 from flashfl.engine.memory import ClientMemory, Rounds
 from flashfl.engine.store import MaskStore
+from flashfl.engine.train import ClientFailed
 from flashfl.wire import Message, decode, encode
 from tests.wire.wire_support import changed, mask_of, small_layout, values_for
 
 LAYOUT = small_layout((2000, 5000))
+STATISTICS = torch.zeros(LAYOUT.size - LAYOUT.trained_size)
 DATA: Source = None  # type: ignore[assignment]  # nobody looks at it
 
 
@@ -137,6 +140,24 @@ def test_client_without_memory_is_sent_the_full_mask() -> None:
     assert play.sizes[before] < play.sizes[before + 1]
     assert play.lacks == [given.hash]
     assert play.server.start(1) == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message("order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1)),
+        Message("order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1), values=STATISTICS, carries="statistics"),
+        Message("lack", LAYOUT, (2, 1, 0), 1, lacks="0" * 16),
+        Message(
+            "order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1), values=values_for(mask(1)), start=(2, 0, 0),
+            extra={OWN: Extra("bits", torch.ones(5, dtype=torch.bool))},
+        ),
+    ],
+    ids=["no values", "statistics", "no order", "own mask of another size"],
+)  # fmt: skip
+def test_client_says_that_it_cannot_use_an_order_of_a_hostile_server(message: Message) -> None:
+    with pytest.raises(ClientFailed, match=r"it cannot read the server's message .BadField"):
+        Play(LAYOUT).side.work(1, DATA, encode(message).data, [])
 
 
 def test_lost_own_mask_is_noticed() -> None:

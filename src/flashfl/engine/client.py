@@ -22,6 +22,7 @@ from ..core.mask import Mask, Weights
 from ..data.sources import Source
 from ..data.task import Task
 from ..wire import Message, UnknownMask, WireError, decode, encode
+from ..wire.errors import BadField
 from ..wire.frame import read_frame
 from .encoding import OWN
 from .memory import Rounds
@@ -118,7 +119,11 @@ class ClientSide:
         held = rounds.get(order.start, Remembered()) if order.start is not None else Remembered()
         extra = dict(order.extra)
         given = extra.pop(OWN, None)  # the server gives back the client's own mask
-        if given is not None and order.start is not None and order.mask is not None:
+        if order.kind != "order" or order.mask is None or order.values is None or order.carries == "statistics":
+            raise BadField("the message is no order with a model")
+        if given is not None and order.start is not None:
+            if given.form != "bits" or given.value.shape != order.mask.bits.shape:
+                raise BadField("the client's own mask is no bit for each prunable weight")
             held = Remembered(order.mask, Mask(self.layout, given.value), held.notes)
         if order.own is not None and (held.own is None or held.own.hash != order.own):
             raise UnknownMask(order.own)

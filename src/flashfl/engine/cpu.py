@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -50,8 +51,14 @@ class CPUEngine:
         # large model: Docker's /dev/shm has 64 MB. Zeros are written first, so that a full disk is noticed now.
         self._file, path = shared_file()
         weakref.finalize(self, self._file.close)  # of an engine that nobody closes
-        torch.zeros(task.layout.size).numpy().tofile(self._file)
-        self._file.flush()
+        try:
+            self._file.write(bytes(4 * task.layout.size))
+            self._file.flush()
+        except OSError as error:
+            raise FlashError(
+                f"the folder for temporary files, {tempfile.gettempdir()}, has no room for a copy of the model "
+                f"({error.strerror}). Make room there, or set TMPDIR to another folder"
+            ) from None
         self._model = shared_model(task, path)
         count = config.workers or max(1, (os.cpu_count() or 1) // threads)
         if multiprocessing.current_process().daemon:  # a worker of somebody's own pool may not start processes
