@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,41 @@ def test_method_with_several_densities_is_refused(method: fl.Method) -> None:
 def test_method_that_sends_dense_models_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} sends clients a model of density 1, whatever its own"):
         fl.simulate(fl.METHODS[name](), wide(), 2, budget=12_000, **SETTINGS)
+
+
+def test_method_whose_clients_get_parts_of_a_dense_model_keeps_its_budget() -> None:
+    run = fl.simulate(fl.METHODS["fedspa"](), wide(), 8, budget=12_000, **SETTINGS)
+    assert max(run.bytes_down, run.bytes_up) / (8 * 4) <= 12_000
+
+
+@dataclass(frozen=True)
+class Own(fl.PDST):
+    density: float = field(default=0.1, metadata={"help": "how much is kept"})
+
+
+@dataclass(frozen=True)
+class Required(fl.Method):
+    density: float
+
+    def init(self, plan: fl.Plan) -> fl.State:
+        return fl.PDST(density=self.density).init(plan)
+
+    def aggregate(self, s: fl.State, sums: fl.Sums) -> fl.State:
+        return s.next(fl.fedavg(sums))
+
+
+@pytest.mark.parametrize("method", [Own(), Required(density=0.3)])
+def test_custom_method_declares_its_density_as_it_likes(method: fl.Method) -> None:
+    found = within_budget(method, wide(), TrainConfig(rounds=10, per_round=4, budget=12_000))[0]
+    assert isinstance(found, Own | Required)
+    assert found.density not in (0.1, 0.3)
+
+
+@pytest.mark.parametrize("settings", [{"secure": True}, {"dp_noise": 1.0}])
+def test_private_run_has_no_budget_of_bytes(settings: dict[str, Any]) -> None:
+    """Its updates are encoded in another way."""
+    with pytest.raises(ConfigError, match="budget = 12000: not possible with `secure` or `dp_"):
+        fl.simulate(fl.PDST(), wide(), 2, budget=12_000, **SETTINGS, **settings)
 
 
 def test_finished_run_over_its_budget_warns() -> None:

@@ -80,13 +80,18 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
     Bits that are set stay as they are. Otherwise, and with the default fp32, the fewest bits are taken, unless they
     would make the model denser than one half.
     """
-    chooses = next((f.init and not f.metadata for f in fields(method) if f.name == "density"), False)
-    if not chooses:
+    if train.private:
+        raise ConfigError(
+            f"budget = {train.budget}: not possible with `secure` or `dp_*`, which encode updates in their own "
+            "way. Set budget = 0, and a density."
+        )
+    own = next((f for f in fields(method) if f.name == "density" and not f.metadata.get("derived")), None)
+    if own is None or not own.init:
         raise ConfigError(
             f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method. In a comparison, "
             "--METHOD.budget is the budget of one method."
         )
-    plan = plan_of(train, task, max(train.per_round, len(task.train)))
+    plan = plan_of(train, task, max(train.per_round, len(task.train)), method=method)
     cost = Cost(method, plan)
     chosen = train.values == "fp32" and not (train.values_up or train.values_down)
     for form in CHOICES if chosen else (train.values,):
@@ -102,13 +107,15 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
             "bytes a message. Raise the budget."
         )
     found = replace(method, density=density)  # type: ignore[call-arg]
-    if (sent := found.init(plan).mask.density) > density + 1 / plan.layout.prunable_size:
+    start = found.init(plan)
+    own_mask = found.work(start, Client(0, 1)).start is not None  # then a client is sent a part of the server's model
+    if not own_mask and (sent := start.mask.density) > density + 1 / plan.layout.prunable_size:
         raise ConfigError(
             f"budget = {train.budget}: {method.name} sends clients a model of density {sent:.2g}, whatever its own "
             "density is. Use another method, such as spdst."
         )
     given = method.density  # type: ignore[attr-defined]
-    instead = f" instead of {given:g}" if given not in (type(method).density, density) else ""  # type: ignore[attr-defined]
+    instead = f" instead of {given:g}" if given not in (own.default, density) else ""
     down, up = cost.bytes(density, made.down, made.up)
     said = (
         f"budget of {train.budget} bytes a client and round each way: density {density:g}{instead}, "
@@ -124,6 +131,5 @@ def warn_if_over(method: Method, train: TrainConfig, traffic: Traffic) -> None:
     if train.budget and max(down, up) > _TOLERATED * train.budget:
         warn(
             f"budget = {train.budget}: {method.name} took more, {down} bytes down and {up} bytes up for each client "
-            "and round. Its messages hold more than the weights of one mask. Lower the budget, or use another method, "
-            "such as spdst."
+            "and round: its density does not decide all that was sent. Lower the budget."
         )
