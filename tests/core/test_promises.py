@@ -21,6 +21,7 @@ from flashfl.core.parts import check_fields, part
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.gpu import GPUEngine
+from flashfl.run.checks import check_method
 from flashfl.run.config import TrainConfig
 from flashfl.run.simulate import drive
 from flashfl.sparsity import PruneRegrow, allocate, top_mask
@@ -211,6 +212,29 @@ def test_settings_that_would_not_reach_clients_are_refused() -> None:
         Local(parts=(Halved(0.1),))
 
 
+class Stronger(fl.PDST):
+    strength = 0.5
+
+    def __init__(self, strength: float) -> None:
+        super().__init__()
+        object.__setattr__(self, "strength", strength)
+
+
+@dataclass(frozen=True)
+class Noted(fl.PDST):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "notes", [])
+
+
+def test_settings_of_methods_that_would_be_lost_are_refused() -> None:
+    """Also where the class has the name as an attribute; a dataclass is not told to become one."""
+    with pytest.raises(ConfigError, match="Stronger is not a dataclass, so its settings strength would be lost"):
+        check_method(Stronger(0.7))
+    with pytest.raises(ConfigError, match=r"Noted has settings that are no fields and would be lost: notes\. List them"):
+        check_method(Noted())
+
+
 @part
 @dataclass(frozen=True)
 class Unfinished:
@@ -227,3 +251,5 @@ class Unfinished:
 def test_an_unfinished_rule_is_told_what_it_lacks() -> None:
     with pytest.raises(ConfigError, match=r"such as PruneRegrow\(\)\. Yours lacks collect\."):
         Local(adapt=Unfinished())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"must be None or a rule .*such as PruneRegrow\(\)\. Yours lacks its paren"):
+        Local(adapt=PruneRegrow)  # type: ignore[arg-type]

@@ -76,6 +76,7 @@ class Local:
 
     def __post_init__(self) -> None:
         lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
+        lacks = ["its parentheses"] if isinstance(self.adapt, type) else lacks
         if self.adapt is not None and lacks:
             raise ConfigError(
                 f"adapt = {self.adapt!r}: must be None or a rule that moves the mask, such as PruneRegrow(). Yours "

@@ -58,10 +58,17 @@ def check_part(value: object) -> None:
 def check_dataclass(value: object) -> None:
     """Refuse an object with settings that are no fields: they would not travel, or have the parent class's values."""
     kind = type(value)
-    hints = {} if "__dataclass_fields__" in vars(kind) else get_annotations(kind)
+    declared = "__dataclass_fields__" in vars(kind)
+    hints = {} if declared else get_annotations(kind)
     own = [name for name, hint in hints.items() if "ClassVar" not in str(hint)]
-    fields = getattr(kind, "__dataclass_fields__", {})
-    own += [name for name in getattr(value, "__dict__", ()) if name not in (*fields, *own) and not hasattr(kind, name)]
+    known = {*own, *getattr(kind, "__dataclass_fields__", ())}
+    rest = [name for name in getattr(value, "__dict__", ()) if name not in known]
+    own += [name for name in rest if not isinstance(getattr(kind, name, None), functools.cached_property)]
+    if own and declared:
+        raise ConfigError(
+            f"{kind.__name__} has settings that are no fields and would be lost: {', '.join(own)}. List them as "
+            "fields, or compute them in a functools.cached_property"
+        )
     if own:
         raise ConfigError(
             f"{kind.__name__} is not a dataclass, so its settings {', '.join(own)} would be lost: put "
