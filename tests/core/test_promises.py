@@ -231,7 +231,7 @@ def test_settings_of_methods_that_would_be_lost_are_refused() -> None:
     """Also where the class has the name as an attribute; a dataclass is not told to become one."""
     with pytest.raises(ConfigError, match="Stronger is not a dataclass, so its settings strength would be lost"):
         check_method(Stronger(0.7))
-    with pytest.raises(ConfigError, match=r"Noted has settings that are no fields and would be lost: notes\. List them"):
+    with pytest.raises(ConfigError, match=r"Noted has settings that are no fields and would be lost: notes\. List"):
         check_method(Noted())
 
 

@@ -414,6 +414,28 @@ def test_gathering_of_statistics_that_fails_is_asked_for_under_a_new_number(
     assert torch.allclose(secure.weights.statistics, usual.weights.statistics, atol=1e-3)
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_secure_run_that_gathered_statistics_is_extended(
+    task: fl.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeated: bool
+) -> None:
+    """Its next round has a number of its own: clients refuse to give a second input under that of the gathering."""
+    original, failed = PrivateRound._opened, [] if repeated else [(0, 0, 0)]
+
+    def opened(self: PrivateRound) -> object:
+        if self.packing.local.report == "statistics" and not failed:
+            failed.append(self.tag)
+            self._why = "clients left"
+            return np.zeros(0, np.uint32), []
+        return original(self)
+
+    monkeypatch.setattr(PrivateRound, "_opened", opened)
+    more = {"secure": True, "static_bn": True, "folder": tmp_path / "run", "retries": 1}
+    simulated(task, fl.PDST(density=0.3), rounds=1, **more)
+    with pytest.warns(RuntimeWarning, match="rounds changed from 1 to 2"):
+        run = simulated(task, fl.PDST(density=0.3), rounds=2, resume=True, **more)
+    assert (run.history[-1].missed, run.history[-1].attempt) == ({}, 0)
+
+
 def test_resume_without_the_record_of_spent_privacy_is_refused(task: fl.Task, tmp_path: Path) -> None:
     more = {"dp_noise": 4.0, "rounds": 2, "folder": tmp_path / "run"}
     crash_after_opening(1, task, fl.PDST(density=0.3), **more)

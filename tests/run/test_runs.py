@@ -23,7 +23,7 @@ from flashfl.aggregate import average
 from flashfl.core.engine import FixedPopulation
 from flashfl.core.errors import ConfigError, DataError, RunStopped
 from flashfl.core.exchange import Evaluation, Outcome, Sums, Traffic
-from flashfl.core.loop import run_rounds
+from flashfl.core.loop import _reasons, run_rounds
 from flashfl.data.task import Task
 from flashfl.engine.train import NOT_FINITE
 from flashfl.run.config import TrainConfig, make_config, plan_of
@@ -165,6 +165,13 @@ def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:
     ):
         go(fl.Dense(), with_nans(set(range(6))), folder=tmp_path, retries=1)
     assert list((tmp_path / "checkpoints").glob("*.json"))
+
+
+def test_a_stopped_run_names_those_who_failed_first() -> None:
+    """Later attempts may fail because of the first one, and only three reasons are shown."""
+    first, later = {7: "no memory", 8: "no memory"}, dict.fromkeys((1, 2, 7), "it waits for the others")
+    trips: Any = [((), SimpleNamespace(failures=failures)) for failures in (first, later)]
+    assert _reasons(trips) == "client 7: no memory; client 8: no memory; client 1: it waits for the others"
 
 
 def test_a_share_of_clients_can_be_made_to_fail() -> None:

@@ -128,8 +128,9 @@ def _gather_statistics(
                 f"({_reasons(trips[-1:])}). {_ADVICE}"
             )
         asked = _next_attempt(asked, outcome)
-    # The average before the server's cut has no statistics of its own, so it can no longer be evaluated.
-    after = method.with_statistics(replace(s, before=None), outcome.sums)
+    # The average before the server's cut has no statistics of its own, so it can no longer be evaluated. If the run is
+    # extended, a secure round needs a number that the gathering has not used.
+    after = method.with_statistics(replace(s, before=None, round=asked.round + outcome.revealed), outcome.sums)
     if after.average is not None:  # a second gathering would cost bytes, and the two models are close by now
         after = replace(after, average=after.average.with_statistics(after.weights.statistics))
     return after, outcome
@@ -137,7 +138,9 @@ def _gather_statistics(
 
 def _reasons(trips: Sequence[Trip]) -> str:
     """Why a few clients failed. The first attempt names the cause: later ones may fail because of it."""
-    found = {client: why for _, outcome in reversed(trips) for client, why in outcome.failures.items()}
+    found: dict[int, str] = {}
+    for client, why in (one for _, outcome in trips for one in outcome.failures.items()):
+        found.setdefault(client, why)
     return "; ".join(f"client {c}: {why}" for c, why in list(found.items())[:3])
 
 
