@@ -82,6 +82,15 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 # -- runs that are there ------------------------------------------------------------------------------------------
 
 
+def test_budget_that_a_method_cannot_keep_is_refused_before_another_trains(begun: list[bool], tmp_path: Path) -> None:
+    def with_budget(name: str, seed: int) -> RunConfig:
+        return make_config({}, {**TINY, "method": name, "seed": str(seed), "budget": "20kB"})
+
+    with pytest.raises(ConfigError, match="budget = 20000: topk sends clients a model of density 1"):
+        compare(with_budget, ["spdst", "topk"], [0, 1], tmp_path, quiet=True)
+    assert not begun
+
+
 def test_runs_with_the_same_code_are_reused(
     tmp_path: Path, begun: list[bool], capsys: pytest.CaptureFixture[str]
 ) -> None:

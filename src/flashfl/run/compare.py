@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -18,6 +19,7 @@ from ..core.state import State
 from ..data.tasks import build_task
 from ..methods import METHODS
 from . import checkpoint as checkpoints
+from .budget import within_budget
 from .code import code_of
 from .config import RunConfig, known_method
 from .options import walk
@@ -113,6 +115,10 @@ def compare(
                 "--overwrite"
             )
         jobs.append((config, place, found, other))
+    task_of = functools.cache(build_task)
+    for config, _, found, other in jobs:
+        if config.train.budget and not (found and found.end and not other):
+            within_budget(config.method, task_of(config.task), config.train)  # refuses it before others train for hours
     runs: dict[str, list[Results]] = {name: [] for name in methods}
     for at, (config, place, found, other) in enumerate(jobs, 1):
         name, label = config.method.name, f"[{at}/{len(jobs)}] {config.method.name} seed {config.train.seed}"
