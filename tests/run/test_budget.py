@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,18 @@ def test_chosen_density_is_the_densest_that_fits() -> None:
     assert f"density {method.density:g}" in said
     assert made.values == "int8"  # what is set stays
     assert within_budget(method, task, made)[:2] == (method, made)  # so a resumed run chooses the same
+
+
+def test_run_with_a_budget_is_extended_twice(tmp_path: Path) -> None:
+    """Its density fits the rounds that it was begun with: with more of them, the first phase weighs less."""
+    task, found = wide(), []
+    for rounds in (2, 4, 8):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="rounds changed")
+            run = fl.simulate(fl.SPDST(), task, rounds, budget=12_000, folder=tmp_path, resume=rounds > 2, **SETTINGS)
+        assert isinstance(run.method, fl.SPDST)
+        found.append((run.method.density, len(run.history)))
+    assert found == [(found[0][0], 3), (found[0][0], 5), (found[0][0], 9)]
 
 
 def test_budget_too_small_is_refused_with_what_is_needed() -> None:

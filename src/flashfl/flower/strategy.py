@@ -108,10 +108,10 @@ class FlashStrategy(Strategy):
             self.train = replace(self.train, secure=secure)
         if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
-        if self.train.budget:
-            self.method, self.train, said = within_budget(method, task, self.train)
-            log.info("%s", said)
         self.folder = Path(folder) if folder else None
+        if self.train.budget:
+            self.method, self.train, said = within_budget(method, task, self.train, self.folder if resume else None)
+            log.info("%s", said)
         self.resume, self.overwrite, self.header, self.watch, self.quiet = resume, overwrite, header, watch, quiet
         self.run: Run | None = None
 

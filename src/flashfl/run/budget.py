@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from ..data.task import Task
 from ..wire import Message, size_with
 from ..wire.geometry import geometry
 from .config import TrainConfig, plan_of
+from .results import Results
 
 _SLACK = 96  # bytes: settings are texts whose numbers differ in length, and a first message has a longer mask
 _TOLERATED = 1.01  # the mask of a method that moves it is only estimated
@@ -74,11 +76,14 @@ def _mask_bytes(layout: Layout, density: float) -> float:
     return min(geometry(layout).bitmap_size, 1.05 * layout.prunable_size * entropy / 8 + 8 * len(layout.prunable) + 16)
 
 
-def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Method, TrainConfig, str]:
+def within_budget(
+    method: Method, task: Task, train: TrainConfig, folder: Path | None = None
+) -> tuple[Method, TrainConfig, str]:
     """The method with the density, and the settings with the bits, that stay within `train.budget`; and a sentence.
 
     Bits that are set stay as they are. Otherwise, and with the default fp32, the fewest bits are taken, unless they
-    would make the model denser than one half.
+    would make the model denser than one half. folder: of a run that goes on, perhaps for more rounds. It keeps the
+    density that fits the rounds it was begun with.
     """
     if train.private:
         raise ConfigError(
@@ -91,7 +96,8 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
             f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method. In a comparison, "
             "--METHOD.budget is the budget of one method."
         )
-    plan = plan_of(train, task, max(train.per_round, len(task.train)), method=method)
+    begun = replace(train, rounds=_begun(folder, train.rounds))
+    plan = plan_of(begun, task, max(train.per_round, len(task.train)), method=method)
     cost = Cost(method, plan)
     chosen = train.values == "fp32" and not (train.values_up or train.values_down)
     for form in CHOICES if chosen else (train.values,):
@@ -122,6 +128,15 @@ def within_budget(method: Method, task: Task, train: TrainConfig) -> tuple[Metho
         f"values {made.down.values} down and {made.up.values} up, about {down} bytes down and {up} up"
     )
     return found, made, said
+
+
+def _begun(folder: Path | None, rounds: int) -> int:
+    """The rounds that the run in a folder was begun with; `rounds` if there is none."""
+    if folder is None or (held := Results.held(folder)) is None:
+        return rounds
+    now = held.header.get("identity", {}).get("settings", {}).get("rounds")
+    first = next(iter(held.header.get("extended", ())), now)
+    return first if isinstance(first, int) and first > 0 else rounds
 
 
 def warn_if_over(method: Method, train: TrainConfig, traffic: Traffic) -> None:

@@ -66,14 +66,13 @@ def simulate(
         raise ConfigError(f"the task is of type {kind}: expected an fl.Task. Write fl.simulate(method, task, rounds).")
     usual = asdict(train) if train else {"per_round": min(TrainConfig.per_round, len(task.train)), **method.recipe}
     config = make_train({**usual, **settings})
-    chosen = ""
+    place, chosen = Path(folder) if folder else None, ""
     if config.budget:
-        method, config, chosen = within_budget(method, task, config)
+        method, config, chosen = within_budget(method, task, config, place if resume else None)
     if not task.evaluation:
         raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
     warn_of_buffers(task)
     warn_of_metric(task)
-    place = Path(folder) if folder else None
     if isinstance(progress, Display):
         display = progress
     else:
