@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,20 @@ def test_custom_method_declares_its_density_as_it_likes(method: fl.Method) -> No
     found = within_budget(method, wide(), TrainConfig(rounds=10, per_round=4, budget=12_000))[0]
     assert isinstance(found, Own | Required)
     assert found.density not in (0.1, 0.3)
+
+
+@dataclass(frozen=True)
+class Remembers(fl.PDST):
+    def init(self, plan: fl.Plan) -> fl.State:
+        return replace(super().init(plan), extra={"factor": torch.tensor(0.5)})
+
+    def work(self, s: fl.State, client: fl.Client) -> fl.Local:
+        return self.local(s, lr=s.plan.lr(s.counted) * float(s.kept(torch.Tensor, "factor")))
+
+
+def test_custom_method_finds_what_its_state_keeps() -> None:
+    run = fl.simulate(Remembers(), wide(), 4, budget=12_000, **SETTINGS)
+    assert max(run.bytes_down, run.bytes_up) / (4 * 4) <= 12_000
 
 
 @pytest.mark.parametrize("settings", [{"secure": True}, {"dp_noise": 1.0}])

@@ -43,9 +43,11 @@ class Cost:
     @cached_property
     def work(self) -> list[Local]:
         """The work of a client in each round of the training phase."""
-        empty = State(self.plan, Weights.dense(self.layout, torch.zeros(self.layout.size)), TRAINING)
+        start = self.method.init(self.plan)
+        if not start.phase.counts:  # what a first phase will find is not known
+            start = State(self.plan, Weights.dense(self.layout, torch.zeros(self.layout.size)), TRAINING)
         rounds = range(self.plan.rounds)
-        return [self.method.work(replace(empty, round=r, counted=r), Client(0, 1)) for r in rounds]
+        return [self.method.work(replace(start, round=r, counted=r), Client(0, 1)) for r in rounds]
 
     def bytes(self, density: float, down: Precision, up: Precision) -> tuple[int, int]:
         """Bytes of a client and round, (down, up), averaged over the run with a first phase."""
