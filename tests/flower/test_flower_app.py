@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import tomllib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from flashfl.flower.host import find
 from flashfl.flower.supernode import instead
 from flashfl.flower.testing import InProcessGrid
 from flashfl.methods import NST
+from flashfl.run.budget import within_budget
 from flashfl.run.config import TrainConfig, plan_of
 from tests.conftest import make_task
 from tests.test_every_method import small
@@ -100,6 +102,20 @@ def test_strategy_replaces_a_run_only_if_asked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already holds a run: continue it with resume=True, replace it"):
         FlashStrategy(small("pdst"), task, config, **made).start(federation(task))
     FlashStrategy(small("pdst"), task, config, overwrite=True, **made).start(federation(task))
+
+
+def test_budget_fits_the_rounds_that_start_names(tmp_path: Path) -> None:
+    """So a run that is extended keeps its density."""
+    method = fl.SPDST(warmup_clients=2)
+    task, config, found = make_task("norm"), TrainConfig(rounds=50, per_round=2, batch=8, budget=1000), []
+    for rounds in (1, 3):
+        strategy = FlashStrategy(method, task, config, folder=tmp_path, quiet=True, resume=rounds > 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            strategy.start(federation(task), num_rounds=rounds)
+        assert isinstance(strategy.method, fl.SPDST)
+        found.append(strategy.method.density)
+    assert found[0] == found[1] < within_budget(method, task, config)[0].density  # type: ignore[attr-defined]
 
 
 def test_configured_server_trains_and_does_not_overwrite(tmp_path: Path) -> None:

@@ -109,9 +109,6 @@ class FlashStrategy(Strategy):
         if not resume:  # a resumed run keeps the settings it has recorded
             _check(self.train)
         self.folder = Path(folder) if folder else None
-        if self.train.budget:
-            self.method, self.train, said = within_budget(method, task, self.train, self.folder if resume else None)
-            log.info("%s", said)
         self.resume, self.overwrite, self.header, self.watch, self.quiet = resume, overwrite, header, watch, quiet
         self.run: Run | None = None
 
@@ -132,6 +129,10 @@ class FlashStrategy(Strategy):
         self.train = replace(self.train, rounds=num_rounds) if num_rounds else self.train
         self.options = replace(self.options, timeout=timeout) if timeout else self.options
         resume = self.resume and self.folder is not None
+        if self.train.budget:
+            folder = self.folder if resume else None
+            self.method, self.train, said = within_budget(self.method, self.task, self.train, folder)
+            log.info("%s", said)
         engine = self.connect(grid)
         if self.task.test is None and not any(entry.held for entry in engine.registry.entries.values()):
             raise ConfigError(
