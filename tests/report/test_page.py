@@ -174,6 +174,16 @@ def test_legend_hides_and_shows_methods(page: str, open_page: Open) -> None:
     assert errors(browser) == []
 
 
+def test_close_up_leaves_out_early_rounds_and_all_rounds_are_one_click_away(page: str, open_page: Open) -> None:
+    browser = open_page(page)
+    close = {s: count(browser, f"#{s} svg .dot") for s in ("accuracy-by-round", "accuracy-by-bytes")}
+    browser.execute_script("document.querySelectorAll('#accuracy-by-round .choice button')[1].click()")
+    every = {s: count(browser, f"#{s} svg .dot") for s in close}
+    assert all(0 < close[s] < every[s] for s in close)
+    assert len(set(every.values())) == 1
+    assert errors(browser) == []
+
+
 def test_three_runs_share_one_chart(compared: Path, tmp_path: Path, open_page: Open) -> None:
     chosen = [compared / f"{name}-seed0" for name in ("nst", "spdst", "jmwst")]
     browser = open_page(write(load(chosen), tmp_path / "three.html").as_uri())
