@@ -268,7 +268,8 @@ def code_lines(path: Path) -> int:
 @methods
 def test_resume_after_kill_9_is_bit_identical(name: str, tmp_path: Path) -> None:
     """A real process on the real digits task, killed without warning, and another that goes on."""
-    density = [] if name == "dense" or name.startswith("hetero") else ["--density", "0.05"]
+    has_density = "density" in {f.name for f in fields(fl.METHODS[name]) if not f.metadata}
+    density = ["--density", "0.05"] if has_density else []
     common = [sys.executable, "-m", "flashfl.cli", "run", "--method", name, *density, "--rounds", "6"]
     common += ["--checkpoint-every", "1", "--quiet"]
     whole = subprocess.run([*common, "--out", str(tmp_path / "whole")], capture_output=True, text=True, check=True)

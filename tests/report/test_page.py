@@ -174,6 +174,22 @@ def test_legend_hides_and_shows_methods(page: str, open_page: Open) -> None:
     assert errors(browser) == []
 
 
+def test_close_up_leaves_out_early_rounds_and_all_rounds_are_one_click_away(
+    compared: Path, tmp_path: Path, open_page: Open
+) -> None:
+    place = edited(compared / "spdst-seed0", tmp_path / "run")
+    lines = [json.loads(line) for line in (place / "results.jsonl").read_text().splitlines()]
+    scored = [line for line in lines if line.get("metrics")]
+    scored[0]["metrics"]["after"]["metric"] = 0.0  # far below the later ones
+    (place / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    browser = open_page(write(load([place]), tmp_path / "page.html").as_uri())
+    charts = ("#accuracy-by-round svg circle.dot", "#accuracy-by-bytes svg circle.dot")
+    assert [count(browser, chart) for chart in charts] == [len(scored) - 1] * 2
+    browser.execute_script("document.querySelectorAll('#accuracy-by-round .choice button')[1].click()")
+    assert [count(browser, chart) for chart in charts] == [len(scored)] * 2
+    assert errors(browser) == []
+
+
 def test_three_runs_share_one_chart(compared: Path, tmp_path: Path, open_page: Open) -> None:
     chosen = [compared / f"{name}-seed0" for name in ("nst", "spdst", "jmwst")]
     browser = open_page(write(load(chosen), tmp_path / "three.html").as_uri())

@@ -20,7 +20,7 @@ _FAR_AWAY = f"Cells more than {FAR:g} combined spreads from the paper"
 _NEEDS = {"sst2": "needs the weights of BERT-base"}
 _LEFT_OUT = {
     "femnist": "femnist: the paper's row at density 0.05 repeats a row of CIFAR-100, so the main table leaves it out. "
-    "The table `savings` has the paper's other figure for it."
+    "The paper's second figure for FEMNIST at density 0.05 is in the table `savings`."
 }
 _WHERE = "Data sets belong in the folder FLASHFL_DATA. `flashfl data` lists the missing ones."
 

@@ -21,8 +21,8 @@ _COLUMNS = (
     "up / client", "down / client", TRANSFER, "seconds",
 )  # fmt: skip
 _MEANINGS = (
-    ("ours %, paper %", "accuracy after the last round: mean ± standard deviation over seeds. (stale): a run from "
-     "before a change of the method's code"),
+    ("ours %, paper %", "accuracy after the last round: mean ± standard deviation over seeds. (stale): the run "
+     "was made before a change of the method's code"),
     ("best %", "the best evaluation of a run"),
     ("before %", "accuracy before the server cuts the model to its density"),
     ("spreads", "the difference divided by sqrt(a^2 + b^2). a is the paper's standard deviation. b is our "

@@ -106,16 +106,27 @@ function nameClouds(svg, series, x, y, inner) {
   }
 }
 
+// Curves without their beginnings, so that they fill the height with what they do in the second half of their rounds.
+function lateParts(series) {
+  const late = (s) => s.x.map((_, i) => i).filter((i) => s.x[i] > s.x[s.x.length - 1] / 2);
+  const low = (s, i) => s.y[i] - (s.spread ? s.spread[i] : 0), high = (s, i) => s.y[i] + (s.spread ? s.spread[i] : 0);
+  const least = Math.min(...series.flatMap((s) => late(s).map((i) => low(s, i)))), most = Math.max(...series.flatMap((s) => late(s).map((i) => high(s, i))));
+  return series.map((s) => {
+    const from = s.y.findLastIndex((_, i) => low(s, i) < least || high(s, i) > most) + 1, cut = (values) => values && values.slice(from);
+    return { ...s, x: cut(s.x), y: cut(s.y), spread: cut(s.spread), rounds: cut(s.rounds) };
+  });
+}
+
 // series: [{label, colour, dash, chip, x, y, spread, dots, line, name, mark: {y, spread, label}}]
 function lineChart(host, options) {
   const o = { xTick: text.plain, yTick: text.plain, xText: options.xTick || text.plain, yText: options.yTick || text.plain, ...options };
-  const series = o.series.filter((s) => s.x.length);
+  const given = o.series.filter((s) => s.x.length), series = o.late ? lateParts(given) : given;
   if (!series.length) { host.replaceChildren(make("p", { class: "about" }, o.empty || "Nothing to show yet.")); return; }
   const reach = (s, sign) => s.y.map((v, i) => v + sign * (s.spread ? s.spread[i] : 0));
   const ys = o.yDomain || extent(series.flatMap((s) => [...reach(s, 1), ...reach(s, -1), ...(s.mark ? [s.mark.y] : [])]), o.yType === "log" ? 0 : 0.06);
   if (o.yFloor !== undefined) ys[0] = Math.max(o.yFloor, ys[0]);
   if (o.yCeiling !== undefined) ys[1] = Math.min(o.yCeiling, ys[1]);
-  const xs = o.xDomain || extent(series.flatMap((s) => s.x), o.xType === "log" ? 0 : 0.015);
+  const xs = o.xDomain || extent(given.flatMap((s) => s.x), o.xType === "log" ? 0 : 0.015);
   const { svg, x, y, inner } = frame(host, o, xs, ys);
   const clip = (v) => Math.max(inner.top, Math.min(inner.bottom, v));
   const curves = pieces(series, x, y), stacked = new Map();

@@ -3,7 +3,7 @@
 let data = JSON.parse(document.getElementById("data").textContent);
 let part = {};  // the task that is being rendered: its groups, table, metric and runs
 const hidden = new Set(), off = {};  // methods switched off; layers switched off, by method
-const chosen = { bytes: "both", sort: null, down: true, open: new Set() };
+const chosen = { bytes: "both", range: "late", sort: null, down: true, open: new Set() };
 const main = document.getElementById("main");
 let draws = [];  // what to call when the width or the theme changes
 
@@ -76,13 +76,14 @@ function measured() {
 
 function trends() {
   const metric = measured(), groups = shown();
-  const accuracy = section(`${metric.title} by round`, `${metric.title} at each evaluation${metric.direction}; seeds as mean and standard deviation.` + (groups.some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
-  chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, series: groups.map((g) => ({
+  const accuracy = section(`${metric.title} by round`, `${metric.title} at each evaluation${metric.direction}; seeds as mean and standard deviation. The close-up leaves out early rounds.` + (groups.some((g) => g.paper) ? " Diamonds: the paper's final figure." : ""), { half: true });
+  choice(accuracy, { late: "close-up", all: "all rounds" }, "range");
+  chart(accuracy, (host) => lineChart(host, { xLabel: "round", ...metric.axis, whole: true, late: chosen.range === "late", series: groups.map((g) => ({
     ...look(g), x: g.accuracy.round, y: g.accuracy.mean, spread: g.accuracy.std, dots: g.accuracy.round.length < 25, mark: paperMark(g) })) }));
   const bytes = section(`${metric.title} by bytes`, "The same by bytes sent so far: those of encoded messages, first phase included (log scale).", { half: true });
   choice(bytes, { both: "up + down", up: "up", down: "down" }, "bytes");
   const sum = (a) => a.up.map((v, i) => (chosen.bytes === "both" ? v + a.down[i] : a[chosen.bytes][i]));
-  chart(bytes, (host) => lineChart(host, { xLabel: "bytes", ...metric.axis, xType: "log", xTick: text.bytes, nearest: true,
+  chart(bytes, (host) => lineChart(host, { xLabel: "bytes", ...metric.axis, xType: "log", xTick: text.bytes, nearest: true, late: chosen.range === "late",
     title: (v, s, i) => `${text.bytes(v)} after round ${s.rounds[i]}`,
     series: groups.map((g) => ({ ...look(g), x: sum(g.accuracy), y: g.accuracy.mean, spread: g.accuracy.std, rounds: g.accuracy.round, dots: g.accuracy.round.length < 25 })) }));
 }
