@@ -74,8 +74,8 @@ def check_settings(s: PrivacySettings) -> None:
     private = s.dp_epsilon > 0 or s.dp_noise > 0
     if s.dp_sampling == "poisson" and s.secure:
         raise ConfigError(
-            "dp_sampling = 'poisson': not possible with secure = true. It protects only from those who do not know the "
-            "cohorts, and the server knows them. Set dp_sampling = 'fixed', or secure = false."
+            "dp_sampling = 'poisson': not possible with secure = true. Poisson sampling protects only from those who "
+            "do not know the cohorts, and the server knows them. Set dp_sampling = 'fixed', or secure = false."
         )
     if s.dp_sampling == "poisson" and not private:
         raise ConfigError("dp_sampling = 'poisson': needs noise. Set dp_epsilon or dp_noise, or dp_sampling = 'fixed'.")
