@@ -49,6 +49,8 @@ def test_a_model_may_name_the_rule_auto() -> None:
 def test_a_rule_that_matches_nothing_names_what_could_be_matched() -> None:
     with pytest.raises(ConfigError, match=r"prunable = .* matches no parameter.*0\.weight"):
         Layout.of(net(), "encoder.*")
+    with pytest.raises(ConfigError, match=r"fixed = 'zzz' matches no .* or one of conv, body, inner, none\.$"):
+        Layout.of(net(), fixed="zzz")
 
 
 def test_fixed_parameters_have_no_place_in_the_vector() -> None:

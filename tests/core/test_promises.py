@@ -23,7 +23,7 @@ from flashfl.engine.cpu import CPUEngine
 from flashfl.engine.gpu import GPUEngine
 from flashfl.run.checks import check_method
 from flashfl.run.config import TrainConfig
-from flashfl.run.simulate import drive
+from flashfl.run.simulate import drive, plan_of
 from flashfl.sparsity import PruneRegrow, allocate, top_mask
 from tests.conftest import make_task
 
@@ -59,6 +59,12 @@ class Counting(fl.Dense):
 def test_state_extra_must_be_storable(small_task: Task) -> None:
     with pytest.raises(FlashError, match=r"state.extra\['seen'\] is int: .*torch\.tensor\(value\)"):
         fl.simulate(Counting(), small_task, 1, **QUICK)
+
+
+def test_missing_state_extra_says_how_to_store_it(small_task: Task) -> None:
+    state = fl.Dense().init(plan_of(TrainConfig(per_round=1), small_task, 1))
+    with pytest.raises(FlashError, match=r"has no Mask 'mine'\. Store it in `init`, with State\(\.\.\., extra="):
+        state.kept(fl.Mask, "mine")
 
 
 def test_a_client_cannot_be_asked_to_remember_what_it_cannot() -> None:

@@ -24,6 +24,7 @@ from tests.wire.wire_support import changed, mask_of, small_layout, values_for
 
 LAYOUT = small_layout((2000, 5000))
 STATISTICS = torch.zeros(LAYOUT.size - LAYOUT.trained_size)
+NO_MODEL = "must be an order with a mask and weights"
 DATA: Source = None  # type: ignore[assignment]  # nobody looks at it
 
 
@@ -143,20 +144,28 @@ def test_client_without_memory_is_sent_the_full_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "why"),
     [
-        Message("order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1)),
-        Message("order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1), values=STATISTICS, carries="statistics"),
-        Message("lack", LAYOUT, (2, 1, 0), 1, lacks="0" * 16),
-        Message(
-            "order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1), values=values_for(mask(1)), start=(2, 0, 0),
-            extra={OWN: Extra("bits", torch.ones(5, dtype=torch.bool))},
+        (Message("order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1)), NO_MODEL),
+        (
+            Message(
+                "order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1), values=STATISTICS, carries="statistics"
+            ),
+            NO_MODEL,
+        ),
+        (Message("lack", LAYOUT, (2, 1, 0), 1, lacks="0" * 16), NO_MODEL),
+        (
+            Message(
+                "order", LAYOUT, (2, 1, 0), 1, local=Local(), mask=mask(1), values=values_for(mask(1)), start=(2, 0, 0),
+                extra={OWN: Extra("bits", torch.ones(5, dtype=torch.bool))},
+            ),
+            "own mask must have one bit for each prunable weight",
         ),
     ],
     ids=["no values", "statistics", "no order", "own mask of another size"],
 )  # fmt: skip
-def test_client_says_that_it_cannot_use_an_order_of_a_hostile_server(message: Message) -> None:
-    with pytest.raises(ClientFailed, match=r"it cannot read the server's message .BadField"):
+def test_client_says_that_it_cannot_use_an_order_of_a_hostile_server(message: Message, why: str) -> None:
+    with pytest.raises(ClientFailed, match=rf"it cannot read the server's message .BadField: the .*{why}"):
         Play(LAYOUT).side.work(1, DATA, encode(message).data, [])
 
 
@@ -202,7 +211,7 @@ def test_own_mask_beyond_the_history_is_kept_for_a_simulated_client() -> None:
     assert [again.rounds(client) for client in range(3)] == [held.rounds(client) for client in range(3)]
     assert [again.own(client) is not None for client in range(3)] == [False, False, True]
     held.store.keep_only([])
-    with pytest.raises(CheckpointError, match=r"of client 0 is missing in .*\. Resume the run"):
+    with pytest.raises(CheckpointError, match=r"client 0 remembers is missing or damaged in .*\. If you have a copy"):
         held.rounds(0)
 
 
@@ -273,7 +282,7 @@ def test_lost_masks_of_real_clients_are_a_warning(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="continues and sends full masks again"):
         other.load(saved)
     assert other.start(0) is None
-    with pytest.raises(CheckpointError, match="the stored mask of a client cannot be read"):
+    with pytest.raises(CheckpointError, match=r"mask of a client cannot be read: /.*[0-9a-f]{16}\.mask is missing"):
         memory(MaskStore.in_folder(LAYOUT, tmp_path)).load(saved)
 
 

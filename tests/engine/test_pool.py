@@ -25,8 +25,10 @@ from flashfl.core.mask import Weights
 from flashfl.data.sources import Arrays, Subset, source
 from flashfl.data.task import Task
 from flashfl.engine.cpu import CPUEngine
-from flashfl.engine.pool import Died, InProcess, Pool
+from flashfl.engine.pool import Died, InProcess, Pool, _ending
 from tests.conftest import DropoutNet, blobs
+
+KILLED = "its process was killed by signal 9, most likely for lack of memory: lower workers or batch"
 
 
 class Awkward(Exception):
@@ -112,6 +114,13 @@ def test_one_job_per_worker_is_out_at_a_time(pool: Pool) -> None:
     assert most <= 2, "a job for each worker, however slow the first one is"
 
 
+@pytest.mark.parametrize(
+    ("code", "said"), [(3, "its process ended with code 3"), (-11, "its process was killed by signal 11")]
+)
+def test_death_for_another_reason_does_not_blame_memory(code: int, said: str) -> None:
+    assert _ending(code) == said
+
+
 def test_no_jobs(pool: Pool) -> None:
     assert results(pool, []) == []
 
@@ -125,7 +134,7 @@ def test_killed_worker_loses_only_its_job(pool: Pool) -> None:
     jobs = [("echo", 0), ("kill", 1), ("echo", 2), ("kill", 3), ("echo", 4)]
     found = results(pool, jobs)
     assert [r for r in found if not isinstance(r, Died)] == [0, 2, 4]
-    assert str(found[1]) == "its process ended with code -9"
+    assert str(found[1]) == KILLED
     assert results(pool, [("echo", 7)] * 4) == [7] * 4, "and is replaced"
 
 
@@ -301,7 +310,7 @@ def task_with(odd: type[Arrays]) -> Task:
 
 def test_run_goes_on_without_a_client_whose_process_is_killed() -> None:
     run = fl.simulate(fl.Dense(), task_with(Deadly), 3, workers=2, per_round=5)
-    assert [record.failures for record in run.history] == [{4: "its process ended with code -9"}] * 3
+    assert [record.failures for record in run.history] == [{4: KILLED}] * 3
     assert len(run.history) == 3
 
 
@@ -362,7 +371,7 @@ def test_worker_killed_while_evaluating_is_an_error() -> None:
     task = Task(DropoutNet, [blobs(9, (6,), i) for i in range(2)], Deadly((x,), y))
     engine = CPUEngine(task, fl.TrainConfig(workers=2))
     try:
-        with pytest.raises(FlashError, match="evaluation failed: its process ended with code -9"):
+        with pytest.raises(FlashError, match=f"evaluation failed: {KILLED}"):
             engine.evaluate(fl.Weights(fl.Mask.full(task.layout), task.draw(1)))
     finally:
         engine.close()

@@ -304,7 +304,9 @@ def test_supernode_joins_again_once_the_superlink_has_forgotten_it(capsys: pytes
         return str(answer)
 
     assert supernode.try_again(activate, pause=0.01) == "joined"
-    assert capsys.readouterr().err.count("Trying again") == 2
+    said = capsys.readouterr().err
+    assert said.count("Trying again") == 2
+    assert "register it there. Or an earlier process of this node crashed" in said
 
 
 def test_supernode_gives_up_after_a_while_and_on_other_errors() -> None:

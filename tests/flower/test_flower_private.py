@@ -17,10 +17,11 @@ from flwr.app import Context, Message, RecordDict
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError, RunStopped
-from flashfl.flower import FlashStrategy, records, server_task
+from flashfl.flower import FlashStrategy, private, records, server_task
 from flashfl.flower.host import Host
-from flashfl.flower.private import make_identity
+from flashfl.flower.private import make_identity, read_identity
 from flashfl.flower.testing import InProcessGrid
+from flashfl.privacy.keys import Directory
 from flashfl.privacy.messages import HEADER, STEPS, flags
 
 SETTINGS = {"rounds": 2, "per_round": 10, "max_steps": 2, "batch": 16, "eval_every": 1}
@@ -61,6 +62,29 @@ class Killed:
         if request and node in self.nodes and request[0] == self.step and message.metadata.group_id.startswith("2."):
             self.gone.add(node)
         return [] if node in self.gone and request else [reply]
+
+
+def test_existing_key_is_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*clients: str) -> None:
+        monkeypatch.setattr("sys.argv", ["private", str(tmp_path), *clients])
+        private.main()
+
+    make("1", "1")
+    with pytest.raises(SystemExit, match=r"client-1\.key exists already, and nothing was written\. Leave out client 1"):
+        make("0", "1")
+    assert not (tmp_path / "client-0.key").exists()
+    old = json.loads((tmp_path / "identities.json").read_text())
+    (tmp_path / "client-1.key").unlink()
+    make("0", "1")
+    new = json.loads((tmp_path / "identities.json").read_text())
+    assert new["1"] != old["1"]
+    assert new == {str(c): read_identity(tmp_path / f"client-{c}.key").public.hex() for c in (0, 1)}
+
+
+def test_unreadable_keys_name_the_command_that_makes_them(tmp_path: Path) -> None:
+    for read in (read_identity, Directory.read):
+        with pytest.raises(ConfigError, match=r"Make keys with: python -m flashfl\.flower\.private FOLDER CLIENT"):
+            read(tmp_path / "missing")
 
 
 def test_secure_run_on_flower_is_bit_identical_to_the_simulation(

@@ -79,6 +79,7 @@ def test_other_package_version_is_a_warning(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, "flwr.flashfl"):
         assert len(registry_of(federation(task, only(node_of(1), "query", old)), task).present()) == 8
     assert "client 1 runs flashfl 0.0.1" in caplog.text
+    assert "Install the same version" in caplog.text
 
 
 def test_node_without_partition_id_is_told_what_to_set() -> None:
@@ -132,6 +133,14 @@ def test_nodes_can_join_and_leave() -> None:
     assert cohorts[:2] == [set(range(6))] * 2
     assert all(0 not in cohort for cohort in cohorts[2:])
     assert {6, 7} & (cohorts[2] | cohorts[3])
+
+
+def test_fewer_clients_than_asked_for_are_a_warning_that_says_what_happens(caplog: pytest.LogCaptureFixture) -> None:
+    task = make_task("norm")
+    with caplog.at_level(logging.WARNING, "flwr.flashfl"):
+        registry_of(federation(task), task).gather(9)
+    assert "only 8 of 9 clients registered within 0.1 s. The run goes on with them" in caplog.text
+    assert "raise flower.wait" in caplog.text
 
 
 def test_too_few_clients_stop_the_run_with_the_reason() -> None:

@@ -96,7 +96,7 @@ def test_pretrained_weights_are_kept_and_embeddings_fixed(tmp_path: Path) -> Non
 @pytest.mark.parametrize("text", ["", "[1]", '{"hidden_size": 16, "num_attention_heads": 3}'])
 def test_damaged_config_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(DataError, match=r"no encoder has the sizes in .*config\.json: .*Download the file again"):
+    with pytest.raises(DataError, match=r"the sizes in .*config\.json do not make an encoder: .*Download the file"):
         build_model("bert-scratch", path=str(tmp_path))
 
 
@@ -119,6 +119,12 @@ def spoil_layer(folder: Path) -> None:
     safetensors.save_file(held, folder / "model.safetensors", {"format": "pt"})
 
 
+def spoil_one(folder: Path) -> None:
+    held = safetensors.load_file(folder / "model.safetensors")
+    del held["bert.encoder.layer.1.output.dense.bias"]
+    safetensors.save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+
 def spoil_names(folder: Path) -> None:
     safetensors.save_file({"foo": torch.zeros(3)}, folder / "model.safetensors", {"format": "pt"})
 
@@ -131,9 +137,10 @@ def spoil_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "what"),
     [
-        (spoil_width, r"do not match its config\.json: bert\.embeddings"),
-        (spoil_layer, r"encoder\.layer\.1\.attention.* and 15 more are missing"),
-        (spoil_names, r"do not match its config\.json: bert\.embeddings"),
+        (spoil_width, r"do not match its config\.json\. Missing or of another shape: bert\.embeddings"),
+        (spoil_layer, r"encoder\.layer\.1\.attention.* and 14 more\."),
+        (spoil_names, r"do not match its config\.json.*: bert\.embeddings"),
+        (spoil_one, r"another shape: bert\.encoder\.layer\.1\.output\.dense\.bias\. Download"),
         (spoil_end, "no encoder could be loaded"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b""), "no encoder could be loaded"),
         (lambda folder: (folder / "config.json").unlink(), r"do not match its config\.json"),

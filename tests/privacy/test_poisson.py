@@ -16,7 +16,7 @@ import dp_accounting as dp
 from accounting_support import epsilon_sampled
 
 import flashfl as fl
-from flashfl.core.errors import ConfigError
+from flashfl.core.errors import ConfigError, RunStopped
 from flashfl.core.exchange import Client
 from flashfl.core.rng import flip
 from flashfl.core.state import State
@@ -129,9 +129,13 @@ def test_poisson_run_ends_when_its_budget_is_spent_and_resumes(task: fl.Task, tm
     assert len(simulated(task, resume=True, **more).history) == 3
 
 
-@pytest.mark.parametrize("settings", [{"secure": True, "dp_noise": 1.0}, {}], ids=["secure", "without-dp"])
-def test_poisson_cohorts_are_refused_where_they_bring_nothing(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="needs secure = false, and dp_epsilon or dp_noise above 0"):
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"secure": True, "dp_noise": 1.0}, "not possible with secure = true"), ({}, "needs noise")],
+    ids=["secure", "without-dp"],
+)
+def test_poisson_cohorts_are_refused_where_they_bring_nothing(settings: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
         TrainConfig(dp_sampling="poisson", **settings)  # type: ignore[arg-type]
 
 
@@ -164,6 +168,14 @@ def test_cohort_that_was_not_drawn_by_the_runs_key_is_not_amplified(task: fl.Tas
     assert ledger.epsilon().sampled == epsilon_known(4.0, 1, 1e-5)
     vault.spend(s, drawn, range(10))
     assert ledger.draws == {Draw(): 1, Draw(10, 3): 1}
+
+
+def test_repeated_round_that_the_budget_does_not_allow_ends_the_run(task: fl.Task) -> None:
+    vault, _, s = vault_of(task, dp_epsilon=epsilon_sampled(4.0, 1, 1e-5, 10, 3) + 0.01)
+    cohort = [c.id for c in PDST.cohort(s, task.clients)]
+    vault.spend(s, cohort, range(10))
+    with pytest.raises(RunStopped, match=r"another round would spend more than dp_epsilon = .*, so training ends"):
+        vault.spend(s.again(), cohort, range(10))
 
 
 @pytest.mark.parametrize("settings", [{"dp_noise": 1.0}, {"dp_epsilon": 8.0}])

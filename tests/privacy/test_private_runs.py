@@ -124,11 +124,21 @@ def test_round_with_too_few_survivors_is_repeated_and_opens_nothing(
     assert "TooFew" in record.missed[9]
 
 
-def test_run_stops_if_every_attempt_has_too_few_survivors(task: fl.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "drops", lambda s, client, share: client < 5)
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (fl.PDST(density=0.3), r"round 1 \(training\) failed 3 times: 0 of 10 clients .* min_replies = 1"),
+        (fl.SPDST(density=0.3, warmup_clients=4), r"a round \(sensitivity\) failed 3 times: 0 of 4 clients"),
+    ],
+)
+def test_run_stops_if_every_attempt_has_too_few_survivors(
+    task: fl.Task, monkeypatch: pytest.MonkeyPatch, method: Method, said: str
+) -> None:
+    """Each attempt has a number of its own, which no user counts."""
+    monkeypatch.setattr(cpu, "drops", lambda s, client, share: client < 9)
     monkeypatch.setattr(cpu, "dropout_step", lambda s, client: 2)
-    with pytest.raises(RunStopped, match="failed 3 times"):
-        simulated(task, secure=True, dropout=0.1)
+    with pytest.raises(RunStopped, match=said):
+        simulated(task, method, secure=True, dropout=0.1)
 
 
 @pytest.mark.parametrize("secure", [True, False])
@@ -256,6 +266,13 @@ def test_epsilon_is_recorded_each_round_and_the_run_ends_when_the_budget_is_spen
     assert run.stopped == f"spent its privacy budget of epsilon {budget:g}"
     assert run.history[-1].score is not None
     assert "epsilon" in repr(run)
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_noise_too_little_for_one_round_is_refused_before_it(task: fl.Task, secure: bool, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dp_noise = 0\.3 is too little: one round would spend more than .* = 8\."):
+        simulated(task, fl.PDST(density=0.3), dp_epsilon=8.0, dp_noise=0.3, secure=secure, folder=tmp_path / "run")
+    assert not (tmp_path / "run" / "private" / "spent.json").exists()
 
 
 def test_noise_for_an_epsilon_lasts_for_the_rounds_that_were_planned(task: fl.Task) -> None:
@@ -441,7 +458,7 @@ def test_resume_without_the_record_of_spent_privacy_is_refused(task: fl.Task, tm
     crash_after_opening(1, task, fl.PDST(density=0.3), **more)
     (tmp_path / "run" / "private" / "opened").unlink()
     (tmp_path / "run" / "private" / "spent.json").unlink()
-    with pytest.raises(CheckpointError, match="0 rounds spent, but the run has 1 rounds"):
+    with pytest.raises(CheckpointError, match=r"spent\.json is missing, or older than the run .it has 0 of 1 rounds"):
         simulated(task, fl.PDST(density=0.3), resume=True, **more)
 
 

@@ -229,8 +229,11 @@ def _tied(module: nn.Module, glob: str) -> str:
 
 
 def _no_match(rule: object, what: str, params: Mapping[str, nn.Parameter], hint: str = "") -> ConfigError:
+    named = "conv, body, inner, none"
+    if what == "prunable":
+        named = f"auto, {named} (nothing is sparse, for dense training)"
     return ConfigError(
         f"{what} = {rule!r} matches no parameter. {hint}The model's trainable parameters are: "
         f"{', '.join(params) or 'none'}. Give a glob such as 'features.*.weight', a predicate (name, parameter) -> "
-        "bool, or one of auto, conv, body, inner, none (nothing is sparse, for dense training)."
+        f"bool, or one of {named}."
     )

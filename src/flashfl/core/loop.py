@@ -51,7 +51,7 @@ def run_rounds(
         orders = method.orders(state, sorted(cohort, key=lambda c: c.id))
         outcome = _train(engine, state, orders, trips, tick)
         if outcome.sums.clients < min(min_replies, len(cohort)) or not outcome.sums.n:
-            state = _repeat(engine, state, trips, retries)
+            state = _repeat(engine, state, trips, min_replies, retries)
             continue
         trained = time.perf_counter()
         missed = {c: why for _, lost in trips[:-1] for c, why in lost.failures.items()}
@@ -95,13 +95,15 @@ def _traffic(trips: Sequence[Trip]) -> Traffic:
     return sum((outcome.traffic for _, outcome in trips), Traffic())
 
 
-def _repeat(engine: Engine, s: State, trips: Sequence[Trip], retries: int) -> State:
+def _repeat(engine: Engine, s: State, trips: Sequence[Trip], min_replies: int, retries: int) -> State:
     """The state to try the round again with, or RunStopped after too many attempts."""
     engine.memory.rollback()
     if s.attempt >= retries:
+        sent, outcome = trips[-1]
         raise RunStopped(
-            f"round {s.round + 1} ({s.phase.name}) failed {s.attempt + 1} times: too few clients sent a usable reply "
-            f"({_reasons(trips)}). {_ADVICE}"
+            f"{f'round {s.counted + 1}' if s.phase.counts else 'a round'} ({s.phase.name}) failed {s.attempt + 1} "
+            f"times: {outcome.sums.clients} of {len(sent)} clients sent a usable reply, fewer than min_replies = "
+            f"{min_replies} ({_reasons(trips)}). {_ADVICE}"
         )
     return _next_attempt(s, trips[-1][1])
 

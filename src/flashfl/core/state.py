@@ -181,8 +181,9 @@ class State:
         found = self.extra.get(name, otherwise)
         if not isinstance(found, kind):
             raise FlashError(
-                f"the state's `extra` has no {kind.__name__} {name!r}: the method did not store it, or the checkpoint "
-                "was written by another method"
+                f"the state's `extra` has no {kind.__name__} {name!r}. Store it in `init`, with State(..., extra=...), "
+                "or with s.next(...) or s.enter(...). s.enter drops what it is not given. If the run was resumed after "
+                "a change of the method, start it again."
             )
         return found
 

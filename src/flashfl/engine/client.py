@@ -120,10 +120,10 @@ class ClientSide:
         extra = dict(order.extra)
         given = extra.pop(OWN, None)  # the server gives back the client's own mask
         if order.kind != "order" or order.mask is None or order.values is None or order.carries == "statistics":
-            raise BadField("the message is no order with a model")
+            raise BadField("the message must be an order with a mask and weights")
         if given is not None and order.start is not None:
             if given.form != "bits" or given.value.shape != order.mask.bits.shape:
-                raise BadField("the client's own mask is no bit for each prunable weight")
+                raise BadField("the client's own mask must have one bit for each prunable weight")
             held = Remembered(order.mask, Mask(self.layout, given.value), held.notes)
         if order.own is not None and (held.own is None or held.own.hash != order.own):
             raise UnknownMask(order.own)

@@ -113,8 +113,9 @@ class ClientMemory:
     def lost(self, client: int) -> CheckpointError:
         """What a simulated client remembers is gone or damaged."""
         return CheckpointError(
-            f"the stored memory of client {client} is missing in {self.store.folder}. Resume the run: it continues "
-            "from the last checkpoint."
+            f"a file with what client {client} remembers is missing or damaged in {self.store.folder}. If you have a "
+            "copy, put it back. Then resume the run: it goes on from the last checkpoint that needs no missing file. "
+            "If there is none, start the run again."
         )
 
     def notes(self, client: int) -> Notes:
@@ -225,11 +226,11 @@ class ClientMemory:
                 if self.device.type != "cpu":
                     kept.loaded = mask.to(self.device)
         except (KeyError, FlashError) as error:
+            missing = f"{self.store.folder or 'memory'}/{kept.digest}.mask is missing"
+            why = missing if isinstance(error, KeyError) else str(error)
             if self.simulated:
-                raise CheckpointError(f"the stored mask of a client cannot be read ({error})") from None
-            warn(
-                f"the server's list of clients' masks is lost ({error}). The run continues and sends full masks again."
-            )
+                raise CheckpointError(f"the stored mask of a client cannot be read: {why}") from None
+            warn(f"the server's list of clients' masks is lost ({why}). The run continues and sends full masks again.")
             clients, history = {}, {}
         self._saved = (clients, history)
         self.rollback()

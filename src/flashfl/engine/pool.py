@@ -136,7 +136,7 @@ class Pool(Generic[J, R]):
             error, result = _collect(connection)
         except (EOFError, OSError):  # it ended, perhaps in the middle of its answer
             process.join(1)
-            died = Died(f"its process ended with code {process.exitcode}")
+            died = Died(_ending(process.exitcode))
             if process.exitcode == 1 and not self._forks:  # an error before its first job
                 raise self._cannot_spawn(died) from None
             self._replace(worker)
@@ -158,6 +158,13 @@ class Pool(Generic[J, R]):
 def _made(path: str) -> Callable[[Any], Any]:
     make: Make[Any, Any] = torch.load(path, mmap=True, weights_only=False)  # a file of this run's own
     return make()
+
+
+def _ending(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"its process ended with code {code}"
+    likely = ", most likely for lack of memory: lower workers or batch" if code == -signal.SIGKILL else ""
+    return f"its process was killed by signal {-code}{likely}"
 
 
 def _end(process: BaseProcess, connection: Connection) -> None:

@@ -146,7 +146,8 @@ def warn_of_buffers(task: Task) -> None:
     if lost:
         warn(
             f"training changes the buffers {', '.join(lost[:4])}{', ...' if lost[4:] else ''}, which are not sent, so "
-            "the changes are lost. Only running_mean and running_var of normalisation layers are sent."
+            "the changes are lost. Only running_mean and running_var of normalisation layers are sent. If the model "
+            "needs these values after training, make them parameters."
         )
 
 

@@ -73,8 +73,8 @@ class Vault:
         if (ledger := self.ledger) is not None:
             if (found := ledger.draws.total()) < s.counted:
                 raise CheckpointError(
-                    f"{ledger.path} records the privacy that {found} rounds spent, but the run has {s.counted} rounds. "
-                    "What it spent so far is unknown: put the lost file back, or start a new run"
+                    f"{ledger.path} is missing, or older than the run (it has {found} of {s.counted} rounds). The "
+                    "privacy spent so far is unknown: put the file back, or start a new run"
                 )
             planned = self.privacy.draw
             how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
@@ -90,8 +90,8 @@ class Vault:
         if not self.privacy.secure:
             if ledger.epsilon(more=1).sampled > budget:
                 raise RunStopped(
-                    f"the privacy budget dp_epsilon = {budget:g} is spent, so training ends. The model before this "
-                    "round is kept."
+                    f"another round would spend more than dp_epsilon = {budget:g}, so training ends. The model before "
+                    "this round is kept."
                 )
             return list(clients)
         return [c for c in clients if epsilon_known(ledger.multiplier, ledger.taken[c] + 1, ledger.delta) <= budget]

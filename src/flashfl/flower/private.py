@@ -20,7 +20,7 @@ from ..data.sources import Source
 from ..engine.client import ClientSide, Reply
 from ..engine.memory import Rounds
 from ..engine.party import Drawer, PrivateSide
-from ..privacy.keys import Directory, Identity
+from ..privacy.keys import MAKE_KEYS, Directory, Identity
 from ..privacy.policy import Policy
 
 _STATE = "flashfl.private"  # the name of our record in a context's state
@@ -50,7 +50,9 @@ def read_identity(path: Path) -> Identity:
     try:
         return Identity(bytes.fromhex(path.read_text().strip()))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the identity key {path} ({error}): expected 64 hex digits") from None
+        raise ConfigError(
+            f"cannot read the identity key {path} ({error}): expected 64 hex digits. {MAKE_KEYS}"
+        ) from None
 
 
 def make_identity(client: int, folder: Path) -> str:
@@ -72,14 +74,21 @@ def main() -> None:
     asked.add_argument("folder", type=Path, help="folder to write the keys to")
     asked.add_argument("clients", type=int, nargs="+", help="client ids, such as 0 1 2")
     given = asked.parse_args()
+    clients = sorted(set(given.clients))
+    for client in clients:
+        if (key := given.folder / f"client-{client}.key").exists():
+            raise SystemExit(
+                f"error: {key} exists already, and nothing was written. Leave out client {client}, or remove this file "
+                "to give it a new key."
+            )
     try:
         path = given.folder / "identities.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        known |= {str(client): make_identity(client, given.folder) for client in given.clients}
+        known |= {str(client): make_identity(client, given.folder) for client in clients}
         path.write_text(json.dumps(known, indent=1) + "\n")
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
-    count = len(given.clients)
+    count = len(clients)
     print(f"wrote {count} private key{'s' * (count != 1)} and {path}")
 
 

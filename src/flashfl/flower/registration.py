@@ -82,7 +82,10 @@ class Entry:
                 "module: both sides then draw the weights from the same seed."
             )
         if package != __version__:
-            log.warning("client %d runs flashfl %s, the server %s", client, printable(package, 40), __version__)
+            log.warning(
+                "client %d runs flashfl %s, the server %s: results may differ. Install the same version on both",
+                client, printable(package, 40), __version__,
+            )  # fmt: skip
         return entry
 
     def __str__(self) -> str:

@@ -97,7 +97,11 @@ class Registry:
         count = max(count, self.need)
         self._find(count)
         if len(self.entries) < count:
-            log.warning("only %d of %d clients registered within %g s", len(self.entries), count, self.options.wait)
+            log.warning(
+                "only %d of %d clients registered within %g s. The run goes on with them (a new run needs at least "
+                "per_round clients), and others can join later. To wait longer, raise flower.wait.",
+                len(self.entries), count, self.options.wait,
+            )  # fmt: skip
         else:
             self._until(lambda: not self._asked, min(self.options.grace, self.options.wait))
         if self._asked:

@@ -51,8 +51,9 @@ def try_again(activate: Callable[[], Any], seconds: float = REJOIN, pause: float
             if not not_activated(error) or left < pause:
                 raise
             print(
-                "flashfl: the SuperLink refuses this node. Either it does not know the node's key, or the node has "
-                f"crashed and still counts as online. Trying again for up to {left:.0f} s.",
+                "flashfl: the SuperLink refuses this node. Either the SuperLink does not know this node's key: "
+                "register it there. Or an earlier process of this node crashed and still counts as online: wait until "
+                f"the SuperLink notices. Trying again for up to {left:.0f} s.",
                 file=sys.stderr,
                 flush=True,
             )

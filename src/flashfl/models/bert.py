@@ -69,8 +69,8 @@ def pretrained(
     net, drawn = _load(path, classes)
     if lost := sorted(n for n in drawn if n.startswith(net.base_model_prefix + ".") and ".pooler." not in n):
         raise DataError(
-            f"the weights in {path} do not match its config.json: {lost[0]} and {len(lost) - 1} more are missing or "
-            "have another shape. Download both files again."
+            f"the weights in {path} do not match its config.json. Missing or of another shape: {', '.join(lost[:2])}"
+            f"{f' and {len(lost) - 2} more' if lost[2:] else ''}. Download both files again."
         )
     check_range(f"[0, {net.config.vocab_size}]", f"{path} knows no more tokens: lower vocab_size", vocab=vocab)
     longest = getattr(net.config, "max_position_embeddings", length)
@@ -120,5 +120,5 @@ def scratch(classes: int = 2, vocab: int = 30522, length: int = 64, path: str = 
         config.max_position_embeddings = max(length, config.max_position_embeddings)
         net = transformers.BertForSequenceClassification(config)
     except Exception as error:  # damaged files raise many kinds
-        raise DataError(f"no encoder has the sizes in {file}: {error}. Download the file again") from None
+        raise DataError(f"the sizes in {file} do not make an encoder: {error}. Download the file again") from None
     return Bert(net, freeze)

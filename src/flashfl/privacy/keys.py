@@ -27,6 +27,7 @@ except ImportError as error:
         f"secure aggregation needs the cryptography package ({error}): pip install 'flashfl[privacy]'"
     ) from None
 
+MAKE_KEYS = "Make keys with: python -m flashfl.flower.private FOLDER CLIENT"
 KEY = 32  # bytes of a key or a digest
 SIGNATURE = 64
 TAG = 16  # bytes that authenticated encryption adds
@@ -77,15 +78,16 @@ class Directory:
             return Directory({int(k): bytes.fromhex(v) for k, v in json.loads(path.read_text()).items()})
         except (OSError, ValueError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"cannot read the identity keys in {path} ({error}): expected JSON, client id -> public key in hex"
+                f"cannot read the identity keys in {path} ({error}): expected JSON, client id -> public key in hex. "
+                f"{MAKE_KEYS}"
             ) from None
 
     def check(self, client: int, message: bytes, signature: bytes) -> None:
         """Raise BadSignature unless the client signed this message."""
         if (key := self._keys.get(client)) is None:
             raise UnknownIdentity(
-                f"client {client} is in the cohort, but has no identity key in this client's list. Make keys, and set "
-                "`identity` and `identities` on every node"
+                f"client {client} is in the cohort, but has no identity key in this client's list. {MAKE_KEYS}. Then "
+                "set `identity` and `identities` on every node"
             )
         try:
             key.verify(signature, message)

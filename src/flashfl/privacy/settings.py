@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..core.errors import ConfigError, check_range
-from .accounting import Draw, multiplier_for
+from .accounting import Draw, epsilon_of, multiplier_for
 from .policy import Policy
 from .vector import Noise, Ranges
 
@@ -72,12 +72,13 @@ def check_settings(s: PrivacySettings) -> None:
     check_range("(0, inf)", dp_clip=s.dp_clip)
     check_range("(0, 1)", "Usual values are 1 / clients or less", dp_delta=s.dp_delta)
     private = s.dp_epsilon > 0 or s.dp_noise > 0
-    if s.dp_sampling == "poisson" and (s.secure or not private):
+    if s.dp_sampling == "poisson" and s.secure:
         raise ConfigError(
-            "dp_sampling = 'poisson': needs secure = false, and dp_epsilon or dp_noise above 0. Poisson sampling "
-            "protects only from those who do not know which clients were drawn. The server knows, and secure = true "
-            "must protect from the server too. Set dp_sampling = 'fixed', or change the other settings."
+            "dp_sampling = 'poisson': not possible with secure = true. Poisson sampling protects only from those who "
+            "do not know the cohorts, and the server knows them. Set dp_sampling = 'fixed', or secure = false."
         )
+    if s.dp_sampling == "poisson" and not private:
+        raise ConfigError("dp_sampling = 'poisson': needs noise. Set dp_epsilon or dp_noise, or dp_sampling = 'fixed'.")
     if private and s.static_bn:
         raise ConfigError(
             "static_bn = true: not possible under differential privacy. Use static_bn = false: BatchNorm statistics "
@@ -99,6 +100,11 @@ def privacy_of(s: PrivacySettings, clients: int) -> Privacy | None:
     draw, multiplier = Draw(clients, min(s.per_round, clients), s.dp_sampling == "poisson"), s.dp_noise
     if s.dp_epsilon and not multiplier:
         multiplier = multiplier_for(s.dp_epsilon, s.dp_delta, s.rounds, draw, known=s.secure)
+    elif s.dp_epsilon and epsilon_of(multiplier, {Draw() if s.secure else draw: 1}, s.dp_delta) > s.dp_epsilon:
+        raise ConfigError(
+            f"dp_noise = {multiplier:g} is too little: one round would spend more than dp_epsilon = {s.dp_epsilon:g}. "
+            "Raise one of them, or set dp_noise = 0: flashfl then chooses the noise."
+        )
     if multiplier < s.policy.noise:
         raise ConfigError(
             f"policy.noise = {s.policy.noise:g}: clients insist on that much noise, and these settings give "

@@ -30,7 +30,7 @@ class Coding:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """An order, an update, or a lack: a client's reply that it does not hold a mask its order refers to.
+    """An order, an update, or a lack: a client's reply that it does not hold what its order builds on.
 
     `values` is packed as by `Weights.packed`: the active prunable weights in order, then the dense layers, then the
     statistics. `carries` says whether all of that travels, the weights without statistics, or the statistics alone. An
@@ -52,7 +52,7 @@ class Message:
     counts: tuple[int, ...] | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Extra] = field(default_factory=dict)
-    lacks: str | None = None  # lacks only: the hash of the mask the client does not hold
+    lacks: str | None = None  # lacks only: the hash of what the client does not hold: a mask, or notes of its parts
     coding: Coding | None = None  # set by the decoder
     traffic: Traffic = Traffic()  # noqa: RUF009 - frozen; set by the decoder: what the bytes were for
 
