@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -74,6 +75,43 @@ def test_resume_in_a_mistyped_folder_is_refused(tmp_path: Path, capsys: pytest.C
         "there, give --method, --dataset or a configuration file.\n"
     )
     assert not out.exists()
+
+
+def test_resume_of_damaged_results_says_what_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It said that the checkpoint belonged to another run."""
+    path = tmp_path / "results.jsonl"
+    assert main(["run", "--method", "pdst", "--rounds", "3", *TINY, "--out", str(tmp_path)]) == 0
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[1][:30] + "\n", *lines[2:]]))
+    assert main(["run", "--out", str(tmp_path), "--resume", "--rounds", "4"]) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        f"flashfl: {path} is damaged in line 2, and more lines follow. Repair that line, or remove it: its round is "
+        "then missing in tables.\n"
+    )
+
+
+def test_export_without_a_checkpoint_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--method", "pdst", "--rounds", "1", *TINY, "--out", str(tmp_path)]) == 0
+    for path in (tmp_path / "checkpoints").iterdir():
+        path.unlink()
+    assert main(["export", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"flashfl: {tmp_path} has no checkpoint to export. If the run is still going, wait for its first checkpoint. "
+        "Otherwise continue it with --resume.\n"
+    )
+    assert main(["run", "--out", str(tmp_path), "--resume", "--quiet"]) == 0
+    assert main(["export", str(tmp_path)]) == 0
+
+
+def test_run_of_an_older_flower_app_is_exported(tmp_path: Path) -> None:
+    """Its header has one more table."""
+    assert main(["run", "--method", "pdst", "--rounds", "1", *TINY, "--out", str(tmp_path)]) == 0
+    first, rest = (tmp_path / "results.jsonl").read_text().split("\n", 1)
+    header = json.loads(first)
+    header["config"]["flower"] = {"clients": 2}
+    (tmp_path / "results.jsonl").write_text(json.dumps(header) + "\n" + rest)
+    assert main(["export", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -81,8 +81,8 @@ def _settings_apart(words: list[str], command: argparse.ArgumentParser) -> tuple
             own.append(word)
             continue
         if not equals:
-            value = next(rest, "")
-            if value == "" or value.startswith("--"):
+            value = next(rest, "--")  # an empty word is a value
+            if value.startswith("--"):
                 raise ConfigError(f"{name} needs a value: {name} VALUE")
         settings[name[2:].replace("-", "_")] = value
     return own, settings
@@ -147,7 +147,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     export.add_argument(
         "--view",
         default="",
-        help="which model, if the method makes several: 'density 0.1' or so (default: the one that reports show)",
+        help="which model to export, if the run has several (default: the one that reports show). A wrong name lists "
+        "them",
     )
     add_data(add)
     add_commands(add)
@@ -205,9 +206,10 @@ def _config(args: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
 def _resumed_config(folder: Path, overrides: dict[str, str]) -> RunConfig | None:
     """The settings of the run in a folder, with changes; None if it does not record them."""
     from .run.config import make_config
-    from .run.results import Results
+    from .run.results import RESULTS, Results
 
-    held = Results.held(folder)
+    path = folder / RESULTS
+    held = Results.read(folder) if path.is_file() and path.stat().st_size else None  # a damaged file is an error
     recorded = held.header.get("config") if held else None
     if recorded == {}:
         raise ConfigError(
@@ -285,8 +287,9 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     said = (
         "Bytes are those of the encoded messages, first phase included, averaged over rounds. Mbit/s: seconds that the "
-        "bytes of one client and round take, up and down together. Mask mismatch: between the server's masks of "
-        "consecutive rounds, over the last sixth of the run."
+        "bytes of one client and round take, up and down together. Mask mismatch: how much the server's mask "
+        "differs from that of the round before (0: equal, 1: nothing in common), averaged over the last sixth of the "
+        "run."
     )
     print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")

@@ -156,6 +156,11 @@ def test_partition_save_and_load(tmp_path: Path) -> None:
             partition.load(tmp_path / "split", other)
     with pytest.raises(DataError, match=r"nothing is not a saved partition .* No such file"):
         partition.load(tmp_path / "nothing", labels)
+    (tmp_path / "text").write_text("0 1 2")
+    np.save(tmp_path / "array.npy", labels)
+    for name in ("text", "array.npy"):
+        with pytest.raises(DataError, match=r"File is not a zip file\. To make one: flashfl data partition DATASET"):
+            partition.load(tmp_path / name, labels)
     np.savez(tmp_path / "older.npz", index=[3, 1, 2], ends=[1, 3])
     assert [part.tolist() for part in partition.load(tmp_path / "older.npz", labels)] == [[3], [1, 2]]
 

@@ -99,6 +99,27 @@ def test_budget_too_small_is_refused_with_what_is_needed() -> None:
         fl.simulate(fl.SPDST(), wide(), 2, budget=100, **SETTINGS)
 
 
+@pytest.mark.parametrize(
+    ("formats", "named"),
+    [
+        ({}, "values int4 down and int4 up, and rest fp16"),
+        ({"values": "int8", "values_up": "int4"}, "values int8 down and int4 up, and rest fp32"),
+        ({"values": "fp16", "rest": "fp16"}, "values fp16 down and fp16 up, and rest fp16"),
+    ],
+)
+def test_smallest_budget_is_that_of_the_formats_in_use(formats: dict[str, Any], named: str) -> None:
+    def chosen(budget: int) -> float:
+        train = TrainConfig(rounds=10, per_round=4, budget=budget, **formats)
+        return within_budget(fl.SPDST(), wide(), train)[0].density  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(ConfigError, match=rf"With {named}, .* needs about \d+ bytes") as caught:
+        chosen(100)
+    least = int(str(caught.value).partition("about ")[2].split()[0])
+    assert chosen(least) == 1e-4
+    with pytest.raises(ConfigError, match="too small"):
+        chosen(least - 1)
+
+
 def test_method_without_density_is_refused() -> None:
     with pytest.raises(ConfigError, match="dense has no density to choose"):
         fl.simulate(fl.Dense(), make_task("norm"), 2, budget=10_000, **SETTINGS)

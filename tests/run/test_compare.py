@@ -134,7 +134,7 @@ def test_overwrite_replaces_only_runs_with_other_settings(tmp_path: Path, begun:
         return base(method, seed + 1 if method == "pdst" else seed)
 
     compare(base, ["dense", "pdst"], [0], tmp_path)
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match=r"other settings \(seed: 0 there, 1 here\): choose another folder"):
         compare(other, ["dense", "pdst"], [0], tmp_path)
     compare(other, ["dense", "pdst"], [0], tmp_path, overwrite=True)
     assert begun == [False] * 3
@@ -278,14 +278,14 @@ def test_one_seed_has_no_spread() -> None:
         ({"spdst": [90.01], "pdst": [90.00]},
          "One seed cannot tell whether this is as in the paper: spdst (90.01) against pdst (90.00)."),
         ({"spdst": [90.01, 90.61], "pdst": [90.00, 90.60]},
-         "Within the spread over seeds, so neither as in the paper nor unlike: spdst (90.31) against pdst (90.30)."),
+         "Too close to tell, as the difference is within the spread over seeds: spdst (90.31) against pdst (90.30)."),
         ({"spdst": [90.00, 90.60], "pdst": [90.01, 90.61]},
-         "Within the spread over seeds, so neither as in the paper nor unlike: spdst (90.30) against pdst (90.31)."),
+         "Too close to tell, as the difference is within the spread over seeds: spdst (90.30) against pdst (90.31)."),
         ({"spdst": [90, 91], "jmwst": [89, 90], "pdst": [93, 94]},
          "Unlike in the paper, on this task and these seeds spdst (90.50) is not above pdst (93.50); "
          "jmwst (89.50) is not above pdst (93.50)."),
         ({"spdst": [93, 94], "pdst": [93, 94], "nst": [90, 91]},
-         "Within the spread over seeds, so neither as in the paper nor unlike: spdst (93.50) against pdst (93.50). "
+         "Too close to tell, as the difference is within the spread over seeds: spdst (93.50) against pdst (93.50). "
          "As in the paper, spdst (93.50) is above nst (90.50)."),
         ({"spdst": [93, 94], "jmwst": [93, 94]}, ""),
         ({"dense": [93, 94], "nst": [93, 94]}, ""),

@@ -87,6 +87,10 @@ def test_lists_on_the_command_line() -> None:
         assert config.method == expected
 
 
+def test_densities_that_an_error_advises_work() -> None:
+    assert make_config({}, {"method": "hetero-spdst", "densities": "0.1,0.15,0.2"}).method == fl.HeteroSPDST()
+
+
 def test_nothing_at_all_is_the_embedded_task() -> None:
     assert make_config({}, {}) == RunConfig()
 
@@ -127,6 +131,15 @@ def test_every_method_has_options_with_defaults(name: str) -> None:
     ("overrides", "said"),
     [
         ({"denisty": "0.1"}, "unknown option 'denisty': did you mean 'density'?"),
+        ({"adapt": "x", "method": "jmwst"}, "--adapt is a group of settings, such as --adapt.rate. "
+         "`flashfl methods jmwst` explains them."),
+        ({"ranges": "3"}, "--ranges is a group of settings, such as --ranges.weights. `flashfl settings` explains"),
+        ({"adapt": "x", "method": "pdst"}, "unknown option 'adapt': pdst has no such setting; nst, spdst, jmwst"),
+        ({"adapt.rate": "1", "method": "pdst"}, "'adapt.rate': pdst has no such setting; nst, spdst, jmwst"),
+        ({"method.adapt.rate": "1", "method": "pdst"}, "pdst has no such setting; nst, spdst, jmwst"),
+        ({"method": "hetero-spdst", "density": "0.1"}, "hetero-spdst takes --densities instead of --density, such as "
+         "--densities 0.1,0.15,0.2"),
+        ({"rounds": ""}, "--rounds (empty): expected int"),
         ({"train.round": "3"}, "did you mean 'train.rounds'?"),
         ({"adapt.grwoth": "random"}, "did you mean 'adapt.growth'?"),
         ({"method": "jwmst"}, "unknown method 'jwmst': did you mean 'jmwst'?"),

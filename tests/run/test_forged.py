@@ -146,7 +146,10 @@ def test_signed_run_resumes_to_the_same_result(key: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("unsigned", "checkpoint-00000002.json is not signed"),
+        (
+            "unsigned",
+            "is not signed: its run had no key. If you trust the file, resume without --checkpoint-key",
+        ),
         ("changed", "checkpoint-00000002.json is signed with another key, or was changed since"),
         ("another key", "checkpoint-00000002.json is signed with another key"),
         ("short key", "has 3 bytes, and at least 16 are needed"),
@@ -174,6 +177,22 @@ def test_checkpoint_without_the_right_signature_is_one_clear_error(
     with pytest.raises(ConfigError, match=said):
         go(tmp_path / "run", resume=True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("key_given", [b"abc", None])
+def test_bad_key_is_an_error_before_the_first_round(key_given: bytes | None, key: Path, tmp_path: Path) -> None:
+    sealed._read_key.cache_clear()
+    if key_given is None:
+        key.unlink()
+    else:
+        key.write_bytes(key_given)
+
+    def never(state: fl.State, record: Any) -> None:
+        pytest.fail("a round was trained")
+
+    with pytest.raises(ConfigError, match="the checkpoint key"):
+        go(tmp_path / "run", watch=never)
+    assert not (tmp_path / "run" / "results.jsonl").exists()
 
 
 def test_changed_tensors_of_a_signed_checkpoint_are_refused(key: Path, tmp_path: Path) -> None:

@@ -113,14 +113,33 @@ def test_results_without_a_folder_stay_in_memory() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "results.jsonl cannot be read \\(No such file"),
         ("", "does not begin with a run's settings"),
         ('{"type": "round"}\n', "does not begin with a run's settings"),
         ("[1]\n", "does not begin with a run's settings"),
     ],
 )
-def test_folder_without_a_run_is_an_error(tmp_path: Path, content: str | None, said: str) -> None:
-    if content is not None:
-        (tmp_path / RESULTS).write_text(content)
+def test_folder_without_a_run_is_an_error(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / RESULTS).write_text(content)
     with pytest.raises(FlashError, match=f"is not a run: .*{said}"):
         Results.read(tmp_path)
+
+
+def test_folder_without_results_and_missing_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FlashError, match=rf"^{tmp_path} has no results\.jsonl, so it is not the folder of a run$"):
+        Results.read(tmp_path)
+    with pytest.raises(FlashError, match=rf"^there is no folder {tmp_path / 'none'}$"):
+        Results.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(1, "Its first line holds the run's settings: repair it"), (3, "Repair that line, or remove it: its round is")],
+)
+def test_advice_for_a_damaged_line_works(path: Path, number: int, said: str) -> None:
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[: number - 1], lines[number - 1][:20], *lines[number:]]) + "\n")
+    with pytest.raises(FlashError, match=f"damaged in line {number}, and more lines follow. {said}"):
+        Results.read(path.parent)
+    if number > 1:
+        path.write_text("\n".join([*lines[: number - 1], *lines[number:]]) + "\n")
+        assert [r.round for r in Results.read(path.parent).rounds] == [0, 2, 3]

@@ -8,6 +8,7 @@ ids, `shards` among the classes.
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,9 +204,10 @@ def save(partition: Partition, path: str | Path, labels: Ints) -> None:
 def load(path: str | Path, labels: Ints) -> Partition:
     """A saved partition of the samples with these labels."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if sum(member.file_size for member in stored.zip.infolist()) > 16 * len(labels) + 4096:
+        with zipfile.ZipFile(path) as file:
+            if sum(member.file_size for member in file.infolist()) > 16 * len(labels) + 4096:
                 raise ValueError("it is too large")
+        with np.load(path, allow_pickle=False) as stored:
             held = dict(stored)
         index, ends = (held[name].astype(np.int64, casting="safe").ravel() for name in ("index", "ends"))
         parts = np.split(index, ends[:-1])
@@ -218,7 +220,7 @@ def load(path: str | Path, labels: Ints) -> Partition:
     except Exception as error:  # numpy raises many kinds for files that are not its own
         raise DataError(
             f"{path} is not a saved partition of these {len(labels)} samples: {error}. "
-            f"`flashfl data partition --save {path}` writes one"
+            "To make one: flashfl data partition DATASET --clients N --save FILE.npz"
         ) from None
     return parts
 

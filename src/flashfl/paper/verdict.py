@@ -9,7 +9,7 @@ from ..run.summary import ACCURACY, Summary
 _SAID = {  # how two methods stand: the beginning of the sentence, and the words between their names
     "above": ("As in the paper,", "is above"),
     "below": ("Unlike in the paper, on this task and these seeds", "is not above"),
-    "spread": ("Within the spread over seeds, so neither as in the paper nor unlike:", "against"),
+    "spread": ("Too close to tell, as the difference is within the spread over seeds:", "against"),
     "seed": ("One seed cannot tell whether this is as in the paper:", "against"),
 }
 

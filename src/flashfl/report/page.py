@@ -26,7 +26,8 @@ _NOTES = (
     "s at 1 / 10 / 100 Mbit/s: how many seconds a client's bytes of one round, up and down, take on such a line.",
     "Saving: dense fp32 bytes over the bytes really sent, first phase included.",
     "Paper's formula: the saving as the paper counts it.",
-    "Mask mismatch: between the server's masks of consecutive rounds, mean over the last sixth of the rounds.",
+    "Mask mismatch: how much the server's mask differs from that of the round before (0: equal, 1: nothing in common), "
+    "averaged over the last sixth of the run.",
 )
 _SCRIPTS = ("draw.js", "charts.js", "page.js", "table.js")
 

@@ -109,10 +109,11 @@ def within_budget(
         if density <= _DENSEST or not chosen:
             break
     if density == 0:
-        least = min(max(cost.bytes(1e-4, replace(train, values=f).down, replace(train, values=f).up)) for f in CHOICES)
+        least = max(cost.bytes(1e-4, made.down, made.up))
         raise ConfigError(
-            f"budget = {train.budget}: too small. The dense part of the model of {task.name} alone needs about {least} "
-            "bytes a message. Raise the budget."
+            f"budget = {train.budget}: too small. With values {made.down.values} down and {made.up.values} up, and "
+            f"rest {made.rest}, the dense part of the model of {task.name} alone needs about {least} bytes a message. "
+            "Raise the budget."
         )
     found = replace(method, density=density)  # type: ignore[call-arg]
     start = found.init(plan)

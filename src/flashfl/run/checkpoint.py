@@ -34,7 +34,7 @@ from ..sparsity import recipe_mask
 from ..wire.masks import check_recipe
 from .identity import differences
 from .run import Run
-from .sealed import Unsigned, Unusable, read_record, write_record
+from .sealed import Unsigned, Unusable, given_key, read_record, write_record
 
 SECONDS = 20.0  # between two checkpoints at most, if a round is not longer
 LONG = 2.0  # seconds that a checkpoint may take without coming less often
@@ -68,6 +68,7 @@ class Keeper:
     def begin(self) -> None:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
         if self.folder is not None:
+            given_key()  # one that cannot be read is an error before the first round
             for name in ("checkpoints", "snapshots", "private"):
                 shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
             for name in ("model.safetensors", "model.masks.safetensors"):
@@ -113,7 +114,8 @@ class Keeper:
             raise
 
     def _failed(self, error: Exception) -> None:
-        warn(f"could not write a checkpoint to {self.folder} ({error}); the last good one is kept")
+        kept = "the last good one is kept" if self.folder and found_in(self.folder) else "there is no earlier one"
+        warn(f"could not write a checkpoint to {self.folder} ({error}); {kept}")
 
     def load(self, plan: Plan) -> State:
         """Restore the newest usable checkpoint everywhere; its state."""
@@ -126,7 +128,7 @@ class Keeper:
             )
         self.engine.memory.keep_only(referenced(self.folder))  # from now on too, masks in checkpoints are kept
         self.run.rounds, self.run.traffic = point.rounds, point.traffic
-        self.run.results.resume(point.rounds)
+        self.run.results.resume(point.rounds, point.traffic.total)
         return point.state
 
     def _accept(self, point: Checkpoint) -> None:
@@ -169,8 +171,8 @@ def load(
     found = found_in(folder)
     if not found:
         raise CheckpointError(
-            f"there is no checkpoint in {folder}. Start the run again; if the folder holds results already, add "
-            "--overwrite."
+            f"{folder.parent} has no checkpoint to export. If the run is still going, wait for its first checkpoint. "
+            "Otherwise continue it with --resume."
         )
     passed: dict[Path, Unusable] = {}
     for path in found:
@@ -209,8 +211,8 @@ def _read(path: Path, plan: Plan, identity: Mapping[str, object]) -> Checkpoint:
         raise Unusable(f"{tensors.name} cannot be read ({error.strerror})") from None
     if hashlib.blake2b(content).hexdigest() != record["tensors"]:
         raise Unusable(f"{tensors.name} is damaged or truncated: its content does not match its digest")
-    if different := list(differences(record["identity"], identity)):
-        raise Foreign(f"{path} belongs to another run: its {'; its '.join(different)}")
+    if different := differences(record["identity"], identity, free="rounds"):  # a run may be extended
+        raise Foreign(f"{path} belongs to another run ({different})")
     rounds, traffic = record["rounds"], build(Traffic, record["traffic"])
     if f"checkpoint-{rounds:08d}" != path.stem:
         raise ValueError(f"it records {rounds!s:.20} rounds, but its file name says another number")

@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..core.errors import CheckpointError, ConfigError, FlashError
+from ..core.errors import CheckpointError, ConfigError, FlashError, warn
 from ..core.record import RoundRecord
 from ..core.rng import fold
 from ..core.state import State
-from ..data.tasks import build_task
+from ..data.tasks import TaskConfig, build_task
 from ..methods import METHODS
 from . import checkpoint as checkpoints
 from .budget import within_budget
 from .code import code_of
 from .config import RunConfig, known_method
+from .identity import differences
 from .options import walk
 from .progress import Display
 from .results import Results
@@ -45,6 +46,10 @@ def run_config(
 ) -> Run:
     """Carry out one configuration. Raises OutOfTime once time.monotonic() has passed `until`."""
     task = build_task(config.task, fold(config.train.seed, "task"))
+    if (file := config.task.partition_file) and config.task.clients not in (TaskConfig.clients, len(task.clients)):
+        warn(
+            f"clients = {config.task.clients}: not used, because {file} holds a split over {len(task.clients)} clients"
+        )
 
     def stop(state: State, record: RoundRecord) -> None:
         if time.monotonic() > until and not config.method.done(state):
@@ -135,8 +140,8 @@ def compare(
 def _other(found: Results, config: RunConfig) -> str:
     """What of a run differs from this configuration: its settings, its code, or nothing. Unknown code differs."""
     code = code_of(config.method)
-    if found.header.get("config") != config.to_json():
-        return "settings"
+    if different := differences(found.header.get("config", {}), config.to_json()):
+        return f"settings ({different})"
     return "code" if code is None or found.header.get("code") != code else ""
 
 

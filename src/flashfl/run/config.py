@@ -236,16 +236,27 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
 
 
 def _unknown_option(option: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
-    method = kind.name
+    method, flag = kind.name, f"--{option.replace('_', '-')}"
+    if inner := _inside(option, homes):
+        listing = f"methods {method}" if homes[inner[0]][0] == "method" else "settings"
+        return ConfigError(
+            f"{flag} is a group of settings, such as --{inner[0].replace('_', '-')}. `flashfl {listing}` explains them."
+        )
+    if option == "density" and "densities" in homes:
+        return ConfigError(f"{method} takes --densities instead of {flag}, such as --densities 0.1,0.15,0.2")
     if option in vars(kind).get("__annotations__", {}):
         return ConfigError(
             f"unknown option {option!r}: `flashfl methods {method}` lists the settings of {method}. If the method is "
             "your own, put @dataclass(frozen=True) above its class: its settings are not found without it."
         )
-    having = [name for name, cls in METHODS.items() if option in {f.name for f in fields(cls)}]
-    if having:
+    if having := [name for name, cls in METHODS.items() if _inside(option, _homes(cls))]:
         return ConfigError(f"unknown option {option!r}: {method} has no such setting; {', '.join(having)} have it")
     return unknown("option", option, [*homes, "method"])
+
+
+def _inside(option: str, homes: Mapping[str, Home]) -> list[str]:
+    """The option itself, or the options of the group of this name."""
+    return [name for name in homes if name == option or name.startswith(f"{option}.")]
 
 
 def _switch_method(tables: Tables, name: str) -> None:

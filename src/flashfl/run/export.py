@@ -97,7 +97,7 @@ def export_run(folder: Path, target: Path | None = None, view: str = "", format:
         raise ConfigError(f"{folder} was made in Python, so only Python can build its model. {where}")
     if "identity" not in header:
         raise ConfigError(f"{folder} is damaged: the first line of its {RESULTS} has no table 'identity'")
-    config = make_config(header["config"])
+    config = make_config({name: table for name, table in header["config"].items() if name != "flower"})  # of old apps
     task = build_task(config.task, fold(config.train.seed, "task"))
     point = checkpoint.load(folder / "checkpoints", plan_of(config.train, task, len(task.clients)), header["identity"])
     weights = config.method.view(checked(config.method, point.state), view)

@@ -17,6 +17,8 @@ from ..data.task import Task
 from ..methods import METHODS
 from .config import OUTSIDE, Settings, TrainConfig
 
+_DIGESTS = {"layout": "another model", "clients": "other clients", "samples": "other samples"}
+
 
 def identity_of(
     method: Method, task: Task, config: TrainConfig, clients: Population, tables: Mapping[str, Settings]
@@ -66,11 +68,29 @@ def samples_of(task: Task, floats: bool) -> str:
     return hashlib.blake2b(b"".join(found), digest_size=8).hexdigest() if found else ""
 
 
-def differences(found: Mapping[str, object], wanted: Mapping[str, object]) -> Iterator[str]:
-    """What of another run is not as in this one. The number of rounds may differ: a run may be extended."""
-    for name in [name for name in {**found, **wanted} if name != "rounds"]:
+def differences(found: Mapping[str, object], wanted: Mapping[str, object], free: str = "") -> str:
+    """Up to three settings of another run that are not as in this one; empty if there are none.
+
+    free: a setting that may differ. Digests say nothing to a person, so they are named only if nothing else differs.
+    """
+    said, digests = [], []
+    for name, theirs, ours in _different(found, wanted):
+        if name in _DIGESTS and isinstance(theirs, str):
+            digests.append(_DIGESTS[name])
+        elif name != free:
+            said.append(f"{name}: {_shown(theirs)} there, {_shown(ours)} here")
+    said = said or digests
+    return "; ".join(said[:3]) + (f"; and {len(said) - 3} more" if len(said) > 3 else "")
+
+
+def _different(found: Mapping[str, object], wanted: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    for name in {**found, **wanted}:
         theirs, ours = found.get(name), wanted.get(name)
         if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-            yield from differences(theirs, ours)
+            yield from _different(theirs, ours)
         elif theirs != ours:
-            yield f"{name} is {str(theirs)[:200]} and this run's is {str(ours)[:200]}"
+            yield name, theirs, ours
+
+
+def _shown(value: object) -> str:
+    return "(empty)" if value in ("", None) else str(value)[:100]

@@ -56,7 +56,7 @@ class Observer:
             with torch.random.fork_rng(devices=[]):
                 return task_costs(self._task)
         except Exception as error:  # a measurement must not end a run, whatever a custom model does
-            warn(f"FLOPs are not counted: the model failed on one sample ({error})")
+            warn(f"FLOPs are not counted: the model failed on one sample ({error}). Training is not affected.")
             return {}
 
     def complete(self, record: RoundRecord, state: State, total: Traffic, trips: Sequence[Trip] = ()) -> RoundRecord:

@@ -58,7 +58,7 @@ def parse(text: str, hint: object, name: str) -> object:
         return json.loads(text)
     except json.JSONDecodeError:
         wanted = _WANTED.get(get_origin(hint) or hint, getattr(hint, "__name__", hint))
-        raise ConfigError(f"--{name} {text.strip('[]')}: expected {wanted}") from None
+        raise ConfigError(f"--{name} {text.strip('[]') or '(empty)'}: expected {wanted}") from None
 
 
 def parse_bytes(text: str, name: str) -> int:

@@ -32,9 +32,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def epsilons(spent: Spent) -> str:
-    """The privacy spent: against somebody who knows the cohorts, and against somebody who does not."""
-    return f"{spent.known:.2f} (cohorts secret: {spent.sampled:.2f}) at delta {spent.delta:g}"
+def epsilons(spent: Spent, secure: bool) -> str:
+    """The privacy spent: the epsilon that `dp_epsilon` limits, and the other one."""
+    known, sampled = (spent.known, "knows"), (spent.sampled, "does not know")
+    (limited, _), (other, who) = (known, sampled) if secure else (sampled, known)
+    return f"{limited:.2f} at delta {spent.delta:g} ({other:.2f} against somebody who {who} the cohorts)"
 
 
 class Display:
@@ -56,6 +58,7 @@ class Display:
         self.shown = shown
         self.out, self.then = out or sys.stderr, then
         self.label, self.rounds, self.quiet = label, rounds, quiet
+        self.secure = False  # whether `dp_epsilon` limits `known` and not `sampled`; `drive` says so
         self.live = not quiet and is_live(self.out)
         self.began = self.spoke = self.ticked = time.monotonic()
         self.done = 0
@@ -83,7 +86,7 @@ class Display:
         if record.score is not None:
             self.metric = state.counted, record.score.metric
         for client, why in record.failures.items():
-            self._say(f"{self.label}: {_dropped(record, client, why)}")
+            self._say(f"{self.label}: {_dropped(state, record, client, why)}")
         self.last = self._text(state, record)
         now = time.monotonic()
         if self.live:
@@ -103,8 +106,15 @@ class Display:
         traffic = f"up {amount(record.total.up)} down {amount(record.total.down)}"
         return (
             f"{self.label}: round {state.counted:>{len(str(self.rounds))}}/{self.rounds}  {metric}  left {left}"
-            f"{_private(record)}  {traffic}  density {record.density:.4f}"
+            f"{self._private(record)}  {traffic}  density {record.density:.4f}"
         )
+
+    def _private(self, record: RoundRecord) -> str:
+        """The epsilon that `dp_epsilon` limits, and values that did not fit their declared range."""
+        if (spent := record.privacy) is None:
+            return ""
+        said = f"  epsilon {spent.known if self.secure else spent.sampled:.2f}" if spent.delta else ""
+        return said + (f"  clamped {spent.clamped}" if spent.clamped else "")
 
     def _draw(self, text: str, end: str = "") -> None:
         """Write over the line. A line that wraps could not be, so parts that do not fit before `end` are left out."""
@@ -129,17 +139,10 @@ class Display:
             self.out.flush()
 
 
-def _dropped(record: RoundRecord, client: int, why: str) -> str:
-    phase = "" if record.counts else f" of the phase {record.phase!r}"
-    return f"client {client} was dropped in round {record.round + 1}{phase}: {why}"
-
-
-def _private(record: RoundRecord) -> str:
-    """The privacy spent, and values that did not fit their declared range."""
-    if (spent := record.privacy) is None:
-        return ""
-    said = f"  epsilon {spent.known:.2f}/{spent.sampled:.2f}" if spent.delta else ""
-    return said + (f"  clamped {spent.clamped}" if spent.clamped else "")
+def _dropped(state: State, record: RoundRecord, client: int, why: str) -> str:
+    """The round is the one that progress shows: a repeated secure round has another number in its record."""
+    place = f"{state.counted}" if record.counts else f"{record.round + 1} of the phase {record.phase!r}"
+    return f"client {client} was dropped in round {place}: {why}"
 
 
 def is_live(out: TextIO) -> bool:
@@ -157,4 +160,4 @@ class WarnOfDropped:
         for client, why in [*record.missed.items(), *record.failures.items()]:
             if why != DROPPED and (client, why) not in self._said:
                 self._said.add((client, why))
-                warn(_dropped(record, client, why))
+                warn(_dropped(state, record, client, why))

@@ -63,6 +63,9 @@ class Results:
         path = folder / RESULTS
         if path.exists() and not path.is_file():  # reading a pipe or a device might never end
             raise FlashError(f"{folder} is not a run: its {path.name} is a folder or something else, expected a file")
+        if not path.exists():
+            lacks = f"{folder} has no {path.name}, so it is not the folder of a run"
+            raise FlashError(lacks if folder.exists() else f"there is no folder {folder}")
         try:
             return Results(path, *_parse(path))
         except OSError as error:
@@ -110,16 +113,19 @@ class Results:
             )
         return self.path.read_bytes() if self.path.exists() else b""
 
-    def resume(self, rounds: int) -> None:
-        """Read the file and keep its first `rounds` rounds: later ones were lost with the state they came from."""
+    def resume(self, rounds: int, sent: float = math.inf) -> None:
+        """Read the file and keep its first `rounds` rounds: later ones were lost with the state they came from.
+
+        sent: the bytes of the run so far. They tell which rounds are later ones if a line was removed.
+        """
         if self.path is None:
             return
         if not self._content():
             warn(f"{self.path} is missing or empty: the records of earlier rounds are lost")
             return
         self.header, found, _ = _parse(self.path)
-        self.rounds = found[:rounds]
-        if missing := max(0, rounds - len(found)):
+        self.rounds = [record for record in found if record.total.total <= sent][:rounds]
+        if missing := rounds - len(self.rounds):
             warn(
                 f"{self.path} lacks {missing} of the {rounds} rounds before this one (rounds of a first phase count "
                 "too). Tables and plots will lack them."
@@ -208,10 +214,10 @@ def _lines(path: Path) -> list[tuple[int, dict[str, object]]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             if number < len(lines):
-                raise FlashError(
-                    f"{path} is damaged in line {number}, and more lines follow. Repair or remove that line, or move "
-                    "the file away: checkpoints do not need it."
-                ) from None
+                advice = "Repair that line, or remove it: its round is then missing in tables."
+                if number == 1:
+                    advice = "Its first line holds the run's settings: repair it, or start the run again."
+                raise FlashError(f"{path} is damaged in line {number}, and more lines follow. {advice}") from None
         else:
             found += [(number, line)] if isinstance(line, dict) else []
     return found

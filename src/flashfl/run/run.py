@@ -57,7 +57,7 @@ class Run:
             found |= {} if self.personal is None else {"personal": self._label(self.personal)}
         found |= {"up": amount(self.bytes_up), "down": amount(self.bytes_down), "time": duration(self.seconds)}
         if (spent := self.privacy) is not None:
-            found["epsilon"] = epsilons(spent)
+            found["epsilon"] = epsilons(spent, self.train.secure)
         return found | ({"stopped": self.stopped} if self.stopped else {})
 
     @property
@@ -144,7 +144,7 @@ class Run:
     @property
     def spent(self) -> str:
         """The privacy spent, as text; empty without differential privacy."""
-        return f"epsilon {epsilons(found)}, " if (found := self.privacy) is not None else ""
+        return f"epsilon {epsilons(found, self.train.secure)}, " if (found := self.privacy) is not None else ""
 
     @property
     def why_over(self) -> str:

@@ -35,7 +35,7 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Write a record whole or not at all."""
     text = json.dumps({"flashfl checkpoint": FORMAT, **content})
     record = json.loads(text)
-    signed = {} if (key := _given()) is None else {"signature": _signature(record, key)}
+    signed = {} if (key := given_key()) is None else {"signature": _signature(record, key)}
     put(path, json.dumps({**record, "digest": digest(record), **signed}).encode(), sync=True)
 
 
@@ -48,11 +48,15 @@ def read_record(path: Path) -> dict[str, Any]:
         if (found := record["flashfl checkpoint"]) != FORMAT:
             raise Unusable(f"{path.name} has format {found!s:.20}, and this version of flashfl reads format {FORMAT}")
         wanted, signature = record.pop("digest", None), record.pop("signature", None)
-        if (key := _given()) is not None and not hmac.compare_digest(_signature(record, key), str(signature)):
-            what = "is not signed" if signature is None else "is signed with another key, or was changed since"
+        if (key := given_key()) is not None and not hmac.compare_digest(_signature(record, key), str(signature)):
+            if signature is None:
+                raise Unsigned(
+                    f"{path} is not signed: its run had no key. If you trust the file, resume without --checkpoint-key "
+                    f"and without {KEY}. Otherwise start the run again."
+                )
             raise Unsigned(
-                f"{path} {what}. Give the key of the run that wrote it, with --checkpoint-key FILE or {KEY}, or start "
-                "the run again."
+                f"{path} is signed with another key, or was changed since. Give the key of the run that wrote it, with "
+                f"--checkpoint-key FILE or {KEY}, or start the run again."
             )
         if wanted != digest(record):
             raise Unusable(f"{path.name} is damaged: its content does not match its digest")
@@ -71,7 +75,7 @@ def _signature(record: Mapping[str, object], key: bytes) -> str:
     return hmac.new(key, json.dumps(record).encode(), hashlib.sha256).hexdigest()
 
 
-def _given() -> bytes | None:
+def given_key() -> bytes | None:
     """The key, if the user gives one."""
     return _read_key(path) if (path := os.environ.get(KEY)) else None
 

@@ -115,6 +115,8 @@ def drive(
     identity = identity_of(method, task, config, clients, header or {})
     clients.admit(method, plan.key)
     keeper = Keeper(run, engine, clients, identity)
+    if isinstance(watch, Display):
+        watch.secure = config.secure
     with alone(folder):
         if run.results.earned and not (resume or overwrite):  # refuses a linked file before anything is removed
             raise ConfigError(
@@ -139,7 +141,8 @@ def drive(
                 _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, tick)
             except KeyboardInterrupt:
                 run.stopped, run.kept = "interrupted", keeper.keep()
-                warn(f"interrupted after {run.state.counted} of {config.rounds} rounds")
+                again = ": continue with resume=True" if folder else ""
+                warn(f"interrupted after {run.state.counted} of {config.rounds} rounds{again}")
     return run
 
 

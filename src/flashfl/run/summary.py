@@ -72,7 +72,7 @@ class Numbers:
     flops: float | None = None
     paper_bytes: float | None = None  # by the paper's formula, up and down
     paper_dense: float | None = None  # dense FedAvg by the same formula
-    epsilon: float | None = None  # privacy spent, against somebody who knows the cohorts
+    epsilon: float | None = None  # privacy spent: the epsilon that `dp_epsilon` limits
     plain: float | None = None  # of the server's model itself, where its running average is reported
     personal: float | None = None  # mean metric of the clients' own models, where a method makes such
 
@@ -116,6 +116,7 @@ def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
     # The paper does not count BatchNorm statistics. They travel all the same, and dense FedAvg would send them too. It
     # has no first stage, but what a method sends in one counts.
     dense, about = sum(r.paper_bytes.dense for r in counted), header["task"]
+    secure = header.get("identity", {}).get("settings", {}).get("secure")
     return Numbers(
         accuracy=metrics[-1] if metrics else None,
         best=(max if Metric.of(header).higher_is_better else min)(metrics, default=None),
@@ -132,7 +133,7 @@ def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
         flops=sum(r.flops for r in rounds) or None,
         paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
         paper_dense=dense or None,
-        epsilon=last.known if (last := rounds[-1].privacy) is not None and last.delta else None,
+        epsilon=(last.known if secure else last.sampled) if (last := rounds[-1].privacy) and last.delta else None,
         plain=plain_of(final),
         personal=final.get("personal"),
     )

@@ -108,8 +108,7 @@ def percent(mean: float, std: float | None) -> str:
 
 TRANSFER = "s at 1 / 10 / 100 Mbit/s"  # seconds that one client's bytes of one round take
 _AVERAGED = (
-    "Not averaged: the metric of the server's model itself. Where it is given, the column to its left shows that of "
-    "the model's running average over rounds."
+    'Some runs report a running average of the server\'s model. "not averaged" is the metric of the model itself.'
 )
 
 
