@@ -412,11 +412,9 @@ def test_run_interrupted_after_a_repeated_secure_round_resumes(
     assert run.checksum == simulated(task, method, **{**more, "folder": None}).checksum
 
 
-def test_gathering_of_statistics_that_fails_is_asked_for_under_a_new_number(
-    task: fl.Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client gives one input to each round number: asked again under the old one, all would refuse."""
-    original, failed = PrivateRound._opened, []
+def first_gathering_fails(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Let the first gathering of statistics fail after clients gave their inputs; the list then holds its tag."""
+    original, failed = PrivateRound._opened, list[tuple[int, int, int]]()
 
     def opened(self: PrivateRound) -> object:
         if self.packing.local.report == "statistics" and not failed:
@@ -426,6 +424,14 @@ def test_gathering_of_statistics_that_fails_is_asked_for_under_a_new_number(
         return original(self)
 
     monkeypatch.setattr(PrivateRound, "_opened", opened)
+    return failed
+
+
+def test_gathering_of_statistics_that_fails_is_asked_for_under_a_new_number(
+    task: fl.Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client gives one input to each round number: asked again under the old one, all would refuse."""
+    failed = first_gathering_fails(monkeypatch)
     secure, usual = simulated(task, secure=True, static_bn=True), simulated(task, static_bn=True)
     assert failed
     assert torch.allclose(secure.weights.statistics, usual.weights.statistics, atol=1e-3)
@@ -436,16 +442,8 @@ def test_secure_run_that_gathered_statistics_is_extended(
     task: fl.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeated: bool
 ) -> None:
     """Its next round has a number of its own: clients refuse to give a second input under that of the gathering."""
-    original, failed = PrivateRound._opened, [] if repeated else [(0, 0, 0)]
-
-    def opened(self: PrivateRound) -> object:
-        if self.packing.local.report == "statistics" and not failed:
-            failed.append(self.tag)
-            self._why = "clients left"
-            return np.zeros(0, np.uint32), []
-        return original(self)
-
-    monkeypatch.setattr(PrivateRound, "_opened", opened)
+    if repeated:
+        first_gathering_fails(monkeypatch)
     more = {"secure": True, "static_bn": True, "folder": tmp_path / "run", "retries": 1}
     simulated(task, fl.PDST(density=0.3), rounds=1, **more)
     with pytest.warns(RuntimeWarning, match="rounds changed from 1 to 2"):

@@ -52,6 +52,17 @@ class Adapt(Protocol):
         """Move the masks [clients, K] of a stack of models in place. counts: active weights of each layer."""
 
 
+def _check_members(rule: object) -> None:
+    """Refuse a rule that lacks a member of `Adapt`, or a class in place of a rule."""
+    lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(rule, name)]
+    lacks = ["its parentheses"] if isinstance(rule, type) else lacks
+    if lacks:
+        raise ConfigError(
+            f"adapt = {rule!r}: must be None or a rule that moves the mask, such as PruneRegrow(). Yours lacks "
+            f"{', '.join(lacks)}."
+        )
+
+
 @part
 @dataclass(frozen=True)
 class Local:
@@ -75,13 +86,8 @@ class Local:
     parts: tuple[Part, ...] = ()  # what the client does beyond masked SGD; see `core.client`
 
     def __post_init__(self) -> None:
-        lacks = [name for name in ("dense_gradient", "moments", "collect", "move") if not hasattr(self.adapt, name)]
-        lacks = ["its parentheses"] if isinstance(self.adapt, type) else lacks
-        if self.adapt is not None and lacks:
-            raise ConfigError(
-                f"adapt = {self.adapt!r}: must be None or a rule that moves the mask, such as PruneRegrow(). Yours "
-                f"lacks {', '.join(lacks)}."
-            )
+        if self.adapt is not None:
+            _check_members(self.adapt)
         # Each field gets its exact type, and -0.0 becomes 0.0: equal settings are then equal messages.
         for name, value in coerced(self).items():
             object.__setattr__(self, name, value + 0 if isinstance(value, float) else value)

@@ -116,13 +116,7 @@ def within_budget(
             "Raise the budget."
         )
     found = replace(method, density=density)  # type: ignore[call-arg]
-    start = found.init(plan)
-    own_mask = found.work(start, Client(0, 1)).start is not None  # then a client is sent a part of the server's model
-    if not own_mask and (sent := start.mask.density) > density + 1 / plan.layout.prunable_size:
-        raise ConfigError(
-            f"budget = {train.budget}: {method.name} sends clients a model of density {sent:.2g}, whatever its own "
-            "density is. Use another method, such as spdst."
-        )
+    _check_sent(found, plan, density, train.budget)
     given = method.density  # type: ignore[attr-defined]
     instead = f" instead of {given:g}" if given not in (own.default, density) else ""
     down, up = cost.bytes(density, made.down, made.up)
@@ -131,6 +125,18 @@ def within_budget(
         f"values {made.down.values} down and {made.up.values} up, about {down} bytes down and {up} up"
     )
     return found, made, said
+
+
+def _check_sent(method: Method, plan: Plan, density: float, budget: int) -> None:
+    """Refuse a method whose clients are sent a denser model than its `density` says."""
+    start = method.init(plan)
+    if method.work(start, Client(0, 1)).start is not None:  # each is sent the part that its own mask covers
+        return
+    if (sent := start.mask.density) > density + 1 / plan.layout.prunable_size:
+        raise ConfigError(
+            f"budget = {budget}: {method.name} sends clients a model of density {sent:.2g}, whatever its own density "
+            "is. Use another method, such as spdst."
+        )
 
 
 def _begun(folder: Path | None, rounds: int) -> int:
