@@ -187,7 +187,7 @@ def test_private_run_has_no_budget_of_bytes(settings: dict[str, Any]) -> None:
 
 
 def test_finished_run_over_its_budget_warns() -> None:
-    with pytest.warns(RuntimeWarning, match=r"budget = 12000: disagree took more, \d+ bytes down and \d+ bytes up"):
+    with pytest.warns(RuntimeWarning, match=r"disagree took more than budget = 12000: \d+ bytes down and \d+ bytes up"):
         run = fl.simulate(Disagree(sm=1.0, warmup_clients=0), wide(), 4, budget=12_000, **SETTINGS)
     assert max(run.bytes_down, run.bytes_up) / (4 * 4) > 12_000
 

@@ -154,6 +154,7 @@ def warn_if_over(method: Method, train: TrainConfig, traffic: Traffic) -> None:
     down, up = traffic.down // rounds, traffic.up // rounds
     if train.budget and max(down, up) > _TOLERATED * train.budget:
         warn(
-            f"budget = {train.budget}: {method.name} took more, {down} bytes down and {up} bytes up for each client "
-            "and round: its density does not decide all that was sent. Lower the budget."
+            f"{method.name} took more than budget = {train.budget}: {down} bytes down and {up} bytes up for each "
+            "client and round, as its density does not decide all that is sent. To stay within it, run "
+            "again with a lower budget."
         )
