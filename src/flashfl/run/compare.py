@@ -29,7 +29,6 @@ from .results import Results
 from .run import Run
 from .sealed import Unusable, read_record
 from .simulate import simulate
-from .summary import Metric
 
 
 class OutOfTime(Exception):
@@ -55,8 +54,7 @@ def run_config(
         if time.monotonic() > until and not config.method.done(state):
             raise OutOfTime
 
-    shown = Metric.of_task(task)
-    display = Display(label or config.method.name, config.train.rounds, quiet=quiet, then=stop, shown=shown)
+    display = Display(label or config.method.name, config.train.rounds, quiet=quiet, then=stop)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
         run = simulate(

@@ -12,7 +12,7 @@ from ..core.errors import warn
 from ..core.exchange import DROPPED, Spent
 from ..core.record import RoundRecord
 from ..core.state import State
-from .summary import ACCURACY, Metric
+from .summary import ACCURACY
 
 Watch = Callable[[State, RoundRecord], None]
 
@@ -52,13 +52,12 @@ class Display:
         out: TextIO | None = None,
         quiet: bool = False,
         then: Watch | None = None,
-        shown: Metric = ACCURACY,
     ) -> None:
-        """then: called after each round, once it is shown. shown: the task's metric."""
-        self.shown = shown
+        """then: called after each round, once it is shown."""
         self.out, self.then = out or sys.stderr, then
         self.label, self.rounds, self.quiet = label, rounds, quiet
-        self.secure = False  # whether `dp_epsilon` limits `known` and not `sampled`; `drive` says so
+        # The task's metric, and whether `dp_epsilon` limits `known` and not `sampled`; `drive` sets both.
+        self.shown, self.secure = ACCURACY, False
         self.live = not quiet and is_live(self.out)
         self.began = self.spoke = self.ticked = time.monotonic()
         self.done = 0
@@ -66,14 +65,17 @@ class Display:
         self.last = ""  # the line on screen, without what a tick adds
         self.width = 0
 
-    def tick(self, where: str, orders: int) -> None:
-        """An order has gone out: show how far a long round has got. 0 orders: a run was resumed, and goes on there."""
-        now = time.monotonic()
-        if not orders and not self.quiet:
+    def resumed(self, where: str) -> None:
+        """A run was resumed: say where it goes on."""
+        if not self.quiet:
             self._say(f"{self.label}: {where}")
-        elif self.live and now - self.ticked > 0.5:
+
+    def tick(self, phase: str, orders: int) -> None:
+        """An order has gone out: show how far a long round has got."""
+        now = time.monotonic()
+        if self.live and now - self.ticked > 0.5:
             self.ticked = now
-            self._draw(self.last or f"{self.label}: {where}", f"  [client {orders}]")
+            self._draw(self.last or f"{self.label}: {phase}", f"  [client {orders}]")
 
     def __call__(self, state: State, record: RoundRecord) -> None:
         if not self.quiet:

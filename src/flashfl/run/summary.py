@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from ..core.record import RoundRecord
-from ..data.task import Task
 from .results import Header
 
 WORK = ("train", "aggregate", "evaluate", "record")
@@ -25,10 +24,6 @@ class Metric:
     def of(header: Header) -> Metric:
         """The metric of a run. A task that does not name one measures accuracy."""
         return Metric(**header["task"].get("metric") or {})
-
-    @staticmethod
-    def of_task(task: Task) -> Metric:
-        return Metric(task.metric_name, task.higher_is_better)
 
     @property
     def direction(self) -> str:
