@@ -286,7 +286,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")
-    if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
+    if page := page_for(args.out, [r.path.parent for group in runs.values() for r in group if r.path]):
         print(f"page: {page}")
     return 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..core.errors import ConfigError, warn
-from ..core.exchange import Carries, Client, Local, Traffic
+from ..core.exchange import Client, Local, Traffic
 from ..core.layout import Layout
 from ..core.mask import Weights
 from ..core.method import Method
@@ -36,33 +36,30 @@ class Cost:
     method: Method
     plan: Plan
 
-    @property
-    def layout(self) -> Layout:
-        return self.plan.layout
-
     @cached_property
     def work(self) -> list[Local]:
         """The work of a client in each round of the training phase."""
         start = self.method.init(self.plan)
         if not start.phase.counts:  # what a first phase will find is not known
-            start = State(self.plan, Weights.dense(self.layout, torch.zeros(self.layout.size)), TRAINING)
+            start = State(self.plan, Weights.dense(self.plan.layout, torch.zeros(self.plan.layout.size)), TRAINING)
         rounds = range(self.plan.rounds)
         return [self.method.work(replace(start, round=r, counted=r), Client(0, 1)) for r in rounds]
 
     def bytes(self, density: float, down: Precision, up: Precision) -> tuple[int, int]:
         """Bytes of a client and round, (down, up), averaged over the run with a first phase."""
-        active = math.ceil(density * self.layout.prunable_size)
-        share = sum(work.adapt is not None or "mask" in work.keep for work in self.work) / len(self.work)
-        masks = math.ceil(share * _mask_bytes(self.layout, density)) + geometry(self.layout).known_size
+        layout = self.plan.layout
+        active = math.ceil(density * layout.prunable_size)
+        moving = sum(work.adapt is not None or "mask" in work.keep for work in self.work) / len(self.work)
+        masks = math.ceil(moving * _mask_bytes(layout, density)) + geometry(layout).known_size
         longest, tag = max(self.work, key=lambda work: len(repr(work))), (TRAINING.number, self.plan.rounds, 0)
-        carries: Carries = "all" if longest.statistics else "weights"
-        order = Message("order", self.layout, tag, 0, start=tag, own="0" * 16, local=longest, carries=carries)
-        update = Message("update", self.layout, tag, 0, metrics={"loss": 0.0}, carries=carries)
+        carries = longest.order_carries
+        order = Message("order", layout, tag, 0, start=tag, own="0" * 16, local=longest, carries=carries)
+        update = Message("update", layout, tag, 0, metrics={"loss": 0.0}, carries=carries)
         sizes = [size_with(order, active, masks, down).total, size_with(update, active, masks, up).total]
         # A first phase sends the model to some clients, and static BatchNorm to all of them at the end.
         more = getattr(self.method, "warmup_clients", 0) if len(self.method.phases) > 1 else 0
         more += 0 if longest.statistics else self.plan.clients
-        last = 0 if longest.statistics else 4 * (self.layout.size - self.layout.trained_size)
+        last = 0 if longest.statistics else 4 * (layout.size - layout.trained_size)
         share = more / (self.plan.rounds * self.plan.per_round)
         return math.ceil(sizes[0] + share * (sizes[0] + last)) + _SLACK, math.ceil(sizes[1] + share * last) + _SLACK
 

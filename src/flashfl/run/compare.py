@@ -117,21 +117,21 @@ def compare(
                 f"{place} holds a run with other {other}: choose another folder with --out, or replace it with "
                 "--overwrite"
             )
-        jobs.append((config, place, found, other))
+        done = found if found and found.end and not other else None
+        jobs.append((config, place, done, other))
     task_of = functools.cache(build_task)
-    for config, _, found, other in jobs:
-        if config.train.budget and not (found and found.end and not other):
+    for config, _, done, _ in jobs:
+        if config.train.budget and done is None:
             within_budget(config.method, task_of(config.task), config.train)  # refuses it before others train for hours
     runs: dict[str, list[Results]] = {name: [] for name in methods}
-    for at, (config, place, found, other) in enumerate(jobs, 1):
+    for at, (config, place, done, other) in enumerate(jobs, 1):
         name, label = config.method.name, f"[{at}/{len(jobs)}] {config.method.name} seed {config.train.seed}"
-        if found and found.end and not other:
-            if not quiet:
-                print(f"{label}: reused from {place}", file=sys.stderr)
-        else:
+        if done is None:
             carry_out = run_config if other else run_or_continue
-            found = carry_out(config, place, label=label, quiet=quiet).results
-        runs[name].append(found)
+            done = carry_out(config, place, label=label, quiet=quiet).results
+        elif not quiet:
+            print(f"{label}: reused from {place}", file=sys.stderr)
+        runs[name].append(done)
     return runs
 
 

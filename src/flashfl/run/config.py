@@ -238,8 +238,8 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
 def _unknown_option(option: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
     method, flag = kind.name, f"--{option.replace('_', '-')}"
     if inner := _inside(option, homes):
-        (table, *_), _ = homes[inner[0]]
-        listing = f"methods {method}" if table == "method" else "settings"
+        path, _ = homes[inner[0]]
+        listing = f"methods {method}" if path[0] == "method" else "settings"
         return ConfigError(
             f"{flag} is a group of settings, such as --{inner[0].replace('_', '-')}. `flashfl {listing}` explains them."
         )

@@ -19,7 +19,6 @@ from ..core.state import Plan, State
 from ..data.task import Task
 from ..engine import make_engine
 from ..engine.replica import warn_of_buffers, warn_of_metric
-from . import checkpoint as checkpoints
 from .budget import warn_if_over, within_budget
 from .checkpoint import Keeper
 from .checks import check_method, check_private, check_sparse
@@ -222,11 +221,9 @@ def _about(task: Task, clients: Population) -> Settings:
 
 def _resume(run: Run, keeper: Keeper, plan: Plan) -> State | None:
     """The state to continue from. None: there is no checkpoint, so the run starts from the beginning."""
-    if keeper.folder is None:
-        raise ConfigError("resume needs the folder of the run to continue: give `folder`")
-    if not checkpoints.found_in(keeper.folder):
-        return None
     state = keeper.load(plan)
+    if state is None:
+        return None
     _note_extension(run, state)
     if not (run.method.done(state) or run.over_budget):
         _note_code(run)
