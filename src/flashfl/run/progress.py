@@ -34,8 +34,7 @@ def duration(seconds: float) -> str:
 
 def epsilons(spent: Spent, secure: bool) -> str:
     """The privacy spent: the epsilon that `dp_epsilon` limits, and the other one."""
-    known, sampled = (spent.known, "knows"), (spent.sampled, "does not know")
-    (limited, _), (other, who) = (known, sampled) if secure else (sampled, known)
+    limited, other, who = spent.limited(secure), spent.limited(not secure), "does not know" if secure else "knows"
     return f"{limited:.2f} at delta {spent.delta:g} ({other:.2f} against somebody who {who} the cohorts)"
 
 
@@ -56,7 +55,7 @@ class Display:
         """then: called after each round, once it is shown."""
         self.out, self.then = out or sys.stderr, then
         self.label, self.rounds, self.quiet = label, rounds, quiet
-        # The task's metric, and whether `dp_epsilon` limits `known` and not `sampled`; `drive` sets both.
+        # The task's metric, and whether the run is secure, which decides what `dp_epsilon` limits. `drive` sets both.
         self.shown, self.secure = ACCURACY, False
         self.live = not quiet and is_live(self.out)
         self.began = self.spoke = self.ticked = time.monotonic()
@@ -115,7 +114,7 @@ class Display:
         """The epsilon that `dp_epsilon` limits, and values that did not fit their declared range."""
         if (spent := record.privacy) is None:
             return ""
-        said = f"  epsilon {spent.known if self.secure else spent.sampled:.2f}" if spent.delta else ""
+        said = f"  epsilon {spent.limited(self.secure):.2f}" if spent.delta else ""
         return said + (f"  clamped {spent.clamped}" if spent.clamped else "")
 
     def _draw(self, text: str, end: str = "") -> None:

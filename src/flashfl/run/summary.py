@@ -128,7 +128,7 @@ def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
         flops=sum(r.flops for r in rounds) or None,
         paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
         paper_dense=dense or None,
-        epsilon=(last.known if secure else last.sampled) if (last := rounds[-1].privacy) and last.delta else None,
+        epsilon=last.limited(secure) if (last := rounds[-1].privacy) and last.delta else None,
         plain=plain_of(final),
         personal=final.get("personal"),
     )
