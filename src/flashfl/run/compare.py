@@ -23,7 +23,7 @@ from .budget import within_budget
 from .code import code_of
 from .config import RunConfig, known_method
 from .identity import differences
-from .options import walk
+from .options import flag_of, walk
 from .progress import Display
 from .results import Results
 from .run import Run
@@ -174,9 +174,9 @@ def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None
         known_method(name)
     for name in overrides:
         if (owner := _owner(name)) is not None and owner not in methods:
-            raise ConfigError(f"--{name.replace('_', '-')}: {owner} is not among the methods {', '.join(methods)}")
+            raise ConfigError(f"{flag_of(name)}: {owner} is not among the methods {', '.join(methods)}")
         if name in _options(METHODS) - _options(methods):
-            raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(methods)} has such a setting")
+            raise ConfigError(f"{flag_of(name)}: none of {', '.join(methods)} has such a setting")
 
 
 def _options(methods: Iterable[str]) -> set[str]:

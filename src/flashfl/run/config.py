@@ -28,7 +28,7 @@ from ..privacy.policy import Policy
 from ..privacy.settings import check_settings
 from ..privacy.vector import Ranges
 from ..wire import Feedback
-from .options import parse, walk
+from .options import flag_of, parse, walk
 from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
@@ -236,12 +236,12 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
 
 
 def _unknown_option(option: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
-    method, flag = kind.name, f"--{option.replace('_', '-')}"
+    method, flag = kind.name, flag_of(option)
     if inner := _inside(option, homes):
         path, _ = homes[inner[0]]
         listing = f"methods {method}" if path[0] == "method" else "settings"
         return ConfigError(
-            f"{flag} is a group of settings, such as --{inner[0].replace('_', '-')}. `flashfl {listing}` explains them."
+            f"{flag} is a group of settings, such as {flag_of(inner[0])}. `flashfl {listing}` explains them."
         )
     if option == "density" and "densities" in homes:
         return ConfigError(f"{method} takes --densities instead of {flag}, such as --densities 0.1,0.15,0.2")

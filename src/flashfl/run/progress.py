@@ -34,7 +34,8 @@ def duration(seconds: float) -> str:
 
 def epsilons(spent: Spent, secure: bool) -> str:
     """The privacy spent: the epsilon that `dp_epsilon` limits, and the other one."""
-    limited, other, who = spent.limited(secure), spent.limited(not secure), "does not know" if secure else "knows"
+    limited, other = spent.limited(secure), spent.limited(not secure)
+    who = "does not know" if secure else "knows"
     return f"{limited:.2f} at delta {spent.delta:g} ({other:.2f} against somebody who {who} the cohorts)"
 
 
