@@ -75,8 +75,8 @@ def test_chosen_density_is_the_densest_that_fits() -> None:
     method, made, said = within_budget(fl.SPDST(), task, train)
     assert isinstance(method, fl.SPDST)
     cost = Cost(method, plan_of(train, task, 8))
-    assert max(cost.bytes(method.density, made.down, made.up)) <= 12_000
-    assert max(cost.bytes(method.density + 1e-4, made.down, made.up)) > 12_000
+    assert max(cost.bytes(method.density, made)) <= 12_000
+    assert max(cost.bytes(method.density + 1e-4, made)) > 12_000
     assert f"density {method.density:g}" in said
     assert made.values == "int8"  # what is set stays
     assert within_budget(method, task, made)[:2] == (method, made)  # so a resumed run chooses the same

@@ -79,10 +79,6 @@ class Results:
         except FlashError:
             return None
 
-    @property
-    def folder(self) -> Path | None:
-        return self.path.parent if self.path is not None else None
-
     def begin(self, header: Mapping[str, object]) -> None:
         """Start a new file. The results of an earlier run in the folder are kept beside it."""
         if self.path is not None and self.earned:
