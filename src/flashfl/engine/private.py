@@ -160,14 +160,11 @@ class PrivateRound(Private, Encoding):
         """A client's answer. If it is not a good one, the client is dropped."""
         size = self.packing.length * self.packing.bits // 8 if self.step == Step.MASKED else 0
         self.traffic += Traffic(up=len(data), values=min(size, len(data)), overhead=max(0, len(data) - size))
+        self._orders.pop(client, None)  # there is one in the step that sends orders
         try:
             self._round.received(client, data)
         except Refused as error:
             self.failed(client, f"{type(error).__name__}: {error}")
-            return
-        if self.step == Step.MASKED:
-            del self._orders[client]
-            self.memory.hear(client, self.tag, self.memory.store.keep(self.start.mask))
 
     def lacking(self, client: int, data: bytes) -> bytes:
         """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
@@ -176,13 +173,6 @@ class PrivateRound(Private, Encoding):
     def largest_update(self, client: int) -> int:
         """Bytes of the largest answer of a client in this step."""
         return 4096 + max(self.packing.length * self.packing.bits // 8, 256 * len(self.orders))
-
-    def failed(self, client: int, why: str) -> None:
-        """A client is dropped. If its masked input is in, it still counts in the sum."""
-        kept = self.memory.heard.get(client) if self.step > Step.MASKED else None
-        super().failed(client, why)
-        if kept is not None:
-            self.memory.heard[client] = kept
 
     def advance(self) -> bool:
         """End the step. False: there is no other."""
@@ -205,11 +195,13 @@ class PrivateRound(Private, Encoding):
             self._why = self.packing.problem(total, len(counted))
         if not self._why and self._before is None:
             self.vault.store(self.tag, words, counted, self.packing.cohort)
+            for client in counted:
+                self.memory.hear(client, self.tag, self.memory.store.keep(self.start.mask))
         return self.end(total, counted, self._why, revealed=self.privacy.secure and self.step >= Step.MASKED)
 
     def _opened(self) -> tuple[Words, list[int]]:
-        """The sum and its clients; without clients, `_why` says why there is none."""
-        counted = sorted(self.memory.heard)
+        """The sum and the clients in it, also those that were dropped after their input was in; or `_why` not."""
+        counted = sorted(self._round.counted)
         if self.orders and not counted:
             self._why = self._why or "no client replied"
         if not self._why:

@@ -22,6 +22,7 @@ class Gatherer:
         self.terms, self.step, self._deviation = terms, step, deviation
         self.alive: set[int] | None = None  # clients that answered in the step that was closed last; None: all may
         self.heard: set[int] = set()
+        self.counted: set[int] = set()  # clients whose vectors are in the sum
         self.total: Words = np.zeros(terms.length, f"<u{terms.bits // 8}")
 
     def received(self, client: int, data: bytes) -> None:
@@ -38,6 +39,7 @@ class Gatherer:
         if len(content) != self.total.nbytes:
             raise Malformed(f"client {client} sent {len(content)} bytes of input, expected {self.total.nbytes}")
         self.total += np.frombuffer(content, self.total.dtype)
+        self.counted.add(client)
 
     def close(self) -> None:
         """End the current step: whoever has not answered dropped out."""

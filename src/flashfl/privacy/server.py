@@ -6,6 +6,7 @@ It learns who took part and one sum. Masked inputs are added as they arrive, so 
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 
 from .client import mask_key
 from .errors import BadShare, Malformed, TooFew
@@ -25,11 +26,8 @@ class Collector(Gatherer):
     def __init__(self, terms: Terms) -> None:
         super().__init__(terms, step=Step.ADVERTISE)
         self._cards: dict[int, tuple[int, bytes, bytes, bytes]] = {}
-        self._roster = b""
         self._boxes: dict[int, dict[int, bytes]] = {}  # receiver -> sender -> box
-        self._commitments: dict[int, bytes] = {}
-        self._sharing: set[int] = set()
-        self._survivors: set[int] = set()
+        self._commitments: dict[int, bytes] = {}  # by client that shared its secrets
         self._votes: list[tuple[int, bytes, bytes]] = []
         self._shares: dict[int, dict[int, bytes]] = {}  # by owner and holder
 
@@ -38,23 +36,26 @@ class Collector(Gatherer):
         """The clients that advertised keys, ascending."""
         return sorted(self._cards)
 
+    @cached_property
+    def _roster(self) -> bytes:
+        return listing(CARD, self._cards.values())
+
+    @property
+    def _dropped(self) -> set[int]:
+        """Clients that shared their secrets, but whose vectors are not in the sum."""
+        return self._commitments.keys() - self.counted
+
     def _take(self, client: int, content: memoryview) -> None:
         (self._card, self._share, super()._take, self._vote, self._revealed)[self.step](client, content)
 
     def close(self) -> None:
-        cohort, left = len(self._cards), self.heard
+        cohort, left = len(self._cards), len(self.heard)
         least = max(self.terms.policy.least, self.terms.policy.threshold(cohort))
-        if len(left) < least:
+        if left < least:
             raise TooFew(
-                f"{len(left)} of {cohort} clients are left after the step '{STEPS[self.step]}', at least {least} are "
+                f"{left} of {cohort} clients are left after the step '{STEPS[self.step]}', at least {least} are "
                 "needed. The sum of this attempt stays hidden."
             )
-        if self.step == Step.ADVERTISE:
-            self._roster = listing(CARD, self._cards.values())
-        elif self.step == Step.SHARES:
-            self._sharing = left
-        elif self.step == Step.MASKED:
-            self._survivors = left
         super().close()
 
     def request(self, client: int) -> bytes:
@@ -62,10 +63,10 @@ class Collector(Gatherer):
         if self.step == Step.SHARES:
             return frame(Step.SHARES, self.terms, self._roster)
         if self.step == Step.MASKED:
-            boxes = [(sender, box) for sender, box in self._boxes.get(client, {}).items() if sender in self._sharing]
-            return frame(Step.MASKED, self.terms, flags(self._sharing, self.cohort), listing(BOX, boxes))
+            boxes = self._boxes.get(client, {}).items()
+            return frame(Step.MASKED, self.terms, flags(self._commitments, self.cohort), listing(BOX, boxes))
         if self.step == Step.CONFIRM:
-            lists = (self._survivors, self._sharing - self._survivors)
+            lists = (self.counted, self._dropped)
             return frame(Step.CONFIRM, self.terms, *(flags(some, self.cohort) for some in lists))
         return frame(Step.UNMASK, self.terms, listing(VOTE, self._votes))
 
@@ -92,17 +93,17 @@ class Collector(Gatherer):
     def _revealed(self, client: int, content: memoryview) -> None:
         found = entries(content, SECRET)
         for owner, dropped, share in found.tolist():
-            if owner not in self._sharing or bool(dropped) == (owner in self._survivors):
+            if owner not in self._commitments or bool(dropped) == (owner in self.counted):
                 raise Malformed(f"client {client} reveals a share that it was not asked for")
             self._shares.setdefault(owner, {})[client] = share
 
     def opened(self) -> Words:
         """After the last step: the sum of the survivors' vectors in Z/2^bits."""
-        secrets = {owner: self._restored(owner) for owner in sorted(self._sharing)}
-        add_streams(self.total, [], [secrets[client] for client in sorted(self._survivors)])
+        secrets = {owner: self._restored(owner) for owner in sorted(self._commitments)}
+        add_streams(self.total, [], [secrets[client] for client in sorted(self.counted)])
         bound = self.terms.bound(self._roster)
-        for client in sorted(self._sharing - self._survivors):
-            others = self._neighbours(client) & self._survivors
+        for client in sorted(self._dropped):
+            others = self._neighbours(client) & self.counted
             keys = {other: mask_key(secrets[client], self._cards[other][2], bound) for other in others}
             # A survivor added its stream if the dropped client's id is higher, and subtracted it otherwise.
             below, above = ([keys[other] for other in keys if (other < client) == low] for low in (True, False))
@@ -124,7 +125,7 @@ class Collector(Gatherer):
             secret = restore({places[holder]: shares[holder] for holder in some})
         except ValueError as error:
             raise BadShare(f"the shares of client {owner}'s secret do not fit together ({error})") from None
-        if owner in self._survivors:
+        if owner in self.counted:
             good = hashlib.sha256(secret).digest() == self._commitments[owner]
         else:
             good = public_of(secret) == self._cards[owner][2]
