@@ -17,8 +17,7 @@ from ..privacy.errors import Refused
 from ..privacy.keys import Words
 from ..privacy.messages import Step, Terms
 from ..privacy.noise import LARGEST, LEAST
-from ..privacy.plain import Gatherer
-from ..privacy.server import Collector
+from ..privacy.server import Collector, Gatherer
 from ..privacy.settings import Privacy
 from ..privacy.vector import Packing
 from .encoding import Account, Encoding
