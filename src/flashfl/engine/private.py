@@ -67,11 +67,6 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     return how
 
 
-def signed(total: Words) -> Tensor:
-    """A sum in Z/2^b as signed numbers."""
-    return torch.from_numpy(total.view(f"<i{total.itemsize}").astype(np.int64))
-
-
 class Private(Account):
     """How every private round begins and ends, with real bytes or without."""
 
@@ -189,7 +184,7 @@ class PrivateRound(Private, Encoding):
     def close(self) -> Outcome:
         """Open the sum. If that is impossible nothing counts, and the loop repeats the round."""
         words, counted = self._before[:2] if self._before is not None else self._opened()
-        total = signed(words)
+        total = torch.from_numpy(words.view(f"<i{words.itemsize}").astype(np.int64))  # signed numbers from here on
         if counted:
             self._why = self.packing.problem(total, len(counted))
         if not self._why and self._before is None:

@@ -77,7 +77,7 @@ class Vault:
                     "privacy spent so far is unknown: put the file back, or start a new run"
                 )
             planned = self.privacy.draw
-            how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
+            how = planned if planned.poisson else Draw(len(present), len(cohort))
             usual = s.phase.counts and s.drawn(present) == sorted(cohort)
             ledger.spend(chosen, how if usual else Draw(poisson=planned.poisson))
         return chosen

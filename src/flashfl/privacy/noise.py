@@ -66,14 +66,13 @@ def _accept(over: Whole, below: int) -> Coins:
 
 def _small(over: Whole, below: int) -> Coins:
     """Coins of probability exp(-over / below) for over <= below: the first tail comes at an odd throw."""
-    throws = np.zeros(len(over), np.int64)
+    odd = np.zeros(len(over), np.bool_)
     going = np.arange(len(over))
     number = 0
     while len(going):
         number += 1
-        throws[going] = number
+        odd[going] = number % 2 == 1
         going = going[_below(below * number, len(going)) < over[going]]
-    odd: Coins = throws % 2 == 1
     return odd
 
 

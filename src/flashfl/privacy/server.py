@@ -154,7 +154,8 @@ class Collector(Gatherer):
             others = self._neighbours(client) & self.counted
             keys = {other: mask_key(secrets[client], self._cards[other][2], bound) for other in others}
             # A survivor added its stream if the dropped client's id is higher, and subtracted it otherwise.
-            below, above = ([keys[other] for other in keys if (other < client) == low] for low in (True, False))
+            above = [key for other, key in keys.items() if other > client]
+            below = [key for other, key in keys.items() if other < client]
             add_streams(self.total, above, below)
         return self.total
 
