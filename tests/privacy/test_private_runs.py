@@ -23,10 +23,10 @@ from flashfl.engine import cpu, party, private_counting
 from flashfl.engine.gpu import GPUEngine
 from flashfl.engine.party import PrivateSide
 from flashfl.engine.private import PrivateRound
-from flashfl.privacy import plain
+from flashfl.privacy import server
 from flashfl.privacy.accounting import epsilon_known
 from flashfl.privacy.messages import STEPS
-from flashfl.privacy.plain import Gatherer
+from flashfl.privacy.server import Gatherer
 from flashfl.privacy.vector import Packing
 from flashfl.run.config import TrainConfig
 from tests.conftest import make_task
@@ -360,7 +360,7 @@ def test_sum_opened_before_a_crash_is_used_and_not_opened_again(task: fl.Task, t
 def test_sum_opened_before_a_crash_keeps_its_scale_if_fewer_clients_are_present_now(
     task: fl.Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(plain, "discrete_gaussian", lambda deviation, count: np.zeros(count, np.int64))
+    monkeypatch.setattr(server, "discrete_gaussian", lambda deviation, count: np.zeros(count, np.int64))
     method, more = fl.PDST(density=0.3), {"rounds": 1, "folder": tmp_path / "run", **settings}
     crash_after_opening(0, task, method, **more)
     with pytest.MonkeyPatch.context() as patch:
@@ -521,7 +521,7 @@ def test_gpu_engine_adds_up_the_same_whole_numbers_of_the_same_clipped_changes(
 
     monkeypatch.setattr(Packing, "decode", watched)
     monkeypatch.setattr(party, "discrete_gaussian", silence)
-    monkeypatch.setattr(plain, "discrete_gaussian", silence)
+    monkeypatch.setattr(server, "discrete_gaussian", silence)
     monkeypatch.setattr(private_counting.PrivateCounting, "_noise", lambda self, cohort, counted: 0)
     method = fl.PDST(density=0.3)
     real = simulated(task, method, rounds=1, **settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -79,16 +78,16 @@ class PrivateSide:
 
     def _answer(self, data: Source, request: bytes, memory: Rounds) -> Reply:
         step, first, rest = _take(request)
-        if step == Step.ADVERTISE:
-            party = Party(Terms.from_bytes(first, self.policy), self.me)
-            answer = party.advertise()
-        elif step == Step.MASKED and first:  # the terms: a round without masks
+        if step == Step.MASKED and first:  # the terms: a round without masks
             if self.secure:
                 raise Unmasked(
                     "the server asks for an unprotected update, but this client takes part in secure rounds only. Set "
                     "secure = true on the server."
                 )
             return self._train(data, Terms.from_bytes(first, self.policy), None, *_take(rest)[1:], memory)
+        if step == Step.ADVERTISE:
+            party = Party(Terms.from_bytes(first, self.policy), self.me)
+            reply = Reply(party.advertise(), memory)
         else:
             saved = self.drawer.get("party")
             if not saved:
@@ -98,15 +97,17 @@ class PrivateSide:
                 )
             party = Party.load(saved, self.me, self.policy)
             if step == Step.MASKED:
-                return self._train(data, party.terms, party, *_take(rest)[1:], memory)
-            later: dict[int, Callable[[bytes], bytes]] = {
-                Step.SHARES: party.share, Step.CONFIRM: party.confirm, Step.UNMASK: party.unmask,
-            }  # fmt: skip
-            if step not in later:
+                reply = self._train(data, party.terms, party, *_take(rest)[1:], memory)
+            elif step == Step.SHARES:
+                reply = Reply(party.share(first), memory)
+            elif step == Step.CONFIRM:
+                reply = Reply(party.confirm(first), memory)
+            elif step == Step.UNMASK:
+                reply = Reply(party.unmask(first), memory)
+            else:
                 raise Malformed(f"step {step} does not exist in this protocol")
-            answer = later[step](first)
         self.drawer["party"] = party.save() if party.step < Step.DONE else b""  # a finished attempt needs no secrets
-        return Reply(answer, memory)
+        return reply
 
     def _train(
         self, data: Source, terms: Terms, party: Party | None, inbox: bytes, order: bytes, memory: Rounds
@@ -117,10 +118,7 @@ class PrivateSide:
                 return frame(Step.MASKED, terms, words.tobytes())
             return party.mask(inbox, words, common_of(sent, start))
 
-        reply = self.side.work(self.client, data, order, memory, pack)
-        if party is not None and not reply.lacks:
-            self.drawer["party"] = party.save()
-        return reply
+        return self.side.work(self.client, data, order, memory, pack)
 
     def _words(self, update: Update, sent: Message, start: Tensor, terms: Terms, party: Party | None) -> Words:
         """The report in Z/2^b, with this client's share of the noise."""

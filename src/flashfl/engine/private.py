@@ -17,8 +17,7 @@ from ..privacy.errors import Refused
 from ..privacy.keys import Words
 from ..privacy.messages import Step, Terms
 from ..privacy.noise import LARGEST, LEAST
-from ..privacy.plain import Gatherer
-from ..privacy.server import Collector
+from ..privacy.server import Collector, Gatherer
 from ..privacy.settings import Privacy
 from ..privacy.vector import Packing
 from .encoding import Account, Encoding
@@ -66,11 +65,6 @@ def packing(privacy: Privacy, order: Order, cohort: int) -> Packing:
     if privacy.noise is not None:
         check_deviation(how.deviation)
     return how
-
-
-def signed(total: Words) -> Tensor:
-    """A sum in Z/2^b as signed numbers."""
-    return torch.from_numpy(total.view(f"<i{total.itemsize}").astype(np.int64))
 
 
 class Private(Account):
@@ -160,14 +154,11 @@ class PrivateRound(Private, Encoding):
         """A client's answer. If it is not a good one, the client is dropped."""
         size = self.packing.length * self.packing.bits // 8 if self.step == Step.MASKED else 0
         self.traffic += Traffic(up=len(data), values=min(size, len(data)), overhead=max(0, len(data) - size))
+        self._orders.pop(client, None)  # there is one in the step that sends orders
         try:
             self._round.received(client, data)
         except Refused as error:
             self.failed(client, f"{type(error).__name__}: {error}")
-            return
-        if self.step == Step.MASKED:
-            del self._orders[client]
-            self.memory.hear(client, self.tag, self.memory.store.keep(self.start.mask))
 
     def lacking(self, client: int, data: bytes) -> bytes:
         """A client lacks a mask: the request with the full one. Raises a WireError if the client says so twice."""
@@ -176,13 +167,6 @@ class PrivateRound(Private, Encoding):
     def largest_update(self, client: int) -> int:
         """Bytes of the largest answer of a client in this step."""
         return 4096 + max(self.packing.length * self.packing.bits // 8, 256 * len(self.orders))
-
-    def failed(self, client: int, why: str) -> None:
-        """A client is dropped. If its masked input is in, it still counts in the sum."""
-        kept = self.memory.heard.get(client) if self.step > Step.MASKED else None
-        super().failed(client, why)
-        if kept is not None:
-            self.memory.heard[client] = kept
 
     def advance(self) -> bool:
         """End the step. False: there is no other."""
@@ -200,16 +184,18 @@ class PrivateRound(Private, Encoding):
     def close(self) -> Outcome:
         """Open the sum. If that is impossible nothing counts, and the loop repeats the round."""
         words, counted = self._before[:2] if self._before is not None else self._opened()
-        total = signed(words)
+        total = torch.from_numpy(words.view(f"<i{words.itemsize}").astype(np.int64))  # signed numbers from here on
         if counted:
             self._why = self.packing.problem(total, len(counted))
         if not self._why and self._before is None:
             self.vault.store(self.tag, words, counted, self.packing.cohort)
+            for client in counted:
+                self.memory.hear(client, self.tag, self.memory.store.keep(self.start.mask))
         return self.end(total, counted, self._why, revealed=self.privacy.secure and self.step >= Step.MASKED)
 
     def _opened(self) -> tuple[Words, list[int]]:
-        """The sum and its clients; without clients, `_why` says why there is none."""
-        counted = sorted(self.memory.heard)
+        """The sum and the clients in it, also those that were dropped after their input was in; or `_why` not."""
+        counted = sorted(self._round.counted)
         if self.orders and not counted:
             self._why = self._why or "no client replied"
         if not self._why:

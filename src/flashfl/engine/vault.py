@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -67,47 +67,45 @@ class Vault:
     def spend(self, s: State, cohort: Sequence[int], present: Sequence[int]) -> list[int]:
         """Count a round for the clients of the cohort whose budget allows it, and return them.
 
-        present: whom the cohort was drawn from. It amplifies only if it is what the run's key draws from these.
+        Raises RunStopped if the run's budget is spent. present: whom the cohort was drawn from. It amplifies only if it
+        is what the run's key draws from these.
         """
-        chosen = self.may_take_part(cohort)
-        if (ledger := self.ledger) is not None:
-            if (found := ledger.draws.total()) < s.counted:
-                raise CheckpointError(
-                    f"{ledger.path} is missing, or older than the run (it has {found} of {s.counted} rounds). The "
-                    "privacy spent so far is unknown: put the file back, or start a new run"
-                )
-            planned = self.privacy.draw
-            how = replace(planned, clients=len(present), cohort=len(cohort)) if not planned.poisson else planned
-            usual = s.phase.counts and s.drawn(present) == sorted(cohort)
-            ledger.spend(chosen, how if usual else Draw(poisson=planned.poisson))
+        if (ledger := self.ledger) is None:
+            return list(cohort)
+        if not self.privacy.secure and self._over(ledger):
+            raise RunStopped(
+                f"another round would spend more than dp_epsilon = {self.privacy.budget:g}, so training ends. The "
+                "model before this round is kept."
+            )
+        if (found := ledger.draws.total()) < s.counted:
+            raise CheckpointError(
+                f"{ledger.path} is missing, or older than the run (it has {found} of {s.counted} rounds). The "
+                "privacy spent so far is unknown: put the file back, or start a new run"
+            )
+        chosen, planned = self._able(ledger, cohort), self.privacy.draw
+        how = planned if planned.poisson else Draw(len(present), len(cohort))
+        usual = s.phase.counts and s.drawn(present) == sorted(cohort)
+        ledger.spend(chosen, how if usual else Draw(poisson=planned.poisson))
         return chosen
 
-    def may_take_part(self, clients: Sequence[int]) -> list[int]:
-        """The clients whose budget allows another round. Raises RunStopped if the run's budget is spent."""
-        ledger, budget = self.ledger, self.privacy.budget
-        if ledger is None or not budget:
-            return list(clients)
-        if not self.privacy.secure:
-            if ledger.epsilon(more=1).sampled > budget:
-                raise RunStopped(
-                    f"another round would spend more than dp_epsilon = {budget:g}, so training ends. The model before "
-                    "this round is kept."
-                )
+    def _able(self, ledger: Ledger, clients: Iterable[int]) -> list[int]:
+        """The clients that can take part in another round. In secure rounds each has a budget of its own."""
+        if not (budget := self.privacy.budget) or not self.privacy.secure:
             return list(clients)
         return [c for c in clients if epsilon_known(ledger.multiplier, ledger.taken[c] + 1, ledger.delta) <= budget]
 
+    def _over(self, ledger: Ledger) -> bool:
+        """Whether the budget allows no other round."""
+        budget, draw = self.privacy.budget, self.privacy.draw
+        if self.privacy.secure:
+            return draw.clients - len(ledger.taken) + len(self._able(ledger, ledger.taken)) < draw.cohort
+        return budget > 0 and ledger.epsilon(more=1).sampled > budget
+
     def spent(self, clamped: int) -> Spent:
         """What is recorded about a round, and whether the budget allows no other."""
-        ledger, budget = self.ledger, self.privacy.budget
-        if ledger is None:
+        if (ledger := self.ledger) is None:
             return Spent(clamped=clamped)
-        over = False
-        if budget and self.privacy.secure:
-            able = self.may_take_part(list(ledger.taken))
-            over = self.privacy.draw.clients - len(ledger.taken) + len(able) < self.privacy.draw.cohort
-        elif budget:
-            over = ledger.epsilon(more=1).sampled > budget
-        return replace(ledger.epsilon(), clamped=clamped, over=over)
+        return replace(ledger.epsilon(), clamped=clamped, over=self._over(ledger))
 
     def store(self, tag: Tag, total: Words, clients: Sequence[int], cohort: int) -> None:
         """Keep a sum that was opened. cohort: what its numbers were scaled for."""

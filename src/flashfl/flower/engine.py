@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from flwr.app import Message, RecordDict
@@ -36,9 +36,6 @@ from . import records
 from .attendance import Post
 from .records import log
 from .registry import Registry
-
-if TYPE_CHECKING:
-    from ..engine.private import PrivateRound
 
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
 _TOGETHER = 8  # messages pushed at a time
@@ -125,9 +122,8 @@ class Exchange:
     name: ClassVar[str] = "round"  # in the log
 
     def __init__(
-        self, account: Encoding | PrivateRound, registry: Registry, tag: Tag, sends: str = "order",
-        takes: str = "update",
-    ) -> None:  # fmt: skip
+        self, account: Encoding, registry: Registry, tag: Tag, sends: str = "order", takes: str = "update"
+    ) -> None:
         """sends, takes: the names of what messages carry, and of what replies carry."""
         self.account, self.registry, self.sends, self.takes = account, registry, sends, takes
         self.grid, self.options, self.attendance = registry.grid, registry.options, registry.attendance
@@ -273,7 +269,6 @@ class ClientEvaluation(Exchange):
     """Sends a model to the clients that hold samples back, and adds up what they find."""
 
     name = "evaluation"
-    account: Encoding
 
     def __init__(self, account: Encoding, registry: Registry, tag: Tag, share: bool) -> None:
         """`share`: the metric is a share of samples, so it is at most 1."""

@@ -24,6 +24,8 @@ class InProcessGrid(Grid):
     nodes: node id -> (app, node config). tamper: replaces each reply by none, one or several.
     """
 
+    run = Run.create_empty(1)
+
     def __init__(
         self,
         nodes: Mapping[int, tuple[ClientApp, Mapping[str, UserConfigValue]]],
@@ -36,7 +38,6 @@ class InProcessGrid(Grid):
         self.run_config = dict(run_config or {})
         self.tamper: Tamper = tamper or (lambda node, message, reply: [reply])
         self.pushed: list[tuple[int, str]] = []
-        self._run = Run.create_empty(1)
         self._boxes: dict[str, Message] = {}
         for node, (app, config) in nodes.items():
             self.join(node, app, config)
@@ -49,11 +50,7 @@ class InProcessGrid(Grid):
         del self.apps[node]
 
     def set_run(self, run: Run) -> None:
-        self._run = run
-
-    @property
-    def run(self) -> Run:
-        return self._run
+        self.run = run
 
     def create_message(
         self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None

@@ -58,26 +58,21 @@ def _accept(over: Whole, below: int) -> Coins:
     """Algorithm 1: for each value whether a coin of probability exp(-over / below) shows heads."""
     whole, rest = over // below, over % below
     good = _small(rest, below)
-    going = np.flatnonzero(good & (whole > 0))
-    while len(going):  # a factor exp(-1) for each whole unit
-        heads = _small(np.ones(len(going), np.int64), 1)
-        good[going[~heads]] = False
-        going = going[heads]
+    while len(going := np.flatnonzero(good & (whole > 0))):  # a factor exp(-1) for each whole unit
+        good[going] = _small(np.ones(len(going), np.int64), 1)
         whole[going] -= 1
-        going = going[whole[going] > 0]
     return good
 
 
 def _small(over: Whole, below: int) -> Coins:
     """Coins of probability exp(-over / below) for over <= below: the first tail comes at an odd throw."""
-    throws = np.zeros(len(over), np.int64)
+    odd = np.zeros(len(over), np.bool_)
     going = np.arange(len(over))
     number = 0
     while len(going):
         number += 1
-        throws[going] = number
+        odd[going] = number % 2 == 1
         going = going[_below(below * number, len(going)) < over[going]]
-    odd: Coins = throws % 2 == 1
     return odd
 
 

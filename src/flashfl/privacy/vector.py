@@ -115,7 +115,7 @@ class Packing:
     @cached_property
     def bits(self) -> int:
         """32, or 64 if sums could overflow: each section needs 20 bits for a client's values, or its whole range."""
-        whole = max([limit for _, length, limit, exact in self._parts() if exact and length] or [0])
+        whole = max((limit for _, _, limit, exact in self._parts() if exact), default=0.0)
         return 32 if self.cohort * max(whole + 1, 2.0**19) < 2.0**31 else 64
 
     @cached_property
