@@ -167,7 +167,7 @@ class Trainer:
         """The client on native kernels, if the run chose them and they can do this work."""
         if not self.sparse or not SparseTraining.can(schedule.local, mask):
             return None
-        self._native = self._native or SparseTraining(self.task)
+        self._native = self._native or SparseTraining(self.task, mask, self.vector)
         self._native.begin(schedule, mask, self.vector)
         return self._native
 
