@@ -53,9 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "checkpoint_key", None):
             os.environ[KEY] = str(args.checkpoint_key)
         return int(args.go(args, overrides))
-    except FlashError as error:
-        print(f"flashfl: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         again = {
             "run": "; add --resume to continue after the last finished round",
@@ -66,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0
-    except OSError as error:  # for example a full disk
+    except (FlashError, OSError) as error:  # an OSError: for example a full disk
         print(f"flashfl: {error}", file=sys.stderr)
         return 1
 
@@ -101,7 +98,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     parser.add_argument("--version", action="version", version=f"flashfl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    made: dict[str, argparse.ArgumentParser] = {}
 
     def add(name: str, go: Callable[..., int], help: str, settings: bool = False) -> argparse.ArgumentParser:
         epilog = "Give any setting as --name value; `flashfl methods` and `flashfl settings` list them."
@@ -111,7 +107,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             name, help=help, description=help, allow_abbrev=False, epilog=epilog if settings else None
         )
         sub.set_defaults(go=go, settings=settings)
-        made[name] = sub
         return sub
 
     run = add("run", _run, "train one method on one task", settings=True)
@@ -153,7 +148,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add_data(add)
     add_commands(add)
     _add_shared(run, comparison, export, add_listings(add))
-    return parser, made
+    return parser, commands.choices
 
 
 def _add_shared(
@@ -277,11 +272,9 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
         name: summarise([numbers_of(r.header, r.rounds) for r in group], Metric.of(group[0].header))
         for name, group in runs.items()
     }
-    personal = any(one.personal is not None for one in found.values())
-    columns = [name for name in _COMPARED if personal or name != "personal %"]
     costs = (TRANSFER, "FLOPs / run", "mask mismatch", "seconds / run")
     print(
-        summary_table(found, columns, _title(first, args.seeds)).terminal(),
+        summary_table(found, _COMPARED, _title(first, args.seeds)).terminal(),
         summary_table(found, costs).terminal(),
         sep="\n\n",
     )
@@ -293,7 +286,7 @@ def _compare(args: argparse.Namespace, overrides: dict[str, str]) -> int:
     )
     print("", *(textwrap.fill(text, 80) for text in (said, verdict(found)) if text), sep="\n")
     print(f"results in {args.out}")
-    if page := page_for(args.out, [r.folder for group in runs.values() for r in group if r.folder]):
+    if page := page_for(args.out, [r.path.parent for group in runs.values() for r in group if r.path]):
         print(f"page: {page}")
     return 0
 

@@ -295,7 +295,7 @@ def test_damaged_sst2(tmp_path: Path, text: bytes, what: str) -> None:
 def test_damaged_vocabulary(tmp_path: Path) -> None:
     published.sst2(tmp_path)
     (tmp_path / "vocab.txt").write_text("a\nb\n")
-    with pytest.raises(DataError, match=r"vocab\.txt is damaged: a WordPiece vocabulary begins with \[PAD\]"):
+    with pytest.raises(DataError, match=r"vocab\.txt is not a WordPiece vocabulary: it must begin with \[PAD\]"):
         load("sst2", tmp_path, Options(vocab=str(tmp_path / "vocab.txt")))
     (tmp_path / "vocab.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match=r"vocab\.txt is damaged: not UTF-8"):
@@ -326,7 +326,7 @@ def test_damaged_image_folders(tmp_path: Path) -> None:
         published.picture(tmp_path / name / "1.png", (1, 1, 1), (8, 8))
     load(f"folder:{tmp_path}", tmp_path)  # a class may be absent from the test images
     (tmp_path / "test" / "c").mkdir()
-    with pytest.raises(DataError, match=r"test must have only folders that .*train has too, .*Found: c$"):
+    with pytest.raises(DataError, match=r"test has folders that .*train does not have: c\."):
         load(f"folder:{tmp_path}", tmp_path)
     (tmp_path / "test" / "c").rename(tmp_path / "train" / "c")
     with pytest.raises(DataError, match=r"no images under .*train/c"):

@@ -178,7 +178,7 @@ def test_model_factory_can_be_pickled() -> None:
         ({"tokens": "letters"}, "expected one of 'auto', 'wordpiece', 'words'"),
         ({"dataset": "hub:x", "synthetic": True}, "the shapes of 'hub:x' are not known"),
         ({"model": "vgg16"}, "size = 8: must be at least 32. vgg16 needs larger images"),
-        ({"model": "tiny-transformer"}, "does not take channels, size"),
+        ({"model": "tiny-transformer"}, "does not fit a data set of images"),
         ({"clients": 2000}, "must be at least 1 and at most 1437"),
         ({"prunable": "nothing.*"}, "matches no parameter"),
     ],

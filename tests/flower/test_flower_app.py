@@ -195,7 +195,7 @@ def test_worker_gives_the_same_answers_as_the_host(parent: subprocess.Popen[byte
     assert lost is not None
     assert "partition-id = 9" in str(records.failure(lost))
     wrong = Context(1, 1, {"partition-id": 1}, RecordDict(), {"colour": "blue"})
-    with pytest.raises(RuntimeError, match=r"in the worker: .*colour"):
+    with pytest.raises(RuntimeError, match=r"the worker process of this node failed: .*colour"):
         worker.ask(name, asking("query"), wrong)
 
 

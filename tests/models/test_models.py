@@ -106,7 +106,7 @@ def test_unknown_model_names_the_nearest() -> None:
 
 
 def test_text_model_does_not_take_images() -> None:
-    with pytest.raises(ConfigError, match="'tiny-transformer' does not take channels, size"):
+    with pytest.raises(ConfigError, match="'tiny-transformer' does not fit a data set of images"):
         build_model("tiny-transformer", classes=2, channels=3, size=32)
 
 
@@ -134,3 +134,8 @@ def test_too_small_images_are_an_error() -> None:
 
 def test_every_model_is_tested() -> None:
     assert set(MODELS) == {*IMAGE_MODELS, "bert", "bert-scratch", "tiny-transformer"}
+
+
+def test_model_without_files_refuses_a_model_path() -> None:
+    with pytest.raises(ConfigError, match="model_path = 'x': not possible with model = 'digits'"):
+        build_model("digits", classes=10, path="x")

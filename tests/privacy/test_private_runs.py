@@ -251,7 +251,7 @@ def test_sum_that_honest_clients_cannot_reach_is_not_used(
         return words
 
     monkeypatch.setattr(PrivateSide, "_words", lying)
-    with pytest.raises(RunStopped, match=r"impossible for 10 clients within the declared ranges"):
+    with pytest.raises(RunStopped, match=r"which 10 correct clients cannot have"):
         simulated(task, fl.PDST(density=0.3), secure=True, rounds=1, retries=0, **settings)
 
 

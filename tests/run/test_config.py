@@ -228,3 +228,16 @@ def test_more_clients_a_round_than_clients() -> None:
 def test_a_method_by_name() -> None:
     assert make_config({"method": {"name": "pdst", "density": 1}}).method == fl.PDST(density=1.0)
     assert make_config({"method": {}}).method == fl.SPDST()
+
+
+@pytest.mark.parametrize("method", [fl.SPDST, fl.JMWST, fl.NST])
+def test_a_rule_that_is_none_is_refused(method: Any) -> None:
+    with pytest.raises(ConfigError, match=r"adapt = 'x': must be a PruneRegrow"):
+        method(adapt="x")
+
+
+def test_a_setting_with_settings_of_its_own_names_them() -> None:
+    with pytest.raises(
+        ConfigError, match=r"server = 'adam': expected ServerStep .* with any of lr, momentum, adam, tau"
+    ):
+        make_config({"train": {"server": "adam"}}, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -157,6 +158,13 @@ def test_a_run_judged_by_nan_goes_on_and_is_told_of(tmp_path: Path) -> None:
     assert run.history[-1].score is not None
     assert run.accuracy == run.history[-1].score.metric
     assert not load([tmp_path]).problems
+
+
+def test_infinite_metric_is_written_as_json(tmp_path: Path) -> None:
+    data = [blobs(9, (6,), i) for i in range(6)]
+    task = Task(DropoutNet, data, blobs(9, (6,), 7), metric=lambda output, target: torch.tensor(math.inf))
+    go(fl.Dense(), task, folder=tmp_path, eval_every=1)
+    assert "Infinity" not in (tmp_path / "results.jsonl").read_text()
 
 
 def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_recipe_in_settings_that_does_not_fit_is_refused(text: str) -> None:
     ],
 )
 def test_settings_beyond_their_bounds_are_refused(wrong: dict[str, object], name: str) -> None:
-    with pytest.raises(BadField, match=f"settings cannot be read: {name} = "):
+    with pytest.raises(BadField, match=f"settings in the message cannot be read: {name} = "):
         decode(with_settings(text_of(**wrong)), LAYOUT)
 
 

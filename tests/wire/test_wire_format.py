@@ -317,11 +317,13 @@ def test_layout_hash_escapes_names_as_described() -> None:
 def test_settings_as_described() -> None:
     """The page's table of fields and defaults is the classes'."""
     for cls in (Local, Precision, Recipe, PruneRegrow):
-        row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{cls.__name__}` |"))
-        for f in fields(cls):
-            default = [] if f.default == () else f.default
-            said = f"`{f.name}`" if default is MISSING else f"`{f.name}` {json.dumps(default)}"
-            assert said in row, said
+        section = re.split(r"^###? ", PAGE.split(f"### `{cls.__name__}`\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+        rows = [tuple(line.split(" | ")[:2]) for line in section.splitlines() if line.startswith("| `")]
+        defaults = [[] if f.default == () else f.default for f in fields(cls)]
+        said = ["(required)" if default is MISSING else json.dumps(default) for default in defaults]
+        assert [(name[2:].strip("`"), default.strip(" |")) for name, default in rows] == [
+            (f.name, default) for f, default in zip(fields(cls), said, strict=True)
+        ]
 
 
 def test_example_numbers_of_the_page_are_right() -> None:

@@ -264,6 +264,10 @@ class Spent:
     clamped: int = 0  # values beyond their declared range; not reported under differential privacy
     over: bool = False  # the budget allows no other round
 
+    def limited(self, secure: bool) -> float:
+        """The epsilon that `dp_epsilon` limits. With `secure` that against the server, which knows the cohorts."""
+        return self.known if secure else self.sampled
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -101,11 +101,15 @@ def _repeat(engine: Engine, s: State, trips: Sequence[Trip], min_replies: int, r
     if s.attempt >= retries:
         sent, outcome = trips[-1]
         raise RunStopped(
-            f"{f'round {s.counted + 1}' if s.phase.counts else 'a round'} ({s.phase.name}) failed {s.attempt + 1} "
-            f"times: {outcome.sums.clients} of {len(sent)} clients sent a usable reply, fewer than min_replies = "
-            f"{min_replies} ({_reasons(trips)}). {_ADVICE}"
+            f"{_which(s)} failed {s.attempt + 1} times: {outcome.sums.clients} of {len(sent)} clients sent a usable "
+            f"reply, fewer than min_replies = {min_replies} ({_reasons(trips)}). {_ADVICE}"
         )
     return _next_attempt(s, trips[-1][1])
+
+
+def _which(s: State) -> str:
+    """The name of a round, for messages."""
+    return f"round {s.counted + 1}" if s.phase.counts else f"round {s.round + 1} of the phase {s.phase.name!r}"
 
 
 def _next_attempt(s: State, outcome: Outcome) -> State:

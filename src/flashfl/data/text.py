@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .files import damaged, read_text
+from ..core.errors import DataError
+from .files import read_text
 from .sources import Inputs
 
 PAD, UNKNOWN, START, END = "[PAD]", "[UNK]", "[CLS]", "[SEP]"
@@ -45,7 +46,11 @@ class Tokenizer:
         """The uncased WordPiece tokenizer of a vocab.txt with one piece a line."""
         vocab = {line.rstrip("\n"): i for i, line in enumerate(read_text(path).splitlines())}
         if vocab.get(PAD) != 0 or not {UNKNOWN, START, END} <= vocab.keys():
-            raise damaged(path, f"a WordPiece vocabulary begins with {PAD} and has {UNKNOWN}, {START} and {END}")
+            raise DataError(
+                f"{path} is not a WordPiece vocabulary: it must begin with {PAD} and have {UNKNOWN}, {START} and "
+                f"{END}. Set model_path to an encoder with such a vocab.txt, such as bert-base-uncased. If this should "
+                "be one, download it again."
+            )
         return Tokenizer(vocab)
 
     @staticmethod

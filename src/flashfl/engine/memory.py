@@ -113,9 +113,9 @@ class ClientMemory:
     def lost(self, client: int) -> CheckpointError:
         """What a simulated client remembers is gone or damaged."""
         return CheckpointError(
-            f"a file with what client {client} remembers is missing or damaged in {self.store.folder}. If you have a "
-            "copy, put it back. Then resume the run: it goes on from the last checkpoint that needs no missing file. "
-            "If there is none, start the run again."
+            f"a file with what client {client} remembers is missing or damaged in {self.store.folder}. Resume the run: "
+            "it goes on from the last checkpoint that does not need this file. If you have a copy of the file, put it "
+            "back first, so that fewer rounds are lost. If no checkpoint can be used, start the run again."
         )
 
     def notes(self, client: int) -> Notes:

@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
 _TOGETHER = 8  # messages pushed at a time
+_NOT_ACCEPTED = (
+    "the SuperLink did not accept the message to it, most likely because it is too large. The log of the SuperLink "
+    "says more. Lower the density, or send values in fewer bits"
+)
 _PATIENT = 10.0  # seconds of waiting for the last clients after which the log says so
 
 
@@ -154,7 +158,7 @@ class Exchange:
             if message_id:
                 self.posts[message_id] = post
             else:
-                self.account.failed(post.client, "the SuperLink did not accept the message to it")
+                self.account.failed(post.client, _NOT_ACCEPTED)
 
     def _message(self, post: Post, data: bytes) -> Message:
         content = records.blob(self.sends, data)
@@ -211,7 +215,8 @@ class Exchange:
             log.warning("node %d sent a reply that this %s does not wait for; ignored", sender, self.name)
         elif reply.has_error():
             del self.posts[about]
-            self.account.failed(post.client, f"Flower reports error {reply.error.code}: {reply.error.reason}")
+            why = f"Flower reports error {reply.error.code}: {reply.error.reason}. The log of its SuperNode says more"
+            self.account.failed(post.client, why)
         elif sender != self.entries[post.client].node:
             log.warning("node %d replied for client %d, which belongs to another node; dropped", sender, post.client)
         else:

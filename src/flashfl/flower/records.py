@@ -51,7 +51,10 @@ def read_blob(content: RecordDict, *names: str, limit: int | None = None) -> tup
         if isinstance(record, ArrayRecord) and list(record) == ["blob"]:
             return name, read_array(record["blob"], limit)
     found = ", ".join(sorted(content)[:8]) or "nothing"
-    raise BadRecord(f"the record holds {found}, expected {' or '.join(names)}")
+    raise BadRecord(
+        f"the message holds {found}, expected {' or '.join(names)}: check that server and node have the same version "
+        "of flashfl, and that the node runs its client_app"
+    )
 
 
 def fields(name: str, values: Mapping[str, Field]) -> RecordDict:

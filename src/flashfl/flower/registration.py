@@ -58,7 +58,10 @@ class Entry:
             density = float(fields["density"]) if "density" in fields else None
             other = difference(fixed, str(fields["fixed"]))
         except (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ConfigError(f"its registration cannot be read ({error!r})") from None
+            raise ConfigError(
+                f"its registration cannot be read ({error!r}): check that server and node have the same version of "
+                "flashfl, and that the node runs its client_app"
+            ) from None
         entry = Entry(node, Client(client, n, density), held)
         if most and n > most:
             raise ConfigError(

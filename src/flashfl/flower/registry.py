@@ -98,8 +98,9 @@ class Registry:
         self._find(count)
         if len(self.entries) < count:
             log.warning(
-                "only %d of %d clients registered within %g s. The run goes on with them (a new run needs at least "
-                "per_round clients), and others can join later. To wait longer, raise flower.wait.",
+                "only %d of %d clients registered within %g s, and the server waits no longer. A resumed run goes on "
+                "with them, a new run only if they are at least per_round. Others can join later. To wait longer, "
+                "raise flower.wait.",
                 len(self.entries), count, self.options.wait,
             )  # fmt: skip
         else:

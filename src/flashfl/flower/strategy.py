@@ -25,7 +25,6 @@ from ..run.progress import Display, Watch
 from ..run.run import Run
 from ..run.sealed import read_record
 from ..run.simulate import drive
-from ..run.summary import Metric
 from .attendance import FlowerOptions
 from .engine import FlowerEngine
 from .records import log
@@ -140,12 +139,11 @@ class FlashStrategy(Strategy):
                 "`holdout` above 0"
             )
         self.summary()
-        shown = Metric.of_task(self.task)
-        display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch, shown=shown)
+        display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch)
         with closing(display):
             self.run = drive(
                 self.method, self.task, self.train, engine, engine.registry, self.folder, resume, display, self.header,
-                display.tick, self.overwrite,
+                self.overwrite,
             )  # fmt: skip
         return _result(self.run)
 

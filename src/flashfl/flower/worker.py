@@ -38,7 +38,10 @@ def ask(reference: str, message: Message, context: Context) -> RecordDict | None
         connection.send((message, context))
         reply, context.state = connection.recv()
     if not isinstance(reply, RecordDict):
-        raise RuntimeError(f"in the worker: {reply}")
+        raise RuntimeError(
+            f"the worker process of this node failed: {reply}. For the whole traceback, start the SuperNode with "
+            "worker=false in --node-config."
+        )
     return reply
 
 

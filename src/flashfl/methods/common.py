@@ -64,6 +64,10 @@ class WithDensity(Method):
 
 
 def check_rule(adapt: PruneRegrow) -> None:
+    if not isinstance(adapt, PruneRegrow):
+        raise ConfigError(
+            f"adapt = {adapt!r}: must be a PruneRegrow, such as PruneRegrow(rate=0.25), or derived from it"
+        )
     if adapt.nm:
         raise ConfigError(f"adapt.nm = {adapt.nm}: set the method's own `nm` instead")
 

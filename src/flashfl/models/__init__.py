@@ -33,6 +33,14 @@ def build_model(name: str, **options: int | float | str | bool) -> nn.Module:
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     takes = inspect.signature(MODELS[name]).parameters
+    if "path" in options.keys() - takes.keys():
+        raise ConfigError(
+            f"model_path = {options['path']!r}: not possible with model = {name!r}, which has no files. Remove it, or "
+            "choose a model that has, such as bert."
+        )
     if others := options.keys() - takes.keys():
-        raise ConfigError(f"model {name!r} does not take {', '.join(sorted(others))}; it takes {', '.join(takes)}")
+        kind = "texts" if "vocab" in others else "images"
+        raise ConfigError(
+            f"model = {name!r} does not fit a data set of {kind}: it takes {', '.join(takes)}. Choose another model."
+        )
     return MODELS[name](**options)

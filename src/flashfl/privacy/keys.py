@@ -92,7 +92,11 @@ class Directory:
         try:
             key.verify(signature, message)
         except InvalidSignature:
-            raise BadSignature(f"the signature of client {client} does not fit its identity key") from None
+            raise BadSignature(
+                f"the signature of client {client} does not fit its public key in this client's list. If client "
+                f"{client} has a new key, give the new identities.json to every node. Otherwise somebody may pose "
+                "as this client."
+            ) from None
 
 
 def public_of(private: bytes) -> bytes:

@@ -84,8 +84,8 @@ class Terms:
             ) from None
         if terms.bits not in (32, 64) or not 1 <= terms.length < 1 << 31 or not 1 <= terms.cohort < 1 << 31:
             raise Malformed(
-                f"{terms.length} numbers of {terms.bits} bits from {terms.cohort} clients: expected 32 or 64 bits, at "
-                "least 1 number and at least 1 client"
+                f"the server announces sums of {terms.length} numbers of {terms.bits} bits from {terms.cohort} "
+                "clients: expected at least 1 number, 32 or 64 bits, and at least 1 client"
             )
         offered = 0.0 if terms.noise is None else terms.noise.multiplier
         if offered < policy.noise:

@@ -224,8 +224,8 @@ class Packing:
                 most += clients * root + spread * (root + _ROOM)
             if found > most or low:
                 return (
-                    f"the sum of '{s.name}' has size {found / s.scale:.4g}, impossible for {clients} clients within "
-                    "the declared ranges: at least one client exceeds its range or reports no samples"
+                    f"the sum of '{s.name}' is {found / s.scale:.4g}, which {clients} correct clients cannot have. At "
+                    "least one of them is faulty or lies; the sum does not show which"
                 )
         return ""
 

@@ -143,8 +143,7 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     """
     groups = titled(groups_of(found.runs))
     made = {label: summary_of(runs) for label, runs in groups.items()}
-    personal = any(one.personal is not None for one in made.values())
-    table = summary_table(made, [name for name in _COLUMNS if personal or name != "personal %"])
+    table = summary_table(made, _COLUMNS)
     entries, notes = [], []
     for label, runs in groups.items():
         there = runs[0].published

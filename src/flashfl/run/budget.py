@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from ..core.errors import ConfigError, warn
-from ..core.exchange import Carries, Client, Local, Traffic
+from ..core.exchange import Client, Local, Traffic
 from ..core.layout import Layout
 from ..core.mask import Weights
 from ..core.method import Method
-from ..core.precision import Form, Precision
+from ..core.precision import Form
 from ..core.state import TRAINING, Plan, State
 from ..data.task import Task
 from ..wire import Message, size_with
@@ -36,40 +36,40 @@ class Cost:
     method: Method
     plan: Plan
 
-    @property
-    def layout(self) -> Layout:
-        return self.plan.layout
-
     @cached_property
     def work(self) -> list[Local]:
         """The work of a client in each round of the training phase."""
         start = self.method.init(self.plan)
         if not start.phase.counts:  # what a first phase will find is not known
-            start = State(self.plan, Weights.dense(self.layout, torch.zeros(self.layout.size)), TRAINING)
+            start = State(self.plan, Weights.dense(self.plan.layout, torch.zeros(self.plan.layout.size)), TRAINING)
         rounds = range(self.plan.rounds)
         return [self.method.work(replace(start, round=r, counted=r), Client(0, 1)) for r in rounds]
 
-    def bytes(self, density: float, down: Precision, up: Precision) -> tuple[int, int]:
-        """Bytes of a client and round, (down, up), averaged over the run with a first phase."""
-        active = math.ceil(density * self.layout.prunable_size)
-        share = sum(work.adapt is not None or "mask" in work.keep for work in self.work) / len(self.work)
-        masks = math.ceil(share * _mask_bytes(self.layout, density)) + geometry(self.layout).known_size
+    def bytes(self, density: float, train: TrainConfig) -> tuple[int, int]:
+        """Bytes of a client and round, (down, up), averaged over the run with a first phase.
+
+        train: in how many bits values travel.
+        """
+        layout = self.plan.layout
+        active = math.ceil(density * layout.prunable_size)
+        moving = sum(work.adapt is not None or "mask" in work.keep for work in self.work) / len(self.work)
+        masks = math.ceil(moving * _mask_bytes(layout, density)) + geometry(layout).known_size
         longest, tag = max(self.work, key=lambda work: len(repr(work))), (TRAINING.number, self.plan.rounds, 0)
-        carries: Carries = "all" if longest.statistics else "weights"
-        order = Message("order", self.layout, tag, 0, start=tag, own="0" * 16, local=longest, carries=carries)
-        update = Message("update", self.layout, tag, 0, metrics={"loss": 0.0}, carries=carries)
-        sizes = [size_with(order, active, masks, down).total, size_with(update, active, masks, up).total]
+        carries = longest.order_carries
+        order = Message("order", layout, tag, 0, start=tag, own="0" * 16, local=longest, carries=carries)
+        update = Message("update", layout, tag, 0, metrics={"loss": 0.0}, carries=carries)
+        down, up = size_with(order, active, masks, train.down).total, size_with(update, active, masks, train.up).total
         # A first phase sends the model to some clients, and static BatchNorm to all of them at the end.
         more = getattr(self.method, "warmup_clients", 0) if len(self.method.phases) > 1 else 0
         more += 0 if longest.statistics else self.plan.clients
-        last = 0 if longest.statistics else 4 * (self.layout.size - self.layout.trained_size)
+        last = 0 if longest.statistics else 4 * (layout.size - layout.trained_size)
         share = more / (self.plan.rounds * self.plan.per_round)
-        return math.ceil(sizes[0] + share * (sizes[0] + last)) + _SLACK, math.ceil(sizes[1] + share * last) + _SLACK
+        return math.ceil(down + share * (down + last)) + _SLACK, math.ceil(up + share * last) + _SLACK
 
-    def densest(self, budget: int, down: Precision, up: Precision) -> float:
+    def densest(self, train: TrainConfig) -> float:
         """The largest density, in steps of 0.01 %, that stays within the budget; 0 if none does."""
         steps = range(1, 10_001)
-        return bisect_right(steps, budget, key=lambda step: max(self.bytes(step / 10_000, down, up))) / 10_000
+        return bisect_right(steps, train.budget, key=lambda step: max(self.bytes(step / 10_000, train))) / 10_000
 
 
 def _mask_bytes(layout: Layout, density: float) -> float:
@@ -92,8 +92,8 @@ def within_budget(
             f"budget = {train.budget}: not possible with `secure` or `dp_*`, which encode updates in their own "
             "way. Set budget = 0, and a density."
         )
-    own = next((f for f in fields(method) if f.name == "density" and not f.metadata.get("derived")), None)
-    if own is None or not own.init:
+    own = next((f for f in fields(method) if f.name == "density" and f.init and not f.metadata.get("derived")), None)
+    if own is None:
         raise ConfigError(
             f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method. In a comparison, "
             "--METHOD.budget is the budget of one method."
@@ -105,11 +105,11 @@ def within_budget(
     for form in CHOICES if chosen else (train.values,):
         rest = "fp16" if chosen and form != "fp32" else train.rest
         made = replace(train, values=form, rest=rest)
-        density = cost.densest(train.budget, made.down, made.up)
-        if density <= _DENSEST or not chosen:
+        density = cost.densest(made)
+        if density <= _DENSEST:
             break
     if density == 0:
-        least = max(cost.bytes(1e-4, made.down, made.up))
+        least = max(cost.bytes(1e-4, made))
         raise ConfigError(
             f"budget = {train.budget}: too small. With values {made.down.values} down and {made.up.values} up, and "
             f"rest {made.rest}, the dense part of the model of {task.name} alone needs about {least} bytes a message. "
@@ -119,7 +119,7 @@ def within_budget(
     _check_sent(found, plan, density, train.budget)
     given = method.density  # type: ignore[attr-defined]
     instead = f" instead of {given:g}" if given not in (own.default, density) else ""
-    down, up = cost.bytes(density, made.down, made.up)
+    down, up = cost.bytes(density, made)
     said = (
         f"budget of {train.budget} bytes a client and round each way: density {density:g}{instead}, "
         f"values {made.down.values} down and {made.up.values} up, about {down} bytes down and {up} up"
@@ -154,6 +154,7 @@ def warn_if_over(method: Method, train: TrainConfig, traffic: Traffic) -> None:
     down, up = traffic.down // rounds, traffic.up // rounds
     if train.budget and max(down, up) > _TOLERATED * train.budget:
         warn(
-            f"budget = {train.budget}: {method.name} took more, {down} bytes down and {up} bytes up for each client "
-            "and round: its density does not decide all that was sent. Lower the budget."
+            f"{method.name} took more than budget = {train.budget}: {down} bytes down and {up} bytes up for each "
+            "client and round, as its density does not decide all that is sent. To stay within it, run "
+            "again with a lower budget."
         )

@@ -67,12 +67,12 @@ class Keeper:
 
     def begin(self) -> None:
         """A new run starts in the folder: remove the checkpoints, mask snapshots and model of an earlier one."""
-        if self.folder is not None:
+        if (folder := self.run.folder) is not None:
             given_key()  # one that cannot be read is an error before the first round
             for name in ("checkpoints", "snapshots", "private"):
-                shutil.rmtree(self.folder.with_name(name), ignore_errors=True)
+                shutil.rmtree(folder / name, ignore_errors=True)
             for name in ("model.safetensors", "model.masks.safetensors"):
-                self.folder.with_name(name).unlink(missing_ok=True)
+                (folder / name).unlink(missing_ok=True)
 
     def due(self) -> bool:
         """Whether a checkpoint is due: after so many rounds, or seconds. Then it takes at most 2 % of the time.
@@ -117,9 +117,12 @@ class Keeper:
         kept = "the last good one is kept" if self.folder and found_in(self.folder) else "there is no earlier one"
         warn(f"could not write a checkpoint to {self.folder} ({error}); {kept}")
 
-    def load(self, plan: Plan) -> State:
-        """Restore the newest usable checkpoint everywhere; its state."""
-        assert self.folder is not None
+    def load(self, plan: Plan) -> State | None:
+        """Restore the newest usable checkpoint everywhere; its state. None: there is no checkpoint."""
+        if self.folder is None:
+            raise ConfigError("resume needs the folder of the run to continue: give `folder`")
+        if not found_in(self.folder):
+            return None
         point = load(self.folder, plan, self.identity, self._accept)
         if point.state.counted > plan.rounds:  # before anything in the folder changes
             raise ConfigError(
@@ -182,9 +185,11 @@ def load(
                 accept(point)
         except Unsigned:
             raise
+        except Unusable as error:
+            passed[path] = error
+            continue
         except Exception as error:  # the content may be a stranger's, and fail in any way
-            said = f"{path.name} does not hold a state that this run can go on from ({error})"
-            passed[path] = error if isinstance(error, Unusable) else Unusable(said)
+            passed[path] = Unusable(f"{path.name} does not hold a state that this run can go on from ({error})")
             continue
         if passed:
             warn(f"{'; '.join(map(str, passed.values()))}. Continuing from {path.name}.")

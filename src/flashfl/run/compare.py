@@ -23,13 +23,12 @@ from .budget import within_budget
 from .code import code_of
 from .config import RunConfig, known_method
 from .identity import differences
-from .options import walk
+from .options import flag_of, walk
 from .progress import Display
 from .results import Results
 from .run import Run
 from .sealed import Unusable, read_record
 from .simulate import simulate
-from .summary import Metric
 
 
 class OutOfTime(Exception):
@@ -55,8 +54,7 @@ def run_config(
         if time.monotonic() > until and not config.method.done(state):
             raise OutOfTime
 
-    shown = Metric.of_task(task)
-    display = Display(label or config.method.name, config.train.rounds, quiet=quiet, then=stop, shown=shown)
+    display = Display(label or config.method.name, config.train.rounds, quiet=quiet, then=stop)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="interrupted after")  # the command line says it itself
         run = simulate(
@@ -119,21 +117,21 @@ def compare(
                 f"{place} holds a run with other {other}: choose another folder with --out, or replace it with "
                 "--overwrite"
             )
-        jobs.append((config, place, found, other))
+        done = found if found and found.end and not other else None
+        jobs.append((config, place, done, other))
     task_of = functools.cache(build_task)
-    for config, _, found, other in jobs:
-        if config.train.budget and not (found and found.end and not other):
+    for config, _, done, _ in jobs:
+        if config.train.budget and done is None:
             within_budget(config.method, task_of(config.task), config.train)  # refuses it before others train for hours
     runs: dict[str, list[Results]] = {name: [] for name in methods}
-    for at, (config, place, found, other) in enumerate(jobs, 1):
+    for at, (config, place, done, other) in enumerate(jobs, 1):
         name, label = config.method.name, f"[{at}/{len(jobs)}] {config.method.name} seed {config.train.seed}"
-        if found and found.end and not other:
-            if not quiet:
-                print(f"{label}: reused from {place}", file=sys.stderr)
-        else:
+        if done is None:
             carry_out = run_config if other else run_or_continue
-            found = carry_out(config, place, label=label, quiet=quiet).results
-        runs[name].append(found)
+            done = carry_out(config, place, label=label, quiet=quiet).results
+        elif not quiet:
+            print(f"{label}: reused from {place}", file=sys.stderr)
+        runs[name].append(done)
     return runs
 
 
@@ -176,9 +174,9 @@ def check_settings(methods: Sequence[str], overrides: Mapping[str, str]) -> None
         known_method(name)
     for name in overrides:
         if (owner := _owner(name)) is not None and owner not in methods:
-            raise ConfigError(f"--{name.replace('_', '-')}: {owner} is not among the methods {', '.join(methods)}")
+            raise ConfigError(f"{flag_of(name)}: {owner} is not among the methods {', '.join(methods)}")
         if name in _options(METHODS) - _options(methods):
-            raise ConfigError(f"--{name.replace('_', '-')}: none of {', '.join(methods)} has such a setting")
+            raise ConfigError(f"{flag_of(name)}: none of {', '.join(methods)} has such a setting")
 
 
 def _options(methods: Iterable[str]) -> set[str]:

@@ -28,7 +28,7 @@ from ..privacy.policy import Policy
 from ..privacy.settings import check_settings
 from ..privacy.vector import Ranges
 from ..wire import Feedback
-from .options import parse, walk
+from .options import flag_of, parse, walk
 from .track import check_names
 
 # Settings that say where and how a run is carried out, and not what it is.
@@ -226,8 +226,8 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
             continue
         if option not in homes:
             raise _unknown_option(option, kind, homes)
-        table, path, hint = homes[option]
-        _put(tables[table], path, parse(text, hint, option))
+        path, hint = homes[option]
+        _put(tables, path, parse(text, hint, option))
     return RunConfig(
         build(TaskConfig, tables["task"], "task"),
         make_train(tables["train"]),
@@ -236,11 +236,12 @@ def make_config(data: Mapping[str, object], overrides: Mapping[str, str] = Mappi
 
 
 def _unknown_option(option: str, kind: type[Method], homes: Mapping[str, Home]) -> ConfigError:
-    method, flag = kind.name, f"--{option.replace('_', '-')}"
+    method, flag = kind.name, flag_of(option)
     if inner := _inside(option, homes):
-        listing = f"methods {method}" if homes[inner[0]][0] == "method" else "settings"
+        path, _ = homes[inner[0]]
+        listing = f"methods {method}" if path[0] == "method" else "settings"
         return ConfigError(
-            f"{flag} is a group of settings, such as --{inner[0].replace('_', '-')}. `flashfl {listing}` explains them."
+            f"{flag} is a group of settings, such as {flag_of(inner[0])}. `flashfl {listing}` explains them."
         )
     if option == "density" and "densities" in homes:
         return ConfigError(f"{method} takes --densities instead of {flag}, such as --densities 0.1,0.15,0.2")
@@ -265,16 +266,16 @@ def _switch_method(tables: Tables, name: str) -> None:
     tables["method"] = {"name": name} | {k: v for k, v in tables["method"].items() if k in known}
 
 
-Home = tuple[str, tuple[str, ...], object]  # table, path inside it, type
+Home = tuple[tuple[str, ...], object]  # a setting's path, which begins with its table, and its type
 
 
 def _homes(method: type[Method]) -> dict[str, Home]:
     """Every option a user can set: `density`, or in full `method.density`; parts of parts as `adapt.growth`."""
     # There is no optimizer to choose. `make_train` says so, and what to set instead.
-    homes: dict[str, Home] = dict.fromkeys(("optimizer", "train.optimizer"), ("train", ("optimizer",), str))
+    homes: dict[str, Home] = dict.fromkeys(("optimizer", "train.optimizer"), (("train", "optimizer"), str))
     for table, cls in (("method", method), ("train", TrainConfig), ("task", TaskConfig)):
-        for path, hint, _ in walk(cls):
-            homes[".".join((table, *path))] = homes[".".join(path)] = (table, path, hint)
+        for path, hint, _ in walk(cls, (table,)):
+            homes[".".join(path)] = homes[".".join(path[1:])] = path, hint
     return homes
 
 

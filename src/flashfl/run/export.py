@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from safetensors.torch import save
@@ -20,10 +20,11 @@ from ..core.mask import Weights
 from ..core.rng import fold
 from ..data.sources import Inputs
 from ..data.task import Task
+from ..data.tasks import build_task
 from ..native.file import sparse_bytes
-
-if TYPE_CHECKING:
-    from .results import Results
+from . import checkpoint
+from .config import make_config, plan_of
+from .results import RESULTS, Results
 
 Format = Literal["safetensors", "sparse", "onnx"]
 _ENDINGS: dict[Format, str] = {"safetensors": ".safetensors", "sparse": ".sparse.safetensors", "onnx": ".onnx"}
@@ -67,10 +68,7 @@ def _dense_files(weights: Weights, module: nn.Module, path: Path, about: Mapping
         if isinstance(value, Tensor)
     }
     bits = weights.mask.bits.cpu()
-    masks = {
-        layer.name: bits[layer.start : layer.stop].view(layer.shape).clone().to(torch.bool)
-        for layer in weights.layout.prunable
-    }
+    masks = {layer.name: bits[layer.span].view(layer.shape).clone().to(torch.bool) for layer in weights.layout.prunable}
     note = {"flashfl": json.dumps({"density": weights.mask.density, **about})}
     return {masks_beside(path): save(masks, note), path: save(tensors, note)}
 
@@ -82,11 +80,6 @@ def masks_beside(path: Path) -> Path:
 
 def export_run(folder: Path, target: Path | None = None, view: str = "", format: Format = "safetensors") -> Path:
     """A model of a run's last checkpoint, as a file: the reported one unless a view is named."""
-    from ..data.tasks import build_task
-    from . import checkpoint
-    from .config import make_config, plan_of
-    from .results import RESULTS, Results
-
     results = Results.read(folder)
     header = results.header
     if not header.get("config"):

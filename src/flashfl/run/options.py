@@ -43,6 +43,11 @@ def walk(cls: type, prefix: tuple[str, ...] = (), made: object = None) -> Iterat
             yield path, hint, default
 
 
+def flag_of(option: str) -> str:
+    """A setting as it is typed on the command line."""
+    return f"--{option.replace('_', '-')}"
+
+
 def parse(text: str, hint: object, name: str) -> object:
     """A command-line text as the type of the field it is for."""
     if name.rpartition(".")[2] in _AMOUNTS:
@@ -148,12 +153,12 @@ def _describe(name: str, load: str) -> None:
     print(f"{name}\n{textwrap.indent(about(cls), '  ')}\n\n  Settings, with defaults:")
     _print_options(cls)
     if cls.recipe:
-        recipe = " ".join(f"{_flag(key)} {value}" for key, value in cls.recipe.items())
+        recipe = " ".join(f"{flag_of(key)} {value}" for key, value in cls.recipe.items())
         print(f"  Unless you set them yourself, its runs have:\n    {recipe}\n")
     words = [f"flashfl run{load} --method {name}"]
     for option, (_, default, _) in options_of(cls).items():
         if default == "required" or option == "density":
-            words.append(f"{_flag(option)} {'VALUE' if default == 'required' else default}")
+            words.append(f"{flag_of(option)} {'VALUE' if default == 'required' else default}")
     print(f"  Example:\n    {' '.join(words)}")
 
 
@@ -171,11 +176,7 @@ def _print_options(cls: type) -> None:
     """Every setting with its default, its type and what it means."""
     for option, (kind, default, said) in options_of(cls).items():
         digits = f"; {DIGITS_DENSITY} without a configuration file" if option == "density" else ""
-        print(f"    {_flag(option)} {default if default != '' else repr('')}  ({kind}{digits})")
+        print(f"    {flag_of(option)} {default if default != '' else repr('')}  ({kind}{digits})")
         if said:
             print(textwrap.fill(said, 100, initial_indent=" " * 8, subsequent_indent=" " * 8))
     print()
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"

@@ -12,7 +12,7 @@ from ..core.errors import warn
 from ..core.exchange import DROPPED, Spent
 from ..core.record import RoundRecord
 from ..core.state import State
-from .summary import ACCURACY, Metric
+from .summary import ACCURACY
 
 Watch = Callable[[State, RoundRecord], None]
 
@@ -34,8 +34,8 @@ def duration(seconds: float) -> str:
 
 def epsilons(spent: Spent, secure: bool) -> str:
     """The privacy spent: the epsilon that `dp_epsilon` limits, and the other one."""
-    known, sampled = (spent.known, "knows"), (spent.sampled, "does not know")
-    (limited, _), (other, who) = (known, sampled) if secure else (sampled, known)
+    limited, other = spent.limited(secure), spent.limited(not secure)
+    who = "does not know" if secure else "knows"
     return f"{limited:.2f} at delta {spent.delta:g} ({other:.2f} against somebody who {who} the cohorts)"
 
 
@@ -52,13 +52,12 @@ class Display:
         out: TextIO | None = None,
         quiet: bool = False,
         then: Watch | None = None,
-        shown: Metric = ACCURACY,
     ) -> None:
-        """then: called after each round, once it is shown. shown: the task's metric."""
-        self.shown = shown
+        """then: called after each round, once it is shown."""
         self.out, self.then = out or sys.stderr, then
         self.label, self.rounds, self.quiet = label, rounds, quiet
-        self.secure = False  # whether `dp_epsilon` limits `known` and not `sampled`; `drive` says so
+        # The task's metric, and whether the run is secure, which decides what `dp_epsilon` limits. `drive` sets both.
+        self.shown, self.secure = ACCURACY, False
         self.live = not quiet and is_live(self.out)
         self.began = self.spoke = self.ticked = time.monotonic()
         self.done = 0
@@ -66,14 +65,17 @@ class Display:
         self.last = ""  # the line on screen, without what a tick adds
         self.width = 0
 
-    def tick(self, where: str, orders: int) -> None:
-        """An order has gone out: show how far a long round has got. 0 orders: a run was resumed, and goes on there."""
-        now = time.monotonic()
-        if not orders and not self.quiet:
+    def resumed(self, where: str) -> None:
+        """A run was resumed: say where it goes on."""
+        if not self.quiet:
             self._say(f"{self.label}: {where}")
-        elif self.live and now - self.ticked > 0.5:
+
+    def tick(self, phase: str, orders: int) -> None:
+        """An order has gone out: show how far a long round has got."""
+        now = time.monotonic()
+        if self.live and now - self.ticked > 0.5:
             self.ticked = now
-            self._draw(self.last or f"{self.label}: {where}", f"  [client {orders}]")
+            self._draw(self.last or f"{self.label}: {phase}", f"  [client {orders}]")
 
     def __call__(self, state: State, record: RoundRecord) -> None:
         if not self.quiet:
@@ -113,7 +115,7 @@ class Display:
         """The epsilon that `dp_epsilon` limits, and values that did not fit their declared range."""
         if (spent := record.privacy) is None:
             return ""
-        said = f"  epsilon {spent.known if self.secure else spent.sampled:.2f}" if spent.delta else ""
+        said = f"  epsilon {spent.limited(self.secure):.2f}" if spent.delta else ""
         return said + (f"  clamped {spent.clamped}" if spent.clamped else "")
 
     def _draw(self, text: str, end: str = "") -> None:

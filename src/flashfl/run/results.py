@@ -79,10 +79,6 @@ class Results:
         except FlashError:
             return None
 
-    @property
-    def folder(self) -> Path | None:
-        return self.path.parent if self.path is not None else None
-
     def begin(self, header: Mapping[str, object]) -> None:
         """Start a new file. The results of an earlier run in the folder are kept beside it."""
         if self.path is not None and self.earned:
@@ -171,7 +167,8 @@ class Results:
 
 
 def _text(line: Mapping[str, object]) -> str:
-    return json.dumps({k: None if v != v else v for k, v in line.items()}) + "\n"  # JSON has no NaN
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    return json.dumps(finite) + "\n"  # JSON has no NaN and no Infinity
 
 
 def _parse(path: Path) -> tuple[Header, list[RoundRecord], Settings | None]:

@@ -32,7 +32,7 @@ class Run:
     def __init__(self, method: Method, task: Task, train: TrainConfig, folder: Path | None = None) -> None:
         self.method, self.task, self.train, self.folder = method, task, train, folder
         self.results = Results(folder / RESULTS if folder else None)
-        self.shown = Metric.of_task(task)
+        self.shown = Metric(task.metric_name, task.higher_is_better)
         self.state: State | None = None
         self.traffic = Traffic()
         self.rounds = 0  # finished rounds of all phases

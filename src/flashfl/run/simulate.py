@@ -13,13 +13,12 @@ from typing import Any
 
 from ..core.engine import JSON, Engine, FixedPopulation, Population
 from ..core.errors import ConfigError, FlashError, warn
-from ..core.loop import Tick, checked, run_rounds
+from ..core.loop import checked, run_rounds
 from ..core.method import Method
 from ..core.state import Plan, State
 from ..data.task import Task
 from ..engine import make_engine
 from ..engine.replica import warn_of_buffers, warn_of_metric
-from . import checkpoint as checkpoints
 from .budget import warn_if_over, within_budget
 from .checkpoint import Keeper
 from .checks import check_method, check_private, check_sparse
@@ -30,7 +29,6 @@ from .lock import alone
 from .observe import Observer
 from .progress import Display, WarnOfDropped, Watch, is_live
 from .run import Run
-from .summary import Metric
 from .track import Tracking
 
 
@@ -78,12 +76,12 @@ def simulate(
     else:
         show = progress if progress is not None else watch is None and is_live(sys.stderr)
         label, then = method.name or type(method).__name__, watch or WarnOfDropped()
-        display = Display(label, config.rounds, quiet=not show, then=then, shown=Metric.of_task(task))
+        display = Display(label, config.rounds, quiet=not show, then=then)
     if chosen and not display.quiet:
         print(f"{display.label}: {chosen}", file=sys.stderr)
     with closing(display), closing(make_engine(task, config, place / "masks" if place else None)) as engine:
         clients = FixedPopulation(task.clients)
-        run = drive(method, task, config, engine, clients, place, resume, display, header, display.tick, overwrite)
+        run = drive(method, task, config, engine, clients, place, resume, display, header, overwrite)
     if place is not None and header is None and run.kept:
         run.export(place / "model.safetensors")  # a run made in Python: only here the module is known
     return run
@@ -99,11 +97,11 @@ def drive(
     resume: bool = False,
     watch: Watch | None = None,
     header: Mapping[str, Settings] | None = None,
-    tick: Tick = lambda where, orders: None,
     overwrite: bool = True,
 ) -> Run:
     """Run a method on any engine, with these clients. Only the task's model is used here, not its data.
 
+    watch: a Display, or a function that is called with the state and the record after every round.
     No other process may use the folder until the run is over.
     """
     check_method(method)
@@ -116,7 +114,10 @@ def drive(
     clients.admit(method, plan.key)
     keeper = Keeper(run, engine, clients, identity)
     if isinstance(watch, Display):
-        watch.secure = config.secure
+        display = watch
+    else:
+        display = Display("", config.rounds, quiet=True, then=watch or WarnOfDropped())
+    display.shown, display.secure = run.shown, config.secure
     with alone(folder):
         if run.results.earned and not (resume or overwrite):  # refuses a linked file before anything is removed
             raise ConfigError(
@@ -133,12 +134,12 @@ def drive(
             about = {"config": {**(header or {})}, "identity": identity, "task": _about(task, clients)}
             run.results.begin({**about, **computes, "code": code_of(method)})
         if resume:
-            tick(_resumed(start, config.rounds), 0)
+            display.resumed(_resumed(start, config.rounds))
         run.state = start
         tracking.begin(header or identity, start.counted)
         with closing(tracking), keeper.on_the_way_out():
             try:
-                _loop(run, engine, clients, keeper, watch or WarnOfDropped(), tracking, tick)
+                _loop(run, engine, clients, keeper, display, tracking)
             except KeyboardInterrupt:
                 run.stopped, run.kept = "interrupted", keeper.keep()
                 again = ": continue with resume=True" if folder else ""
@@ -146,9 +147,7 @@ def drive(
     return run
 
 
-def _loop(
-    run: Run, engine: Engine, clients: Population, keeper: Keeper, watch: Watch, tracking: Tracking, tick: Tick
-) -> None:
+def _loop(run: Run, engine: Engine, clients: Population, keeper: Keeper, display: Display, tracking: Tracking) -> None:
     """All rounds, and the end of the run."""
     config = run.train
     assert run.state is not None
@@ -156,7 +155,7 @@ def _loop(
     engine.memory.snapshot()
     rounds = run_rounds(
         run.method, run.state, clients, engine, config.eval_every, config.min_replies, config.retries,
-        run.bytes_left, tick,
+        run.bytes_left, display.tick,
     )  # fmt: skip
     for state, found, trips in () if run.over_budget else rounds:
         traffic = run.traffic + found.bytes
@@ -167,7 +166,7 @@ def _loop(
         run.results.append(record)
         if config.track:
             tracking.log(state.counted, record)
-        watch(state, record)
+        display(state, record)
         if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
     run.kept = keeper.keep()
@@ -223,11 +222,9 @@ def _about(task: Task, clients: Population) -> Settings:
 
 def _resume(run: Run, keeper: Keeper, plan: Plan) -> State | None:
     """The state to continue from. None: there is no checkpoint, so the run starts from the beginning."""
-    if keeper.folder is None:
-        raise ConfigError("resume needs the folder of the run to continue: give `folder`")
-    if not checkpoints.found_in(keeper.folder):
-        return None
     state = keeper.load(plan)
+    if state is None:
+        return None
     _note_extension(run, state)
     if not (run.method.done(state) or run.over_budget):
         _note_code(run)

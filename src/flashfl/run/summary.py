@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from ..core.record import RoundRecord
-from ..data.task import Task
 from .results import Header
 
 WORK = ("train", "aggregate", "evaluate", "record")
@@ -25,10 +24,6 @@ class Metric:
     def of(header: Header) -> Metric:
         """The metric of a run. A task that does not name one measures accuracy."""
         return Metric(**header["task"].get("metric") or {})
-
-    @staticmethod
-    def of_task(task: Task) -> Metric:
-        return Metric(task.metric_name, task.higher_is_better)
 
     @property
     def direction(self) -> str:
@@ -133,7 +128,7 @@ def numbers_of(header: Header, rounds: Sequence[RoundRecord]) -> Numbers:
         flops=sum(r.flops for r in rounds) or None,
         paper_bytes=sum(r.paper_bytes.up + r.paper_bytes.down for r in rounds) or None,
         paper_dense=dense or None,
-        epsilon=(last.known if secure else last.sampled) if (last := rounds[-1].privacy) and last.delta else None,
+        epsilon=last.limited(secure) if (last := rounds[-1].privacy) and last.delta else None,
         plain=plain_of(final),
         personal=final.get("personal"),
     )

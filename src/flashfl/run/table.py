@@ -145,9 +145,12 @@ COLUMNS: Mapping[str, Callable[[Summary], Entry]] = {
 def summary_table(groups: Mapping[str, Summary], columns: Sequence[str], title: str = "") -> Table:
     """A row for each group of runs, with these of the COLUMNS.
 
-    Averaged models stand beside the plain ones, with a note. Private runs get a column for the epsilon they spent.
+    Averaged models stand beside the plain ones, with a note. Private runs get a column for the epsilon they spent. The
+    column of personal models is left out if there are none.
     """
     notes: list[str] = []
+    if all(s.personal is None for s in groups.values()):
+        columns = [name for name in columns if name != "personal %"]
     if any(s.plain is not None for s in groups.values()) and "accuracy %" in columns:
         at = columns.index("accuracy %") + 1
         columns, notes = [*columns[:at], "not averaged %", *columns[at:]], [_AVERAGED]

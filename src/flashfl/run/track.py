@@ -85,22 +85,21 @@ class Tracking:
 
     def __init__(self, names: str, folder: Path | None, metric: str = "accuracy") -> None:
         """Raises an error if a tracker's package is missing, before anything of the run is written."""
-        self._folder, self._metric = folder, metric
-        self._packages: dict[str, ModuleType] = {}
+        self._metric = metric
+        self._begin: dict[str, Callable[[Settings, int], Tracker]] = {}
         self._trackers: dict[str, Tracker] = {}
         for name in check_names(names):
             if folder is None:
                 raise ConfigError(f"track = {names!r}: tracking needs a folder for the run. Give `folder`")
+            begin, module = TRACKERS[name]
             try:
-                self._packages[name] = importlib.import_module(TRACKERS[name][1])
+                self._begin[name] = partial(begin, importlib.import_module(module), folder)
             except ImportError:
                 raise ConfigError(f"track = {name!r} needs the {name} package: pip install {name}") from None
 
     def begin(self, settings: Settings, step: int) -> None:
         """Start all trackers. A resumed run starts from a later step."""
-        for name, package in self._packages.items():
-            assert self._folder is not None
-            self._trackers[name] = TRACKERS[name][0](package, self._folder, settings, step)
+        self._trackers = {name: begin(settings, step) for name, begin in self._begin.items()}
 
     def log(self, step: int, record: RoundRecord) -> None:
         """Show one round."""

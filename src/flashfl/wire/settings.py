@@ -24,22 +24,28 @@ def local_bytes(local: Local, layout: Layout) -> bytes:
     try:
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
     except ValueError as error:
-        raise NonFinite(f"the client's settings hold an infinity or a not-a-number: {error}") from None
+        raise NonFinite(f"the training settings hold an infinity or a not-a-number: {error}") from None
 
 
 def read_local(reader: Reader, layout: Layout, limits: Limits) -> Local:
     """Only what `local_bytes` could have written is accepted."""
     if reader.left > limits.json:
-        raise TooLarge(f"the client's settings take {reader.left} bytes, at most {limits.json} are accepted here")
+        raise TooLarge(
+            f"the training settings in the message, with their parts, take {reader.left} bytes, at most {limits.json} "
+            "are allowed. Keep the fields of parts small, and send tensors with the method's `download`."
+        )
     raw = bytes(reader.take(reader.left))
     _check_depth(raw, limits.depth)
     try:
         local = parts.from_json(json.loads(raw))
         canonical = isinstance(local, Local) and local_bytes(local, layout) == raw
     except Exception as error:  # a stranger's settings may fail in any way inside a part's own checks
-        raise BadField(f"the client's settings cannot be read: {error}") from None
+        raise BadField(f"the training settings in the message cannot be read: {error}") from None
     if not canonical:
-        raise BadField("the client's settings are not in canonical form; see flashfl/wire/FORMAT.md")
+        raise BadField(
+            "the training settings in the message are not in canonical form (flashfl/wire/FORMAT.md). Most likely the "
+            "sender has another version of flashfl or of a custom part: install the same on both sides."
+        )
     assert isinstance(local, Local)
     return local
 
@@ -50,4 +56,4 @@ def _check_depth(raw: bytes, most: int) -> None:
     for byte in raw:
         depth += (byte in b"[{") - (byte in b"]}")
         if depth > most:
-            raise TooLarge(f"the client's settings are nested deeper than {most} levels")
+            raise TooLarge(f"the training settings in the message are nested deeper than {most} levels")

@@ -52,6 +52,8 @@ def _finite(name: str, value: float) -> float:
 
 def extras_chunks(extras: Mapping[str, Extra], active: int | None) -> list[Chunk]:
     """The number of tensors, then each. `active`: weights in the mask."""
+    if len(extras) > 255:
+        raise BadField(f"the message has {len(extras)} extra tensors, at most 255 can be sent. Put several into one.")
     out: list[Chunk] = [pack(_NUMBER, len(extras))]
     for name in sorted(extras):
         extra = extras[name]

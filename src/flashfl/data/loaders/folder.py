@@ -20,14 +20,20 @@ def load(path: Path, options: Options) -> DataSet:
         raise DataError(f"{path.absolute()} is not a folder. Name a folder that has a folder of images for each class")
     names = _classes(train)
     if len(names) < 2:
-        raise DataError(f"{train.absolute()} has {len(names)} folders: it needs a folder of images for each class")
+        raise DataError(
+            f"{train.absolute()} has {len(names)} folders, expected at least 2: one folder of images for each class. "
+            "If these folders lie deeper, name the folder that holds them."
+        )
     pairs: list[Pair] = []
     for part in (train, *tests):
         mine = _classes(part)
         others = [name for name in mine if name not in names]
-        if others or not mine:
-            found = ", ".join(others) or "none"
-            raise DataError(f"{part} must have only folders that {train} has too, and at least one. Found: {found}")
+        if others:
+            raise DataError(
+                f"{part} has folders that {train} does not have: {', '.join(others)}. Remove or rename them."
+            )
+        if not mine:
+            raise DataError(f"{part} has no folders: it needs at least one of those in {train}.")
         files = [(file, names.index(name)) for name in mine for file in picture_files(part / name)]
         size = pairs[0][0].shape[2:] if pairs else None
         pixels = stack(((file, read_picture(file)) for file, _ in files), options.size, size)

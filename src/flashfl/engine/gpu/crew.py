@@ -140,7 +140,10 @@ def _why_samples_mix(task: Task, module: nn.Module, data: Sequence[Source], devi
     error = (whole[:few] - part)[fine[:few]].abs()
     same = all(torch.equal(before[name], buffer) for name, buffer in module.named_buffers())
     if not same or (len(error) and bool(error.max() > 1e-2 * whole[fine].abs().max())):
-        return "the model's output must be a tensor and depend only on its own sample"
+        return (
+            "the model's output for one sample changes with the other samples of the batch, or the model draws random "
+            "numbers or changes its buffers"
+        )
     each = [task.loss(whole[i : i + 1], target[i : i + 1]) for i in fine.nonzero().flatten().tolist()]
     if each and not torch.isclose(torch.stack(each).mean(), task.loss(whole[fine], target[fine]), rtol=1e-3, atol=1e-6):
         return "the loss of a batch is not the mean of its samples' losses"
