@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import timeit
 
 import torch
 from torch import Tensor
@@ -29,10 +28,10 @@ _AGREE = 1e-3  # relative difference of the outputs of both
 class SparseTraining:
     """One client's steps on the active weights alone. Values, gradients and velocities exist for those only."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, mask: Mask, vector: Tensor) -> None:
         self.task, self.layout = task, task.layout
         self.replica = Replica(task, torch.device("cpu"), lambda layer: torch.empty(layer.shape))
-        self._model: SparseModel | None = None
+        self.model = SparseModel(self.replica.module, self.layout, mask, Weights(mask, vector).packed())
 
     @staticmethod
     def can(local: Local, mask: Mask) -> bool:
@@ -51,19 +50,10 @@ class SparseTraining:
         self.moved(mask, vector)
         self.model.module.train()
 
-    @property
-    def model(self) -> SparseModel:
-        assert self._model is not None
-        return self._model
-
     def moved(self, mask: Mask, vector: Tensor) -> None:
         """Follow a change of the mask: pack the weights again."""
-        packed = Weights(mask, vector).packed()
-        if self._model is None:
-            self._model = SparseModel(self.replica.module, self.layout, mask, packed)
-        else:
-            self._model.load(mask, packed)
-        self._step = MaskedStep(self._model.vector[None, : len(self._model.grad)], mask.active)
+        self.model.load(mask, Weights(mask, vector).packed())
+        self._step = MaskedStep(self.model.vector[None, : len(self.model.grad)], mask.active)
         self._step.begin(self._schedule.local, (), [self._schedule.steps])
 
     def step(self, inputs: Inputs, target: Tensor) -> Tensor:
@@ -109,7 +99,8 @@ def _gain(task: Task, weights: Weights, local: Local, data: Source, threads: int
 
 
 def _compare(task: Task, weights: Weights, local: Local, inputs: Inputs, target: Tensor) -> float:
-    ours, vector = SparseTraining(task), weights.vector.clone()
+    vector = weights.vector.clone()
+    ours = SparseTraining(task, weights.mask, vector)
     ours.begin(Schedule(local, 0, len(target), 1), weights.mask, vector)
     theirs = Replica(task, torch.device("cpu"), lambda layer: torch.empty(layer.shape))
     task.layout.write(vector, theirs.module)
@@ -127,14 +118,6 @@ def _compare(task: Task, weights: Weights, local: Local, inputs: Inputs, target:
             p.grad = None
         task.loss(theirs.module(*inputs), target).backward()  # type: ignore[no-untyped-call]
 
-    times = [_fastest(step) for step in (dense, lambda: ours.step(inputs, target))]
-    return times[0] / times[1]
-
-
-def _fastest(step: Callable[[], object]) -> float:
-    found = []
-    for _ in range(_TURNS + 1):
-        began = time.perf_counter()
-        step()
-        found.append(time.perf_counter() - began)
-    return min(found[1:])
+    turns = [timeit.repeat(step, number=1, repeat=1 + _TURNS) for step in (dense, lambda: ours.step(inputs, target))]
+    before, now = (min(times[1:]) for times in turns)  # the first turn of each only warms up
+    return before / now

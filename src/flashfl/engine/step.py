@@ -52,9 +52,8 @@ class MaskedStep:
         self.scores: Tensor | None = None  # what the rule has collected
         self._parts: tuple[Part, ...] = ()
         self._views: tuple[Part, ...] = ()
-        self._start: Tensor | None = None
-        self._velocity: Tensor | None = None
-        self._kept: Tensor | None = None  # the weights while the forward pass sees something else
+        # As large as the weights once they are needed; `_kept` holds these while the forward pass sees something else.
+        self._start = self._velocity = self._kept = torch.empty(0)
         self._inactive = None if masks is None else torch.empty_like(masks)
         # A kernel for SGD with weight decay on one model: one pass over memory instead of several.
         self._fused = kernel("step", "masked_step") if weights.is_cuda and rows == 1 and prunable else None
@@ -95,23 +94,23 @@ class MaskedStep:
             self._buffers[name][: len(value)] = value
         self.state = {name: self._buffers[name] for name in state or {}}
         if local.momentum:
-            self._velocity = torch.zeros_like(self.weights) if self._velocity is None else self._velocity.zero_()
+            self._velocity = self._velocity.zero_() if len(self._velocity) else torch.zeros_like(self.weights)
         if _rule(local) is not None:
             if self.scores is None:
                 self.scores = torch.zeros(len(self.weights), self.prunable, device=self.weights.device)
             self.scores.zero_()
-        if self._views and self._kept is None:
+        if self._views and not len(self._kept):
             self._kept = torch.zeros_like(self.weights)
         self.moved()
         if local.prox:
-            self._start = self.weights.clone() if self._start is None else self._start.copy_(self.weights)
+            self._start = self._start.copy_(self.weights) if len(self._start) else self.weights.clone()
 
     def moved(self) -> None:
         """Follow a change of the masks: inactive weights become zero and lose their velocity."""
         if self.masks is not None and self._inactive is not None:
             torch.logical_not(self.masks, out=self._inactive)
             self.weights[:, : self.prunable].masked_fill_(self._inactive, 0.0)
-            if self.local.momentum and self._velocity is not None:
+            if self.local.momentum:
                 self._velocity[:, : self.prunable].masked_fill_(self._inactive, 0.0)
         self._follow()
 
@@ -122,7 +121,7 @@ class MaskedStep:
     @torch.no_grad()
     def show(self) -> None:
         """Before the forward pass: put what parts let it see in the place of the weights."""
-        if not self._views or self._kept is None:
+        if not self._views:
             return
         self._kept.copy_(self.weights)
         rows, seen = self._rows(self.lr), self._kept
@@ -176,7 +175,7 @@ class MaskedStep:
 
     def _before(self, rows: Rows, gradient: Tensor, busy: Tensor | None) -> tuple[Tensor, Tensor]:
         """What parts make of the gradient. Idle rows keep their state."""
-        if self._views and self._kept is not None:
+        if self._views:
             self.weights.copy_(self._kept)
         for part in reversed(self._parts):
             part.backward(rows, gradient)
@@ -195,11 +194,11 @@ class MaskedStep:
         local, weights = self.local, self.weights[:, columns]
         if local.weight_decay:
             gradient.add_(weights, alpha=local.weight_decay)
-        if local.prox and self._start is not None:
+        if local.prox:
             gradient.add_(weights - self._start[:, columns], alpha=local.prox)
         if inactive is not None:
             gradient.masked_fill_(inactive, 0.0)
-        if local.momentum and self._velocity is not None:
+        if local.momentum:
             velocity, change = self._velocity[:, columns], gradient
             _change(velocity, busy, lambda rows: rows.mul_(local.momentum).add_(change))
             gradient = velocity

@@ -104,7 +104,7 @@ class Trainer:
             raise ClientFailed(NOT_FINITE)
         weights = None if local.report == "counts" else Weights(mask, self.vector)
         update = Update.of(client, len(data), weights, mask.counts, {"loss": loss})
-        return replace(update, extra=extra, notes=kept) if extra or kept else update
+        return replace(update, extra=extra, notes=kept)
 
     def _open(self, schedule: Schedule, data: Source, mask: Mask, given: Notes, notes: Notes) -> Clients:
         """Run the parts of the client in this replica, before training."""
@@ -128,9 +128,7 @@ class Trainer:
             self.vector.copy_(opened.vectors[0])
         return mask if finished.counts is None else Mask(self.layout, opened.masks[0], finished.counts[0]), finished
 
-    def _epochs(
-        self, schedule: Schedule, data: Source, mask: Mask, opened: Clients | None = None
-    ) -> tuple[Mask, float]:
+    def _epochs(self, schedule: Schedule, data: Source, mask: Mask, opened: Clients | None) -> tuple[Mask, float]:
         """Every step of the client's work: its mask afterwards, and the mean loss."""
         local, moves = schedule.local, schedule.moves
         bits, counts = mask.bits.clone() if moves else mask.bits, mask.counts
@@ -167,7 +165,7 @@ class Trainer:
         """The client on native kernels, if the run chose them and they can do this work."""
         if not self.sparse or not SparseTraining.can(schedule.local, mask):
             return None
-        self._native = self._native or SparseTraining(self.task)
+        self._native = self._native or SparseTraining(self.task, mask, self.vector)
         self._native.begin(schedule, mask, self.vector)
         return self._native
 

@@ -164,7 +164,8 @@ def _loop(run: Run, engine: Engine, clients: Population, keeper: Keeper, display
         run.state, run.traffic, run.rounds = state, traffic, run.rounds + 1
         engine.memory.snapshot()  # the state and what the engine remembers belong together
         run.results.append(record)
-        tracking.log(state.counted, record)
+        if config.track:
+            tracking.log(state.counted, record)
         display(state, record)
         if config.private or keeper.due():  # clients open each private round's sum once only
             keeper.keep()
