@@ -486,7 +486,7 @@ def test_a_run_stopped_by_its_clients_keeps_its_last_good_state(tmp_path: Path) 
 
     with pytest.raises(
         RunStopped,
-        match=r"round 3 \(training\) failed 3 times.*not finite.*resume the run.*finished rounds are kept",
+        match=r"round 3 failed 3 times.*not finite.*resume the run.*finished rounds are kept",
     ):
         go(tmp_path, task=task, watch=explode, checkpoint_every=0)
     config = TrainConfig(rounds=4, **SETTINGS)

@@ -170,7 +170,7 @@ def test_infinite_metric_is_written_as_json(tmp_path: Path) -> None:
 def test_if_all_are_nan_the_run_stops(tmp_path: Path) -> None:
     with pytest.raises(
         RunStopped,
-        match=r"round 1 \(training\) failed 2 times: 0 of 4 clients sent a usable reply, fewer than .* = 1 .client",
+        match=r"round 1 failed 2 times: 0 of 4 clients sent a usable reply, fewer than .* = 1 .client",
     ):
         go(fl.Dense(), with_nans(set(range(6))), folder=tmp_path, retries=1)
     assert list((tmp_path / "checkpoints").glob("*.json"))
