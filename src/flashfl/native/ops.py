@@ -8,16 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .library import Conv, Library, Shape, Window, kernels
+from .library import Conv, Shape, Window, call
 from .weight import Lists, SparseWeight
 
 Pair = tuple[int, int]
-
-
-def _kernels() -> Library:
-    library = kernels()
-    assert library is not None
-    return library
 
 
 def conv(
@@ -51,17 +45,14 @@ def _reach(c: Conv) -> tuple[int, int]:
     return max(forward), max(backward)
 
 
-def _widened(x: Tensor, pad: int, needed: int) -> tuple[Tensor, int]:
-    """x with a border of at least the width that is needed, and its width."""
-    more = needed - pad
-    return (x, pad) if more <= 0 else (F.pad(x, (0, 0, more, more, more, more)), needed)
-
-
-def _copy(c: Conv, **changes: int) -> Conv:
-    new = Conv.from_buffer_copy(c)
-    for name, value in changes.items():
-        setattr(new, name, value)
-    return new
+def _widened(x: Tensor, conv: Conv, border: str, needed: int) -> tuple[Tensor, Conv]:
+    """x with a border of at least the width that is needed, and the convolution with it as `in_pad` or `out_pad`."""
+    more = needed - getattr(conv, border)
+    if more <= 0:
+        return x, conv
+    wider = Conv.from_buffer_copy(conv)
+    setattr(wider, border, needed)
+    return F.pad(x, (0, 0, more, more, more, more)), wider
 
 
 def _packed(lists: Lists, values: Tensor, members: int, identity: bool) -> Tensor:
@@ -69,7 +60,7 @@ def _packed(lists: Lists, values: Tensor, members: int, identity: bool) -> Tenso
     if identity and members == 1:
         return values
     out = values.new_zeros(len(lists.off) * members) if members > 1 else torch.empty_like(values)
-    _kernels()("pack", values, lists.slot, len(values), out)
+    call("pack", values, lists.slot, len(values), out)
     return out
 
 
@@ -78,12 +69,11 @@ class _Conv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, weight: SparseWeight, conv: Conv) -> Tensor:
         ctx.save_for_backward(x, values)
         ctx.weight, ctx.conv, ctx.needs = weight, conv, _reach(conv)
-        wide, pad = _widened(x, conv.in_pad, ctx.needs[0])
-        c = _copy(conv, in_pad=pad)
+        wide, c = _widened(x, conv, "in_pad", ctx.needs[0])
         forward = weight.forward_list(c)
         out = x.new_empty(c.blocks, c.out, c.oh + 2 * c.out_pad, c.ow + 2 * c.out_pad, x.shape[-1])
         weights = _packed(forward, values, c.members, identity=True)
-        _kernels()("forward", c, forward.ptr, forward.off, weights, bias, wide, out)
+        call("forward", c, forward.ptr, forward.off, weights, bias, wide, out)
         return out
 
     @staticmethod
@@ -92,19 +82,17 @@ class _Conv(torch.autograd.Function):
         conv, weight, grad = ctx.conv, ctx.weight, gradients[0].contiguous()
         (dx, dvalues, dbias), needed = (None, None, None), ctx.needs_input_grad
         if needed[0]:
-            wide, pad = _widened(grad, conv.out_pad, ctx.needs[1])
-            c = _copy(conv, out_pad=pad)
+            wide, c = _widened(grad, conv, "out_pad", ctx.needs[1])
             backward = weight.input_list(c)
             dx = torch.empty_like(x)
             weights = _packed(backward, values, c.members, identity=False)
-            _kernels()("input_gradient", c, backward.ptr, backward.off, weights, wide, dx)
+            call("input_gradient", c, backward.ptr, backward.off, weights, wide, dx)
         if needed[1]:
-            wide, pad = _widened(x, conv.in_pad, ctx.needs[0])
-            c = _copy(conv, in_pad=pad)
+            wide, c = _widened(x, conv, "in_pad", ctx.needs[0])
             forward = weight.forward_list(c)
             dvalues = torch.empty_like(values)
             args = (forward.ptr, forward.off, forward.slot, len(values), wide, grad, dvalues)
-            _kernels()("weight_gradient", c, *args)
+            call("weight_gradient", c, *args)
         if needed[2]:
             dbias = grad.sum((0, 2, 3, 4))  # borders and lanes without a sample are zero
         return dx, dvalues, dbias, None, None
@@ -128,7 +116,7 @@ class _Norm(torch.autograd.Function):
         shape: Shape, relu: bool, training: bool, epsilon: float,
     ) -> Tensor:  # fmt: skip
         y = torch.empty_like(x)
-        _kernels()("norm", shape, x, weight, bias, add, relu, training, epsilon, mean, variance, y)
+        call("norm", shape, x, weight, bias, add, relu, training, epsilon, mean, variance, y)
         ctx.save_for_backward(x, weight, y if relu else None)
         kept = (mean, variance) if training else (mean.clone(), variance.clone())  # running ones may change
         ctx.rest = (*kept, shape, training, epsilon)
@@ -141,7 +129,7 @@ class _Norm(torch.autograd.Function):
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
         dadd = torch.empty_like(x) if added and y is not None else None
         args = (dy, x, y, weight, mean, variance, training, epsilon, dx, dweight, dbias, dadd)
-        _kernels()("norm_gradient", shape, *args)
+        call("norm_gradient", shape, *args)
         return dx, dweight, dbias, dadd if dadd is not None else dy if added else None, *(None,) * 6
 
 
@@ -161,7 +149,7 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, s: Shape, out: Shape, window: Window) -> Tensor:
         y = x.new_empty(out.blocks, out.planes, out.h + 2 * out.pad, out.w + 2 * out.pad, x.shape[-1])
-        _kernels()("pool", s, out, window, x, y)
+        call("pool", s, out, window, x, y)
         ctx.save_for_backward(x, y)
         ctx.rest = (s, out, window)
         return y
@@ -170,5 +158,5 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, y = ctx.saved_tensors
         dx = torch.empty_like(x)
-        _kernels()("pool_gradient", *ctx.rest, x, y, gradients[0].contiguous(), dx)
+        call("pool_gradient", *ctx.rest, x, y, gradients[0].contiguous(), dx)
         return dx, None, None, None
