@@ -18,13 +18,13 @@ def conv(
     x: Tensor, weight: SparseWeight, bias: Tensor | None, s: Shape, stride: Pair, padding: Pair, dilation: Pair,
     groups: int,
 ) -> Tensor | None:  # fmt: skip
-    """A convolution, or a linear layer if planes are single pixels. None if the input is too small."""
+    """A convolution, or a linear layer if planes are single pixels. None if the input is too small or not float32."""
     out, kernel = weight.shape[0], weight.shape[2:] if len(weight.shape) == 4 else (1, 1)
     sides = [
         (side + 2 * p - d * (k - 1) - 1) // step + 1
         for side, p, d, k, step in zip((s.h, s.w), padding, dilation, kernel, stride, strict=True)
     ]
-    if min(sides) < 1:
+    if min(sides) < 1 or x.dtype != torch.float32:
         return None
     shape = Conv(
         s.blocks, s.planes, out, s.h, s.w, *sides, s.pad, s.pad, *kernel, *stride, *padding, *dilation, groups,
