@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -85,12 +86,9 @@ def find(name: str) -> Path | None:
 def kernels() -> Library | None:
     """The fastest library that this machine can run, or None."""
     for name in instruction_sets():
-        path = find(name)
-        if path is not None:
-            try:
+        if path := find(name):
+            with suppress(OSError):  # built for another machine
                 return Library(path)
-            except OSError:  # built for another machine
-                continue
     return None
 
 

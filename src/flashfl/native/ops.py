@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,15 +99,37 @@ class _Conv(torch.autograd.Function):
         return dx, dvalues, dbias, None, None
 
 
-def norm(
-    x: Tensor, weight: Tensor, bias: Tensor, add: Tensor | None, mean: Tensor | None, variance: Tensor | None,
-    shape: Shape, relu: bool, training: bool, epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """BatchNorm, an addition and ReLU: the result, and the mean and variance it used."""
-    if training or mean is None or variance is None:
-        training, mean, variance = True, x.new_empty(shape.planes), x.new_empty(shape.planes)
-    result: Tensor = _Norm.apply(x, weight, bias, add, mean, variance, shape, relu, training, epsilon)
-    return result, mean, variance
+@dataclass(frozen=True)
+class Norm:
+    """A BatchNorm that was asked for and waits: perhaps an addition and ReLU follow, which its kernel does as well."""
+
+    x: Tensor
+    shape: Shape
+    mean: Tensor | None
+    variance: Tensor | None
+    weight: Tensor
+    bias: Tensor
+    training: bool
+    momentum: float
+    epsilon: float
+    counted: list[bool]  # whether the running statistics have followed this batch
+    add: Tensor | None = None
+    relu: bool = False
+
+    def apply(self) -> Tensor:
+        mean, variance, training = self.mean, self.variance, self.training
+        if training or mean is None or variance is None:  # those of the batch
+            training, mean, variance = True, self.x.new_empty(self.shape.planes), self.x.new_empty(self.shape.planes)
+        y: Tensor = _Norm.apply(
+            self.x, self.weight, self.bias, self.add, mean, variance, self.shape, self.relu, training, self.epsilon
+        )
+        if self.training and self.mean is not None and self.variance is not None and not self.counted:
+            n = self.shape.samples * self.shape.h * self.shape.w
+            with torch.no_grad():
+                self.mean.lerp_(mean, self.momentum)
+                self.variance.lerp_(variance * (n / (n - 1)), self.momentum)
+            self.counted.append(True)
+        return y
 
 
 class _Norm(torch.autograd.Function):

@@ -8,7 +8,7 @@ layers that have no kernel pay for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,39 +17,9 @@ from torch.nn import functional as F
 
 from . import ops
 from .library import SAMPLES, Shape
+from .ops import Norm
 from .standin import StandIn, plain
 from .weight import SparseWeight
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A BatchNorm that was asked for and waits: perhaps an addition and ReLU follow, which its kernel does as well."""
-
-    x: Tensor
-    shape: Shape
-    mean: Tensor | None
-    variance: Tensor | None
-    weight: Tensor
-    bias: Tensor
-    training: bool
-    momentum: float
-    epsilon: float
-    counted: list[bool]  # whether the running statistics have followed this batch
-    add: Tensor | None = None
-    relu: bool = False
-
-    def apply(self) -> Tensor:
-        y, mean, variance = ops.norm(
-            self.x, self.weight, self.bias, self.add, self.mean, self.variance, self.shape,
-            self.relu, self.training, self.epsilon,
-        )  # fmt: skip
-        if self.training and self.mean is not None and self.variance is not None and not self.counted:
-            n = self.shape.samples * self.shape.h * self.shape.w
-            with torch.no_grad():
-                self.mean.lerp_(mean, self.momentum)
-                self.variance.lerp_(variance * (n / (n - 1)), self.momentum)
-            self.counted.append(True)
-        return y
 
 
 class Planes(StandIn):
