@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashfl.native import library, ops, weight
+from flashfl.native import library
 
 
 def libraries() -> list[Path]:
@@ -32,6 +32,5 @@ def native(request: pytest.FixtureRequest) -> object:
     loaded = library.Library(path)
     choose: Callable[[], library.Library] = lambda: loaded  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        for module in (library, ops, weight):
-            patch.setattr(module, "kernels", choose)
+        patch.setattr(library, "kernels", choose)
         yield loaded

@@ -226,3 +226,13 @@ def test_a_weight_without_a_kernel_acts_as_the_whole_tensor() -> None:
     close(ours.abs(), weight.abs())
     with pytest.raises(RuntimeError, match="shape"):
         F.linear(torch.zeros(2, 5), ours)
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_inputs_of_another_type_are_refused_as_by_torch(kind: torch.dtype) -> None:
+    ours = sparse(torch.randn(4, 3, 3, 3), torch.rand(4, 3, 3, 3) < 0.5)
+    with pytest.raises(RuntimeError):
+        F.conv2d(torch.zeros(2, 3, 8, 8, dtype=kind), ours)  # type: ignore[arg-type]
+    ours = sparse(torch.randn(4, 3), torch.rand(4, 3) < 0.5)
+    with pytest.raises(RuntimeError):
+        F.linear(torch.zeros(2, 3, dtype=kind), ours)  # type: ignore[arg-type]

@@ -33,16 +33,19 @@ class Options:
 class DataSet:
     """The samples of a data set, held once and shared by all clients.
 
-    `shape` is (channels, height, width) for images and (tokens,) for texts. `writers` says who made each training
-    sample, where that is known.
+    `writers` says who made each training sample, where that is known. `vocab`: how many tokens texts may have.
     """
 
     train: Arrays
     test: Arrays | None
     classes: int
-    shape: tuple[int, ...]
     writers: NDArray[np.int64] | None = None
     vocab: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(channels, height, width) of images, (tokens,) of texts."""
+        return tuple(self.train.inputs[0].shape[1:])
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -62,8 +65,7 @@ def images(
 ) -> DataSet:
     """A data set of uint8 images (N, C, H, W): those to train on, and perhaps those to test on, never augmented."""
     train, *test = (Arrays((torch.from_numpy(x),), torch.from_numpy(y.astype(np.int64)), norm) for x, y in pairs)
-    shape = tuple(train.inputs[0].shape[1:])
-    return DataSet(replace(train, augment=augment), test[0] if test else None, classes, shape, writers)
+    return DataSet(replace(train, augment=augment), test[0] if test else None, classes, writers)
 
 
 def texts(pairs: Sequence[Texts], classes: int, options: Options) -> DataSet:
@@ -74,7 +76,7 @@ def texts(pairs: Sequence[Texts], classes: int, options: Options) -> DataSet:
         tokenizer = Tokenizer.of_words(pairs[0][0], options.vocab_size)
     encoded = [(torch.from_numpy(tokenizer.encode(held, options.length)), torch.tensor(y)) for held, y in pairs]
     train, *test = (Arrays((ids,), labels.long(), tokens) for ids, labels in encoded)
-    return DataSet(train, test[0] if test else None, classes, (options.length,), vocab=len(tokenizer))
+    return DataSet(train, test[0] if test else None, classes, vocab=len(tokenizer))
 
 
 def check_labels(path: Path, labels: NDArray[np.integer], count: int, classes: int) -> None:

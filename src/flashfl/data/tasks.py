@@ -77,13 +77,13 @@ def load_data(config: TaskConfig) -> DataSet:
     vocab = str(bert.vocabulary(config.encoder)) if pieces and not config.synthetic else ""
     options = Options(config.verify, config.length, vocab, config.vocab_size, config.size)
     info = registry.info(config.dataset)
-    if config.synthetic and not info.shape:
+    if not config.synthetic:
+        data = info.load(data_root(config.data_root), options)
+    elif not info.shape:
         raise ConfigError(f"synthetic = true: the shapes of {config.dataset!r} are not known. Choose another data set")
-    if config.synthetic:
+    else:
         samples = max(config.limit or max(16 * config.clients, 256), config.clients)
         data = make(info, samples, config.clients, options)
-    else:
-        data = info.load(data_root(config.data_root), options)
     return data if config.augment else replace(data, train=replace(data.train, augment=None))
 
 

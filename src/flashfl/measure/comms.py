@@ -35,9 +35,10 @@ def paper_bytes(layout: Layout, local: Local, down: Sequence[float], up: Sequenc
 
     A dense model needs no indices. A client that was asked for layer counts sends nothing else.
     """
-    moving = (local.adapt is not None, local.adapt is not None or moves_mask(local.parts))
+    moves_down = local.adapt is not None
+    moves_up = moves_down or moves_mask(local.parts)
     sent, answer = (
-        csr_bytes(layout, counts, not moves or sum(counts) == layout.prunable_size)
-        for counts, moves in zip((down, up), moving, strict=True)
+        csr_bytes(layout, counts, frozen=not moves or sum(counts) == layout.prunable_size)
+        for counts, moves in ((down, moves_down), (up, moves_up))
     )
     return sent, _VALUE * len(up) if local.report == "counts" else answer

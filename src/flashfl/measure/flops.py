@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..core.exchange import Local
 from ..core.layout import Layout
+from ..data.task import Task
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TURNED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -97,13 +98,13 @@ def _uses(part: nn.Module, given: Sequence[Any], output: Any) -> dict[str, tuple
     return {"weight": (first, map_.numel() // map_.shape[-1 - len(part.kernel_size)])}  # type: ignore[arg-type]
 
 
-def task_costs(task: Any) -> dict[str, Cost]:
+def task_costs(task: Task) -> dict[str, Cost]:
     """`layer_costs` of a task's model on one of its samples."""
     inputs, _ = [*task.evaluation, *task.train][0].fetch(torch.arange(1))
     return layer_costs(task.build(), task.layout, tuple(x.to("cpu") for x in inputs))
 
 
-def weight_flops(task: Any) -> tuple[float, ...]:
+def weight_flops(task: Task) -> tuple[float, ...]:
     """FLOPs of training on one sample: of one weight of each prunable layer, and last of all other layers together."""
     costs, prunable = task_costs(task), {layer.name: layer.size for layer in task.layout.prunable}
     rest = sum(cost.step() for name, cost in costs.items() if name not in prunable)

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..core.errors import FlashError
-from ..core.layout import Layout, tensors_of
+from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from .library import kernels, status
 from .model import SparseModel
@@ -58,8 +58,7 @@ def load_sparse(path: str | Path, module: nn.Module) -> SparseModel:
     layout = Layout.of(module, names)
     _check(path, tensors, layout)
     module.load_state_dict({n: t for n, t in tensors.items() if not n.startswith((_VALUES, _PLACES))}, strict=False)
-    own = tensors_of(module)
-    vector = torch.cat([own[x.name].detach().flatten().float() for x in layout.layers if x.kind != "fixed"])
+    vector = layout.read(module)
     bits = torch.zeros(layout.prunable_size, dtype=torch.bool)
     for layer in layout.prunable:
         places = tensors[_PLACES + layer.name].long() + layer.start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from contextlib import suppress
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -52,22 +53,15 @@ _FUNCTIONS: dict[str, list[type]] = {
 
 
 class Library:
-    """One compiled library. Its methods are the functions of kernels.h, norm.h and pool.h."""
+    """One compiled library. `functions` are those of kernels.h, norm.h and pool.h."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._library = ctypes.CDLL(str(path))
-        self._functions = {}
-        for name, arguments in _FUNCTIONS.items():
-            function = self._library[f"flashfl_{name}"]
-            function.argtypes = arguments
+        library = ctypes.CDLL(str(path))
+        self.functions = {name: library[f"flashfl_{name}"] for name in _FUNCTIONS}
+        for name, function in self.functions.items():
+            function.argtypes = _FUNCTIONS[name]
             function.restype = ctypes.c_int64 if name.startswith("plan") else None
-            self._functions[name] = function
-
-    def __call__(self, name: str, *arguments: ctypes.Structure | Tensor | int | float | None) -> int:
-        """Call a kernel. A tensor stands for its address: it must be contiguous and on the CPU."""
-        result: int | None = self._functions[name](*[_as_c(argument) for argument in arguments])
-        return result or 0
 
 
 def _as_c(argument: ctypes.Structure | Tensor | int | float | None) -> object:
@@ -92,13 +86,18 @@ def find(name: str) -> Path | None:
 def kernels() -> Library | None:
     """The fastest library that this machine can run, or None."""
     for name in instruction_sets():
-        path = find(name)
-        if path is not None:
-            try:
+        if path := find(name):
+            with suppress(OSError):  # built for another machine
                 return Library(path)
-            except OSError:  # built for another machine
-                continue
     return None
+
+
+def call(name: str, *arguments: ctypes.Structure | Tensor | int | float | None) -> int:
+    """Call a kernel. A tensor stands for its address: it must be contiguous and on the CPU."""
+    library = kernels()
+    assert library is not None
+    result: int | None = library.functions[name](*map(_as_c, arguments))
+    return result or 0
 
 
 def status() -> str:

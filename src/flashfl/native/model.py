@@ -24,15 +24,18 @@ class SparseModel:
         self.vector = self.grad = torch.empty(0)
         self._pad = _border(module)
         self._sparse: dict[str, SparseWeight] = {}
-        self._dense = {layer.name: p for layer, p in _parameters(module, layout.of_kind("dense"))}
-        for _, p in _parameters(module, layout.of_kind("fixed")):
-            p.requires_grad_(False)
-        for layer, p in _parameters(module, layout.prunable):
-            self._replace(p, layer, torch.empty(0, dtype=torch.int64))
-        for layer, p in _parameters(module, layout.of_kind("dense")):
-            if _is_kernel(module, p):  # the input is in the kernels' layout, so a dense convolution uses them as well
+        self._dense: dict[str, nn.Parameter] = {}
+        parameters = dict(module.named_parameters())
+        for layer in layout.of_kind("prunable", "dense", "fixed"):
+            p = parameters[layer.name]
+            if layer.kind == "fixed":
+                p.requires_grad_(False)
+            elif layer.kind == "prunable":
+                self._replace(p, layer, torch.empty(0, dtype=torch.int64))
+            elif _is_kernel(module, p):  # the input is in the kernels' layout, so a dense convolution uses them as well
                 self._replace(p, layer, torch.arange(layer.size))
-                del self._dense[layer.name]
+            else:
+                self._dense[layer.name] = p
         self._bind_all(mask, packed)
 
     def _replace(self, p: nn.Parameter, layer: Layer, places: Tensor) -> None:
@@ -57,29 +60,26 @@ class SparseModel:
         self.grad = torch.zeros(mask.active + tail)
         at, active = 0, mask.places
         for layer, count in zip(self.layout.prunable, mask.counts, strict=True):
-            self._bind(self._sparse[layer.name], slice(at, at + count), active[at : at + count] - layer.start)
+            self._sparse[layer.name].moved(active[at : at + count] - layer.start, self._leaf(slice(at, at + count)))
             at += count
         shift = self.layout.prunable_size - mask.active
         for layer in self.layout.of_kind("dense"):
             span = slice(layer.start - shift, layer.stop - shift)
-            if layer.name in self._sparse:
-                self._bind(self._sparse[layer.name], span, self._sparse[layer.name].places)
-            else:
+            if layer.name in self._dense:
                 p = self._dense[layer.name]
                 p.data, p.grad = self.vector[span].view(layer.shape), self.grad[span].view(layer.shape)
+            else:
+                self._sparse[layer.name].values = self._leaf(span)
         for layer in self.layout.of_kind("statistic"):
             owner, _, leaf = layer.name.rpartition(".")
             view = self.vector[layer.start - shift : layer.stop - shift].view(layer.shape)
             self.module.get_submodule(owner)._buffers[leaf] = view
 
-    def _bind(self, weight: SparseWeight, span: slice, places: Tensor) -> None:
-        # `.data`: changes of other weights do not count as changes of these
+    def _leaf(self, span: slice) -> Tensor:
+        """Some of the weights, with their gradient. `.data`: changes of others do not count as changes of these."""
         values = self.vector[span].data.requires_grad_()
         values.grad = self.grad[span]
-        if weight.places.data_ptr() == places.data_ptr() and len(places):
-            weight.values = values
-        else:
-            weight.moved(places, values)
+        return values
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """What the module makes of its inputs, as an ordinary tensor."""
@@ -90,11 +90,6 @@ class SparseModel:
 
 def _is_batch_of_images(x: Tensor) -> bool:
     return x.dim() == 4 and x.dtype == torch.float32 and len(x) > 0
-
-
-def _parameters(module: nn.Module, layers: tuple[Layer, ...]) -> list[tuple[Layer, nn.Parameter]]:
-    named = dict(module.named_parameters())
-    return [(layer, named[layer.name]) for layer in layers]
 
 
 def _is_kernel(module: nn.Module, p: nn.Parameter) -> bool:

@@ -7,56 +7,28 @@ layers that have no kernel pay for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from . import ops
 from .library import SAMPLES, Shape
+from .ops import Norm
+from .standin import StandIn, plain
 from .weight import SparseWeight
 
 
-@dataclass(frozen=True)
-class Norm:
-    """A BatchNorm that was asked for and waits: perhaps an addition and ReLU follow, which its kernel does as well."""
-
-    x: Tensor
-    shape: Shape
-    mean: Tensor | None
-    variance: Tensor | None
-    weight: Tensor
-    bias: Tensor
-    training: bool
-    momentum: float
-    epsilon: float
-    counted: list[bool]  # whether the running statistics have followed this batch
-    add: Tensor | None = None
-    relu: bool = False
-
-    def apply(self) -> Tensor:
-        y, mean, variance = ops.norm(
-            self.x, self.weight, self.bias, self.add, self.mean, self.variance, self.shape,
-            self.relu, self.training, self.epsilon,
-        )  # fmt: skip
-        if self.training and self.mean is not None and self.variance is not None and not self.counted:
-            n = self.shape.samples * self.shape.h * self.shape.w
-            with torch.no_grad():
-                self.mean.lerp_(mean, self.momentum)
-                self.variance.lerp_(variance * (n / (n - 1)), self.momentum)
-            self.counted.append(True)
-        return y
-
-
-class Planes:
+class Planes(StandIn):
     """`n` samples of shape (planes, h, w), or (planes,) if `flat`, with a border of `pad` zeros around each plane."""
 
     def __init__(self, data: Tensor | Norm, n: int, pad: int, flat: bool = False) -> None:
         self._data, self.n, self.pad, self.flat = data, n, pad, flat
+        _, planes, h, w, _ = self._tensor.shape
+        self.shape = torch.Size((n, planes) if flat else (n, planes, h - 2 * pad, w - 2 * pad))
 
     @staticmethod
     def of(x: Tensor, pad: int) -> Planes:
@@ -80,11 +52,6 @@ class Planes:
         return self._data.x if isinstance(self._data, Norm) else self._data
 
     @property
-    def shape(self) -> torch.Size:
-        _, planes, h, w, _ = self._tensor.shape
-        return torch.Size((self.n, planes) if self.flat else (self.n, planes, h - 2 * self.pad, w - 2 * self.pad))
-
-    @property
     def kernel_shape(self) -> Shape:
         """The shape as kernels are told it."""
         blocks, planes, h, w, _ = self._tensor.shape
@@ -97,15 +64,8 @@ class Planes:
         return data[:, :, p : data.shape[2] - p, p : data.shape[3] - p]
 
     def dense(self) -> Tensor:
-        """As an ordinary tensor."""
         x = self.inside.permute(0, 4, 1, 2, 3).flatten(0, 1)[: self.n]
         return x.flatten(1) if self.flat else x.contiguous()
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return answer(function, args, dict(kwargs or {}))
 
     def _like(self, data: Tensor | Norm) -> Planes:
         return Planes(data, self.n, self.pad, self.flat)
@@ -113,16 +73,8 @@ class Planes:
     def _become(self, other: Planes | Tensor) -> Planes:
         """What an operation in place leaves behind."""
         assert isinstance(other, Planes)
-        self._data, self.n, self.pad, self.flat = other._data, other.n, other.pad, other.flat
+        vars(self).update(vars(other))
         return self
-
-    def dim(self) -> int:
-        return len(self.shape)
-
-    ndim = property(dim)
-
-    def size(self, at: int | None = None) -> torch.Size | int:
-        return self.shape if at is None else self.shape[at]
 
     def relu(self) -> Planes:
         d = self._data
@@ -135,7 +87,7 @@ class Planes:
 
     def __add__(self, other: object) -> Planes | Tensor:
         if not isinstance(other, Planes) or (other.shape, other.pad) != (self.shape, self.pad):
-            return torch.add(self.dense(), _plain(other))
+            return torch.add(self.dense(), plain(other))
         for a, b in ((self, other), (other, self)):
             d = a._data
             if isinstance(d, Norm) and d.add is None and not d.relu:
@@ -171,16 +123,14 @@ class Planes:
         return means[:, :, None, None] if keepdim else means
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         if name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "is_sparse"):
             return getattr(self._tensor, name)
-        return getattr(self.dense(), name)
+        return super().__getattr__(name)
 
 
 def _falling_back(name: str) -> Callable[..., Any]:
     def method(self: Planes, *args: Any) -> Any:
-        return getattr(self.dense(), name)(*(_plain(a) for a in args))
+        return getattr(self.dense(), name)(*(plain(a) for a in args))
 
     return method
 
@@ -188,21 +138,6 @@ def _falling_back(name: str) -> Callable[..., Any]:
 _ARITHMETIC = "sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul neg abs getitem len iter lt le gt ge"
 for _name in _ARITHMETIC.split():
     setattr(Planes, f"__{_name}__", _falling_back(f"__{_name}__"))
-
-
-def _plain(value: Any) -> Any:
-    return value.dense() if isinstance(value, Planes | SparseWeight) else value
-
-
-def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of one of torch's functions, some of whose arguments are planes or sparse weights."""
-    handler = _HANDLERS.get(function)
-    if handler is not None:
-        found = handler(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
-    plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-    return function(*plain_args, **plain_kwargs)
 
 
 def _two(value: int | Sequence[int]) -> tuple[int, int]:
@@ -238,8 +173,8 @@ def _batch_norm(
     input: Planes, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
     bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
-    s = input.kernel_shape if isinstance(input, Planes) else None
-    if s is None or input.dtype != torch.float32 or (training and s.samples * s.h * s.w < 2):
+    s = input.kernel_shape
+    if input.dtype != torch.float32 or (training and s.samples * s.h * s.w < 2):
         return NotImplemented
     weight = input._tensor.new_ones(s.planes) if weight is None else weight
     bias = input._tensor.new_zeros(s.planes) if bias is None else bias
@@ -248,8 +183,6 @@ def _batch_norm(
 
 
 def _relu(input: Planes, inplace: bool = False) -> Any:
-    if not isinstance(input, Planes):
-        return NotImplemented
     return input.relu_() if inplace else input.relu()
 
 
@@ -257,7 +190,7 @@ def _max_pool(
     input: Planes, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:  # fmt: skip
-    if not isinstance(input, Planes) or input.flat or ceil_mode or return_indices or _two(dilation) != (1, 1):
+    if input.flat or ceil_mode or return_indices or _two(dilation) != (1, 1):
         return NotImplemented
     kernel, pad = _two(kernel_size), _two(padding)
     step = _two(stride) if stride not in (None, [], ()) else kernel
@@ -268,19 +201,19 @@ def _max_pool(
 
 
 def _mean_of_planes(input: Planes, output_size: Any) -> Any:
-    if not isinstance(input, Planes) or output_size not in (1, (1, 1), [1, 1]):
+    return input.mean((2, 3), keepdim=True) if output_size in (1, (1, 1), [1, 1]) else NotImplemented
+
+
+def _add(a: Any, b: Any, **more: Any) -> Any:
+    if more:
         return NotImplemented
-    return input.mean((2, 3), keepdim=True)
+    return a + b if isinstance(a, Planes) else b + a
 
 
-def _method(name: str) -> Callable[..., Any]:
-    return lambda first, *args, **kw: getattr(first, name)(*args, **kw) if isinstance(first, Planes) else NotImplemented
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    F.conv2d: _conv2d, F.linear: _linear, F.batch_norm: _batch_norm, F.relu: _relu, torch.relu: _relu,
-    torch.relu_: _method("relu_"), torch.max_pool2d: _max_pool, F.max_pool2d: _max_pool,
-    F.adaptive_avg_pool2d: _mean_of_planes, torch.flatten: _method("flatten"), torch.mean: _method("mean"),
-    torch.reshape: _method("reshape"), torch.add: lambda a, b, **kw: NotImplemented if kw else a + b
-    if isinstance(a, Planes) else b + a if isinstance(b, Planes) else NotImplemented,
+_PRODUCTS: dict[Any, Callable[..., Any]] = {F.conv2d: _conv2d, F.linear: _linear}
+SparseWeight.handlers = _PRODUCTS
+Planes.handlers = {
+    **_PRODUCTS, F.batch_norm: _batch_norm, F.relu: _relu, torch.relu: _relu, torch.relu_: Planes.relu_,
+    torch.max_pool2d: _max_pool, F.max_pool2d: _max_pool, F.adaptive_avg_pool2d: _mean_of_planes,
+    torch.flatten: Planes.flatten, torch.mean: Planes.mean, torch.reshape: Planes.reshape, torch.add: _add,
 }  # fmt: skip

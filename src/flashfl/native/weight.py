@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .library import Conv, kernels
+from .library import Conv, call
+from .standin import StandIn
 
 WIDE = 0.35  # layers at least this dense use lists for four planes at once
 
@@ -21,7 +22,7 @@ class Lists(NamedTuple):
     slot: Tensor
 
 
-class SparseWeight:
+class SparseWeight(StandIn):
     """A weight tensor of which only the active values exist.
 
     places: where they lie in the tensor, ascending. values: a leaf of the graph, so that they get a gradient. A
@@ -47,14 +48,6 @@ class SparseWeight:
         self.places, self.values = places, values
         self._lists.clear()
 
-    def dim(self) -> int:
-        return len(self.shape)
-
-    ndim = property(dim)
-
-    def size(self, at: int | None = None) -> torch.Size | int:
-        return self.shape if at is None else self.shape[at]
-
     def dense(self) -> Tensor:
         """The whole tensor, with zeros."""
         return self.values.new_zeros(self.shape.numel()).index_put((self.places,), self.values).view(self.shape)
@@ -74,22 +67,8 @@ class SparseWeight:
         ignored = ("blocks", "threads", unused)
         key = (function, *(getattr(conv, name) for name, _ in Conv._fields_ if name not in ignored))
         if key not in self._lists:
-            library, n = kernels(), len(self.places)
-            assert library is not None
+            n = len(self.places)
             lists = Lists(*(torch.empty(size, dtype=torch.int32) for size in (groups + 1, n, n)))
-            entries = library(function, conv, self.places, n, *lists)
+            entries = call(function, conv, self.places, n, *lists)
             self._lists[key] = lists._replace(off=lists.off[:entries].clone()) if entries < n else lists
         return self._lists[key]
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        from .planes import answer
-
-        return answer(function, args, dict(kwargs or {}))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dense(), name)

@@ -25,7 +25,7 @@ def make(info: Info, samples: int, writers: int, options: Options) -> DataSet:
     if len(info.shape) == 1:
         length = min(options.length, 16)
         train, test = (_texts(y, length, rng) for y in labels)
-        return DataSet(train, test, info.classes, (length,), ids, _VOCAB)
+        return DataSet(train, test, info.classes, ids, _VOCAB)
     prototypes = rng.integers(40, 216, (info.classes, *info.shape))
     noise = [rng.integers(-40, 40, (len(y), *info.shape), dtype=np.int16) for y in labels]
     pairs = [((prototypes[y] + n).astype(np.uint8), y) for y, n in zip(labels, noise, strict=True)]
