@@ -39,11 +39,11 @@ def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     """
     keys = {key: i for i, key in enumerate(dict.fromkeys(run.key for run in runs))}
     order = {name: i for i, name in enumerate(METHODS)}  # from the simplest method to the most refined
-    groups: dict[tuple[int, int, bool], list[RunData]] = {}
-    for run in runs:
-        place = (order.get(run.method, len(order)), keys[run.key], not run.ended)
-        groups.setdefault(place, []).append(run)
-    ordered = [groups[place] for place in sorted(groups)]
+
+    def place(run: RunData) -> tuple[int, int, bool]:
+        return order.get(run.method, len(order)), keys[run.key], not run.ended
+
+    ordered = [list(group) for _, group in itertools.groupby(sorted(runs, key=place), place)]
     return dict(zip(_labels(ordered), ordered, strict=True))
 
 
@@ -148,8 +148,7 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
     made = {label: summary_of(runs) for label, runs in groups.items()}
     personal = any(one.personal is not None for one in made.values())
     table = summary_table(made, [name for name in _COLUMNS if personal or name != "personal %"])
-    entries = []
-    notes = [] if marked else [f"not shown: {why}" for why in found.problems.values()]
+    entries, notes = [], []
     for label, runs in groups.items():
         there = runs[0].published
         if there.mean is not None and (marked or not there.differs):
@@ -157,10 +156,10 @@ def groups_table(found: Found, marked: bool = False, title: str = "") -> Table:
             entries.append(Entry(text, there.mean))
         else:
             entries.append(Entry("–"))
-        if marked and there.differs:
-            notes.append(f"† {label}: {'; '.join(there.differs)}.")
-        if marked and there.saving is not None:
-            notes.append(f"{label}: the paper states a saving of {there.saving:g}×.")
+        notes += [f"† {label}: {'; '.join(there.differs)}."] if there.differs else []
+        notes += [f"{label}: the paper states a saving of {there.saving:g}×."] if there.saving is not None else []
+    if not marked:
+        notes = [f"not shown: {why}" for why in found.problems.values()]
     for label, runs in groups.items():
         if rest := _differing(runs, groups.values())[1]:
             notes.append(f"{label}: {', '.join(_settings(runs, rest))}.")
