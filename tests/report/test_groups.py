@@ -20,7 +20,7 @@ from flashfl.cli import main
 from flashfl.data.task import Task
 from flashfl.paper import published
 from flashfl.report import figures
-from flashfl.report.groups import groups_of, groups_table, rounds_table
+from flashfl.report.groups import groups_of, groups_table, rounds_csv
 from flashfl.report.load import Found, load
 from flashfl.report.page import page_data
 from flashfl.report.watch import Feed
@@ -223,7 +223,7 @@ def test_unfinished_run_is_not_averaged(compared: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     legend = figures.figure("accuracy-rounds", found.runs).axes[0].get_legend_handles_labels()[1]
     assert legend == list(rows)
-    assert {row["run"] for row in csv.DictReader(io.StringIO(rounds_table(found).csv()))} == {
+    assert {row["run"] for row in csv.DictReader(io.StringIO(rounds_csv(found)))} == {
         str(tmp_path / "a"), str(tmp_path / "b"),
     }  # fmt: skip
 

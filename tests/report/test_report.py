@@ -22,7 +22,7 @@ from flashfl.core.errors import ConfigError
 from flashfl.core.record import Score
 from flashfl.report import curves, figures
 from flashfl.report.command import page_for
-from flashfl.report.groups import groups_of, groups_table, rounds_table, summary_of, task_tables
+from flashfl.report.groups import groups_of, groups_table, rounds_csv, summary_of, task_tables
 from flashfl.report.load import Found, load
 from flashfl.report.page import page, page_data, script_json
 from flashfl.report.watch import Feed, serve
@@ -106,7 +106,7 @@ def test_no_damaged_byte_breaks_a_report(compared: Path, tmp_path: Path) -> None
         assert len(found.runs) + len(found.problems) == 2
         script_json(page_data(found))
         groups_table(found).markdown()
-        rounds_table(found).csv()
+        rounds_csv(found)
 
 
 def test_damaged_snapshot_skips_only_its_round(compared: Path, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_tables_have_every_group_and_every_round(compared: Path) -> None:
     lines = groups_table(found).markdown().splitlines()
     assert len(lines) == 2 + 4
     assert all(line.count("|") == lines[0].count("|") for line in lines)
-    rows = list(csv.DictReader(io.StringIO(rounds_table(found).csv())))
+    rows = list(csv.DictReader(io.StringIO(rounds_csv(found))))
     assert len(rows) == sum(len(run.rounds) for run in found.runs)
     by_run = {run.folder.name: run.rounds[-1].metrics["after"].metric for run in found.runs}
     assert float(rows[-1]["accuracy"]) == by_run[Path(rows[-1]["run"]).name]
@@ -276,7 +276,7 @@ def test_other_metric_is_named_and_its_best_is_the_lowest(compared: Path, tmp_pa
     head, _, row = groups_table(found).markdown().splitlines()[:3]
     assert head.startswith("| method | seeds | perplexity (lower is better) | best | density |")
     assert row.startswith(f"| nst | 1 | {scores[-1]:.4g} | {min(scores):.4g} |")
-    assert rounds_table(found).csv().splitlines()[0].split(",")[7] == "perplexity"
+    assert rounds_csv(found).splitlines()[0].split(",")[7] == "perplexity"
     about = {"name": "perplexity", "percent": False, "direction": " (lower is better)"}
     assert page_data(found)["parts"][0]["metric"] == about
 
@@ -294,7 +294,7 @@ def test_tasks_have_their_own_tables_and_panels(compared: Path, tmp_path: Path) 
     assert lines[0] == "**digits · perplexity**"
     assert lines[2].startswith("| method | seeds | perplexity (lower is better) | best |")
     assert lines[lines.index("**digits · accuracy**") + 2].startswith("| method | seeds | accuracy % | best % |")
-    rows = csv.DictReader(io.StringIO(rounds_table(found).csv()))
+    rows = csv.DictReader(io.StringIO(rounds_csv(found)))
     assert {(row["task"], row["method"]) for row in rows} == set(zip(titles, ("nst", "dense"), strict=True))
     pytest.importorskip("matplotlib")
     drawn = figures.figure("accuracy-rounds", found.runs).axes

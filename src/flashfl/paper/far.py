@@ -11,10 +11,10 @@ from importlib.resources import files
 from statistics import fmean
 from typing import Any
 
-from ..run.table import Entry, Table
+from ..run.table import Table
 from .cells import Cell
 from .results import Record
-from .tables import FAR, Miss
+from .tables import FAR, words
 
 _MOST = 8  # cells that are listed one by one
 _ABOUT = "Numbers are ours minus the paper's, in points; in parentheses that of a run's best evaluation."
@@ -27,8 +27,8 @@ class Compared:
     table: str
     cell: Cell
     found: Sequence[Record]
-    miss: Miss
-    spreads: float  # `miss.spreads`, which the paper allows to compute
+    points: float  # as in a `Miss`
+    spreads: float
 
 
 def far_table(compared: Iterable[Compared]) -> Table:
@@ -38,8 +38,7 @@ def far_table(compared: Iterable[Compared]) -> Table:
         if one.spreads > FAR:
             groups.setdefault((one.cell.dataset, _known(one)), []).append(one)
     rows = [(dataset, _named(some), said) for (dataset, said), some in sorted(groups.items(), key=lambda it: it[0][0])]
-    head = ("data set", "cells", "what is known")
-    return Table(head, [[Entry(text, text) for text in row] for row in rows], notes=[_ABOUT])
+    return words(("data set", "cells", "what is known"), rows, [_ABOUT])
 
 
 @cache
@@ -63,7 +62,7 @@ def _named(some: Sequence[Compared]) -> str:
     """The cells by name, or how many there are, and how far they lie from the paper."""
     if len(some) > _MOST:
         counts = ", ".join(f"{table} {count}" for table, count in Counter(one.table for one in some).items())
-        points = [one.miss.points for one in some]
+        points = [one.points for one in some]
         return f"{counts}: {min(points):+.2f} to {max(points):+.2f}"
     return "; ".join(map(_one, some))
 
@@ -73,4 +72,4 @@ def _one(of: Compared) -> str:
     place = [of.table, *([] if cell.alpha is None else [f"alpha {cell.alpha:g}"])]
     density = [f"{cell.density:g}"] if "density" in cell.method else []
     best = 100 * fmean(record["best"] for record in of.found) - (cell.paper or {})["mean"]
-    return f"{', '.join(place)}: {' '.join([cell.column, *density])}, {of.miss.points:+.2f} (best {best:+.2f})"
+    return f"{', '.join(place)}: {' '.join([cell.column, *density])}, {of.points:+.2f} (best {best:+.2f})"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..data import registry
-from ..run.table import Entry, Table
+from ..run.table import Table
 from .cells import Cell, chosen, every_table, load_table
 from .far import Compared, far_table
 from .results import Record, Stored
-from .tables import FAR, MEANINGS, NEAR, miss_of, table_of
+from .tables import FAR, MEANINGS, NEAR, miss_of, table_of, words
 
 Place = tuple[str, float | None]  # a data set, and an alpha where a section has only one
 
@@ -27,7 +27,7 @@ _WHERE = "Data sets belong in the folder FLASHFL_DATA. `flashfl data` lists the 
 
 @dataclass(frozen=True)
 class Section:
-    """One table, or a part of it: the command that shows it, its rows, and notes on it."""
+    """One table, or a part of it: the command that shows it if there is one, its rows, and notes on it."""
 
     title: str
     command: str
@@ -48,16 +48,15 @@ class Overview:
         first, *counts = (f"{textwrap.fill(text, 120)}\n" for text in self.said)
         made = "Made by `flashfl reproduce --all`. Do not edit by hand.\n"
         lines = ["# Results beside the paper's", "", made, first, MEANINGS.markdown(), *counts]
-        for section in self.sections:
-            lines += [f"## {section.title}", "", f"`{section.command}`", "", section.table.markdown()]
-        for title, table in self.ends().items():
-            lines += [f"## {title}", "", table.markdown()]
+        for section in self.all():
+            command = [f"`{section.command}`", ""] if section.command else []
+            lines += [f"## {section.title}", "", *command, section.table.markdown()]
         return "\n".join(lines)
 
-    def ends(self) -> dict[str, Table]:
-        """What stands below the sections."""
-        ends = {_FAR_AWAY: self.far, "What is missing": self.missing}
-        return {title: table for title, table in ends.items() if table.rows}
+    def all(self) -> list[Section]:
+        """The sections, and below them what is far from the paper and what is missing."""
+        ends = [Section(_FAR_AWAY, "", self.far), Section("What is missing", "", self.missing)]
+        return [*self.sections, *(section for section in ends if section.table.rows)]
 
 
 def every_cell(**filters: str) -> dict[str, list[Cell]]:
@@ -69,7 +68,7 @@ def every_cell(**filters: str) -> dict[str, list[Cell]]:
 
 def overview(cells: Mapping[str, Sequence[Cell]], seeds: int | None, stored: Stored) -> Overview:
     """The page about these cells. Data sets without any result are listed at its end."""
-    groups = [(name, place, some) for name in cells for place, some in _groups(name, cells[name])]
+    groups = [(name, place, some) for name in cells for place, some in _groups(name, cells[name]).items()]
     found = {_key(cell): stored.all(cell, seeds) for _, _, some in groups for cell in some}
     sections = [
         _section(name, place, table_of(name, some, seeds, stored))
@@ -81,7 +80,7 @@ def overview(cells: Mapping[str, Sequence[Cell]], seeds: int | None, stored: Sto
         for cell in some:
             mine = found[_key(cell)]
             if (miss := miss_of(cell, mine)) and miss.spreads is not None:
-                compared.setdefault(cell.place(0), Compared(name, cell, mine, miss, miss.spreads))
+                compared.setdefault(cell.place(0), Compared(name, cell, mine, miss.points, miss.spreads))
     missing = Counter((name, dataset) for name, (dataset, _), some in groups for cell in some if not found[_key(cell)])
     known = {cell.dataset for _, _, some in groups for cell in some if found[_key(cell)]}
     return Overview(
@@ -94,13 +93,13 @@ def _key(cell: Cell) -> tuple[str, int]:
     return cell.place(0), cell.up
 
 
-def _groups(name: str, cells: Sequence[Cell]) -> Iterator[tuple[Place, list[Cell]]]:
+def _groups(name: str, cells: Sequence[Cell]) -> dict[Place, list[Cell]]:
     """The cells by data set. The main table is long, so it is divided by alpha too."""
     found: dict[Place, list[Cell]] = {}
     datasets = list(dict.fromkeys(cell.dataset for cell in cells))
     for cell in sorted(cells, key=lambda cell: datasets.index(cell.dataset)):
         found.setdefault((cell.dataset, cell.alpha if name == "main" else None), []).append(cell)
-    yield from found.items()
+    return found
 
 
 def _section(name: str, place: Place, table: Table) -> Section:
@@ -144,7 +143,7 @@ def _missing(cells: Mapping[tuple[str, str], int], known: Collection[str]) -> Ta
     for dataset, counts in by.items():
         why = "not run yet" if dataset in known else _NEEDS.get(dataset, "needs the data set")
         command = f"`flashfl reproduce --all --dataset {dataset} --budget-minutes 600`"
-        rows.append([Entry(text, text) for text in (dataset, ", ".join(counts), why, command)])
+        rows.append((dataset, ", ".join(counts), why, command))
     get = [f"{dataset}: {registry.info(dataset).files.get}." for dataset in by if dataset not in known]
     notes = [*([_WHERE] if get else []), *get, *(_LEFT_OUT[dataset] for dataset in by if dataset in _LEFT_OUT)]
-    return Table(("data set", "missing cells of each table", "why", "command"), rows, notes=notes)
+    return words(("data set", "missing cells of each table", "why", "command"), rows, notes)

@@ -16,8 +16,7 @@ _MORE = ("best %", "before %", "seeds", "up / client", "down / client", TRANSFER
 
 def page(found: Overview) -> str:
     """The page. It needs no network and no JavaScript."""
-    more = {**found.ends(), "What the columns mean": MEANINGS}
-    sections = [*found.sections, *(Section(title, "", table) for title, table in more.items())]
+    sections = [*found.all(), Section("What the columns mean", "", MEANINGS)]
     links = "".join(f'<li><a href="#s{i}">{_text(section.title)}</a></li>' for i, section in enumerate(sections))
     body = "".join(_section(i, section) for i, section in enumerate(sections))
     said = "".join(f"<p>{_text(text)}</p>" for text in found.said)

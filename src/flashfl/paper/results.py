@@ -63,7 +63,7 @@ class Stored:
         if cell.tuned:
             return []
         mine = [r for place, r in self._records(cell).items() if place == cell.place(r["seed"])]
-        found = sorted((r for r in mine if seeds is None or r["seed"] < seeds), key=lambda r: int(r["seed"]))
+        found = sorted((r for r in mine if seeds is None or r["seed"] < seeds), key=lambda r: r["seed"])
         found = [record for record in found if not stale(record, cell)] or found
         return [early for record in found if (early := _until(record, cell.up))] if cell.up else found
 
@@ -78,13 +78,12 @@ class Stored:
         every = {cell.place(seed): (cell, seed) for seed in range(seeds) for cell in cells}
         return [(cell, seed) for cell, seed in every.values() if cell.tuned or self.missing(cell, seed)]
 
-    def add(self, cell: Cell, record: Record) -> Path:
+    def add(self, cell: Cell, record: Record) -> None:
         """Write a result, beside what other processes have written meanwhile."""
         path = self._path(cell)
         with claim(path.with_name(f".{path.name}.lock"), wait=True):
             lines = {_parse(text)["place"]: text for text in _lines(path)} | {record["place"]: json.dumps(record)}
             put(path, "".join(f"{lines[place]}\n" for place in sorted(lines)).encode())
-        return path
 
     def _path(self, cell: Cell) -> Path:
         return self.folder / f"{cell.dataset}.jsonl"

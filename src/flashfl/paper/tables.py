@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import hypot
@@ -33,7 +33,14 @@ _MEANINGS = (
     (TRANSFER, "transfer time of both at these speeds"),
     ("seconds", "how long a run took. It may have shared its GPU with other runs"),
 )  # fmt: skip
-MEANINGS = Table(("column", "meaning"), [[Entry(text, text) for text in row] for row in _MEANINGS])
+
+
+def words(head: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str] = ()) -> Table:
+    """A table of texts."""
+    return Table(head, [[Entry(text, text) for text in row] for row in rows], notes=notes)
+
+
+MEANINGS = words(("column", "meaning"), _MEANINGS)
 ABOUT = " ".join(f"{name}: {meaning}." for name, meaning in _MEANINGS)  # the same for a page with one table
 NEAR, FAR = 1.0, 2.0  # spreads up to which a difference is small, and beyond which it needs an explanation
 Panels = dict[str, dict[str, list[Sequence[Sequence[float]]]]]  # title -> method -> the curve of each seed

@@ -95,9 +95,9 @@ def _text(form: str, found: Found) -> str:
         from .page import page, page_data
 
         return page(page_data(found))
-    from .groups import rounds_table, task_tables
+    from .groups import rounds_csv, task_tables
 
-    return task_tables(found) if form == "md" else rounds_table(found).csv()
+    return task_tables(found) if form == "md" else rounds_csv(found)
 
 
 def _load(paths: Sequence[Path]) -> Found:

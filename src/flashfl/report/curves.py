@@ -13,21 +13,28 @@ from .load import RunData
 
 MOST_POINTS = 240
 Series = dict[int, float]  # round (counted from 1) -> value
+Value = Callable[[RoundRecord], float | None]
 Band = dict[str, list[float]]  # round, mean and std: a value for each round
 
 
-def over_rounds(run: RunData, value: Callable[[RoundRecord], float | None]) -> Series:
-    """A number for each counted round that has one."""
-    found = {record.round + 1: value(record) for record in run.counted}
-    return {r: float(v) for r, v in found.items() if v is not None and math.isfinite(v)}
+def accuracy(runs: Sequence[RunData]) -> Band:
+    return band(_over_rounds(runs, lambda record: None if record.score is None else record.score.metric))
 
 
-def accuracy(run: RunData) -> Series:
-    return over_rounds(run, lambda record: record.score.metric if record.score is not None else None)
+def mismatch(runs: Sequence[RunData]) -> Band:
+    return band(_over_rounds(runs, lambda record: record.mismatch))
 
 
-def mismatch(run: RunData) -> Series:
-    return over_rounds(run, lambda record: record.mismatch)
+def mean_at(runs: Sequence[RunData], value: Value, rounds: Iterable[float]) -> list[float]:
+    """The mean over seeds at these rounds."""
+    series = _over_rounds(runs, value)
+    return [statistics.fmean([one[int(r)] for one in series if int(r) in one] or [math.nan]) for r in rounds]
+
+
+def _over_rounds(runs: Sequence[RunData], value: Value) -> list[Series]:
+    """For each run, a number for each counted round that has one."""
+    every = [{record.round + 1: value(record) for record in run.counted} for run in runs]
+    return [{r: float(v) for r, v in found.items() if v is not None and math.isfinite(v)} for found in every]
 
 
 def band(series: Sequence[Series]) -> Band:
@@ -47,11 +54,6 @@ def thin(items: Sequence[int], most: int = MOST_POINTS) -> list[int]:
         return list(items)
     places = np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))
     return [items[i] for i in places]
-
-
-def mean_at(series: Sequence[Series], rounds: Iterable[float]) -> list[float]:
-    """The mean over seeds at these rounds."""
-    return [statistics.fmean([one[int(r)] for one in series if int(r) in one] or [math.nan]) for r in rounds]
 
 
 def layer_mismatch(runs: Sequence[RunData]) -> tuple[list[int], list[list[float]]]:

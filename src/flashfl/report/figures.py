@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,37 +20,32 @@ from .load import RunData
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
 
 _INK = ("#2563c9", "#d9621f", "#16915f", "#b8397f", "#7a4fd0", "#a3780a", "#0e8aa3", "#b3303b", "#5b6472", "#4f8a1c")
 
 Rows = Sequence[Sequence[float]]
-Inks = dict[str, tuple[float, float, float, float]]  # a colour for each layer
-
-
-def _ink(i: int) -> str:
-    return _INK[i % len(_INK)]
+Panel = tuple["Axes", Sequence[RunData], list[int], Rows]  # its axes, runs, and their rows of values by round
 
 
 def accuracy_rounds(axes: Axes, groups: Groups) -> None:
     """Test accuracy by round, mean and standard deviation over seeds, and the paper's figure if it has one."""
-    for i, (label, runs) in enumerate(groups.items()):
-        shown = curves.band([curves.accuracy(run) for run in runs])
-        _line(axes, shown["round"], shown, label, _ink(i), runs[0].metric)
+    for (label, runs), ink in zip(groups.items(), cycle(_INK)):
+        shown = curves.accuracy(runs)
+        _line(axes, shown["round"], shown, label, ink, runs[0].metric)
         there = runs[0].published
         if there.mean is not None and not there.differs and shown["round"]:
             at = shown["round"][-1]
-            axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=_ink(i), capsize=3)
+            axes.errorbar([at], [there.mean], [there.std or 0], marker="D", mfc="white", color=ink, capsize=3)
     axes.set(xlabel="round", ylabel=_metric_label(groups))
     axes.locator_params("x", integer=True)
 
 
 def accuracy_bytes(axes: Axes, groups: Groups) -> None:
     """Test accuracy by bytes sent up and down, on a log scale."""
-    for i, (label, runs) in enumerate(groups.items()):
-        shown = curves.band([curves.accuracy(run) for run in runs])
-        sent = [curves.over_rounds(run, lambda record: record.total.up + record.total.down) for run in runs]
-        _line(axes, [b / 1e6 for b in curves.mean_at(sent, shown["round"])], shown, label, _ink(i), runs[0].metric)
+    for (label, runs), ink in zip(groups.items(), cycle(_INK)):
+        shown = curves.accuracy(runs)
+        sent = curves.mean_at(runs, lambda record: record.total.up + record.total.down, shown["round"])
+        _line(axes, [b / 1e6 for b in sent], shown, label, ink, runs[0].metric)
     axes.set(xlabel="communicated (MB, up and down)", ylabel=_metric_label(groups), xscale="log")
     decades(axes.xaxis)
 
@@ -69,9 +65,9 @@ def _line(axes: Axes, x: Sequence[float], shown: curves.Band, label: str, ink: s
 
 def mismatch_rounds(axes: Axes, groups: Groups) -> None:
     """Mismatch between the masks of consecutive rounds."""
-    for i, (label, runs) in enumerate(groups.items()):
-        shown = curves.band([curves.mismatch(run) for run in runs])
-        axes.plot(shown["round"], shown["mean"], dot(shown["round"]), color=_ink(i), label=label, linewidth=1.6)
+    for (label, runs), ink in zip(groups.items(), cycle(_INK)):
+        shown = curves.mismatch(runs)
+        axes.plot(shown["round"], shown["mean"], dot(shown["round"]), color=ink, label=label, linewidth=1.6)
     top = axes.get_ylim()[1]
     axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * top, top))
     axes.locator_params("x", integer=True)
@@ -79,13 +75,13 @@ def mismatch_rounds(axes: Axes, groups: Groups) -> None:
 
 def layer_sensitivity(axes: Axes, groups: Groups) -> None:
     """Layer densities at the end, and as a first phase measured them (dashed)."""
-    for i, (label, runs) in enumerate(groups.items()):
+    for (label, runs), ink in zip(groups.items(), cycle(_INK)):
         final = curves.final_densities(runs)
-        axes.plot(range(1, len(final) + 1), final, "o-", color=_ink(i), label=label, markersize=3, linewidth=1.4)
+        axes.plot(range(1, len(final) + 1), final, "o-", color=ink, label=label, markersize=3, linewidth=1.4)
         learned = [r.cohort_densities for run in runs for r in run.rounds if not r.counts and r.cohort_densities]
         if learned:
             means = np.mean(learned, axis=0)
-            axes.plot(range(1, len(means) + 1), means, "--", color=_ink(i), linewidth=1, label=f"{label}, first phase")
+            axes.plot(range(1, len(means) + 1), means, "--", color=ink, linewidth=1, label=f"{label}, first phase")
     names = brief(max((runs[0].layers for runs in groups.values()), key=len))
     ticks = curves.thin(range(len(names)), 24)
     axes.set(ylabel="density", yscale="log")
@@ -119,40 +115,63 @@ def _points(
     """A value of each run by its bytes. The name of a group stands at the middle of its points."""
     axes.margins(0.2)
     middles: list[tuple[str, str, float, float]] = []
-    for i, (label, runs) in enumerate(groups.items()):
+    for (label, runs), ink in zip(groups.items(), cycle(_INK)):
         ends = [(run.numbers.up + run.numbers.down, value(run)) for run in runs]
         known = [(sent / 1e6, found) for sent, found in ends if found is not None]
         if known:
             x, y = zip(*known, strict=True)
-            axes.plot(x, y, "o", color=_ink(i), label=label)
-            middles.append((label, _ink(i), statistics.geometric_mean(x), mean(y)))
+            axes.plot(x, y, "o", color=ink, label=label)
+            middles.append((label, ink, statistics.geometric_mean(x), mean(y)))
     name_points(axes, middles)
     decades(axes.xaxis)
 
 
-def _sm_heatmap(axes: Axes, rounds: Sequence[int], rows: Rows, most: float, inks: Inks) -> AxesImage:
-    image = axes.imshow(rows, origin="lower", cmap="viridis", vmin=0, vmax=most)
-    ticks = curves.thin(range(len(rounds)), 6)
-    names = [str(rounds[t]) for t in ticks]
-    axes.set_xticks(ticks, names)
-    axes.set_yticks(ticks, names)
-    axes.set(xlabel="round", ylabel="round")
-    return image
+def _panels(
+    name: str, groups: Groups, find: Callable[[Sequence[RunData]], tuple[list[int], Rows]]
+) -> tuple[Figure, list[Panel], float]:
+    """A figure with a panel for each group that has something to show, and the end of the scale that all share."""
+    found = [(label, runs, *find(runs)) for label, runs in groups.items()]
+    found = [one for one in found if one[-1]]
+    if not found:
+        raise FlashError(f"{name}: there is nothing to draw, as the masks of these runs never move or are not stored")
+    made, every, _ = grid(len(found))
+    panels = []
+    for axes, (label, runs, rounds, rows) in zip(every, found, strict=True):
+        axes.set_title(broken(label, 34), fontsize="small")
+        panels.append((axes, runs, rounds, rows))
+    return made, panels, 1.02 * max(0.1, *(np.max(rows) for *_, rows in found))
 
 
-def _sm_layers(axes: Axes, rounds: Sequence[int], rows: Rows, most: float, inks: Inks) -> None:
-    for (name, ink), row in zip(inks.items(), rows, strict=True):
-        axes.plot(rounds, row, dot(row), color=ink, linewidth=1.2, label=name)
-    axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * most, most))
-    axes.locator_params("x", integer=True)
+def sm_heatmap(groups: Groups) -> Figure:
+    """Mismatch between the masks of every two rounds, a panel for each group."""
+    made, panels, most = _panels("sm-heatmap", groups, curves.heat)
+    for axes, _, rounds, rows in panels:
+        image = axes.imshow(rows, origin="lower", cmap="viridis", vmin=0, vmax=most)
+        ticks = curves.thin(range(len(rounds)), 6)
+        names = [str(rounds[t]) for t in ticks]
+        axes.set_xticks(ticks, names)
+        axes.set_yticks(ticks, names)
+        axes.set(xlabel="round", ylabel="round")
+    made.colorbar(image, ax=made.axes, label="mask mismatch", shrink=0.8)
+    return made
 
 
-def _layer_inks(groups: Groups) -> Inks:
-    """A colour for each layer, from the first to the last, the same in all panels."""
-    from matplotlib import colormaps
+def sm_layers(groups: Groups) -> Figure:
+    """Mismatch of each layer's mask between consecutive rounds, a panel for each group."""
+    made, panels, most = _panels("sm-layers", groups, curves.moving_layers)
+    from matplotlib import colormaps  # after _panels, which says so if matplotlib is missing
 
+    # A layer has the same colour in all panels.
     names = list(dict.fromkeys(name for runs in groups.values() for name in brief(runs[0].layers)))
-    return {name: colormaps["turbo"](0.05 + 0.9 * i / max(1, len(names) - 1)) for i, name in enumerate(names)}
+    inks = {name: colormaps["turbo"](0.05 + 0.9 * i / max(1, len(names) - 1)) for i, name in enumerate(names)}
+    for axes, runs, rounds, rows in panels:
+        for name, row in zip(brief(runs[0].layers), rows, strict=True):
+            axes.plot(rounds, row, dot(row), color=inks[name], linewidth=1.2, label=name)
+        axes.set(xlabel="round", ylabel="mask mismatch", ylim=(-0.03 * most, most))
+        axes.locator_params("x", integer=True)
+    legend(made, made.axes)
+    take_turns(made.axes)
+    return made
 
 
 Draw = Callable[["Axes", Groups], None]
@@ -164,11 +183,8 @@ ONE: dict[str, Draw] = {
     "mismatch-rounds": mismatch_rounds,
     "accuracy-total": accuracy_total,
 }
-# One panel for each group: what it shows, and how.
-EACH: dict[str, tuple[Callable[[Sequence[RunData]], tuple[list[int], Rows]], Callable[..., AxesImage | None]]] = {
-    "sm-heatmap": (curves.heat, _sm_heatmap),
-    "sm-layers": (curves.moving_layers, _sm_layers),
-}
+# Figures with a panel for each group.
+EACH: dict[str, Callable[[Groups], Figure]] = {"sm-heatmap": sm_heatmap, "sm-layers": sm_layers}
 NAMES = (*EACH, *ONE)
 
 
@@ -177,7 +193,7 @@ def figure(name: str, runs: Sequence[RunData]) -> Figure:
     if name not in NAMES:
         raise unknown("figure", name, NAMES)
     if name in EACH:
-        return _panels(name, titled(groups_of(runs)))
+        return EACH[name](titled(groups_of(runs)))
     return _by_task(runs, [ONE[name]], (6.4, 4))
 
 
@@ -188,8 +204,9 @@ def _by_task(runs: Sequence[RunData], draws: Sequence[Draw], size: tuple[float, 
     parts = [made] if len(tasks) == 1 else made.subfigures(len(tasks), squeeze=False).flatten()
     for part, (title, those) in zip(parts, tasks.items(), strict=True):
         panels = part.subplots(-(-len(draws) // 3), min(3, len(draws)), squeeze=False).flatten().tolist()
+        groups = titled(groups_of(those))
         for axes, draw in zip(panels, draws, strict=True):
-            draw(axes, titled(groups_of(those)))
+            draw(axes, groups)
             axes.grid(alpha=0.25)
         if len(tasks) > 1:
             part.suptitle(broken(title, int(10 * size[0])), fontsize="medium")
@@ -204,7 +221,7 @@ def accuracy_bytes_of_cells(panels: Panels) -> Figure:
     The points of a curve are round, accuracy, bytes up, bytes down.
     """
     made, every, columns = grid(len(panels), shared=True)
-    inks = {label: _ink(i) for i, label in enumerate(dict.fromkeys(x for lines in panels.values() for x in lines))}
+    inks = dict(zip(dict.fromkeys(label for lines in panels.values() for label in lines), cycle(_INK)))
     for axes, (title, lines) in zip(every, panels.items(), strict=True):
         for label, seeds in lines.items():
             shown = curves.band([{int(r): a for r, a, _, _ in seed} for seed in seeds])
@@ -219,26 +236,6 @@ def accuracy_bytes_of_cells(panels: Panels) -> Figure:
         axes.set_xlabel("communicated (MB, up and down)")
     named = {label: line for axes in made.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     made.legend(named.values(), named.keys(), loc="outside upper center", ncols=len(named), fontsize="small")
-    return made
-
-
-def _panels(name: str, groups: Groups) -> Figure:
-    """One panel for each group that has something to show, all on one scale."""
-    find, draw = EACH[name]
-    found = {label: find(runs) for label, runs in groups.items()}
-    found = {label: (rounds, rows) for label, (rounds, rows) in found.items() if rows}
-    if not found:
-        raise FlashError(f"{name}: there is nothing to draw, as the masks of these runs never move or are not stored")
-    most = 1.02 * max(0.1, *(np.max(rows) for _, rows in found.values()))
-    made, every, _ = grid(len(found))
-    images, inks = [], _layer_inks(groups)
-    for axes, (label, (rounds, rows)) in zip(every, found.items(), strict=True):
-        images.append(draw(axes, rounds, rows, most, {name: inks[name] for name in brief(groups[label][0].layers)}))
-        axes.set_title(broken(label, 34), fontsize="small")
-    if images[0] is not None:
-        made.colorbar(images[0], ax=made.axes, label="mask mismatch", shrink=0.8)
-    legend(made, every)
-    take_turns(every)
     return made
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,11 +39,11 @@ def groups_of(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     """
     keys = {key: i for i, key in enumerate(dict.fromkeys(run.key for run in runs))}
     order = {name: i for i, name in enumerate(METHODS)}  # from the simplest method to the most refined
-    groups: dict[tuple[int, int, bool], list[RunData]] = {}
-    for run in runs:
-        place = (order.get(run.method, len(order)), keys[run.key], not run.ended)
-        groups.setdefault(place, []).append(run)
-    ordered = [groups[place] for place in sorted(groups)]
+
+    def place(run: RunData) -> tuple[int, int, bool]:
+        return order.get(run.method, len(order)), keys[run.key], not run.ended
+
+    ordered = [list(group) for _, group in itertools.groupby(sorted(runs, key=place), place)]
     return dict(zip(_labels(ordered), ordered, strict=True))
 
 
@@ -107,13 +109,14 @@ def _differing(group: Sequence[RunData], groups: Iterable[Sequence[RunData]]) ->
 
     differ = [k for k in mine if k not in ELSEWHERE and any(differs(o, k) for o in others)]
     differ.sort(key=lambda k: not k.startswith("method."))
-    named = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and all(k in o for o in others)][:3]
+    telling = [k for k in differ if not k.startswith((DIGESTS, STARTED))]
+    named = [k for k in telling if all(k in o for o in others)][:3]
     while alike := [o for o in others if not any(differs(o, k) for k in named)]:
         told = Counter(k for k in differ for o in alike if differs(o, k))
         if not told:
             break
         named.append(told.most_common(1)[0][0])
-    rest = [k for k in differ if not k.startswith((DIGESTS, STARTED)) and k not in named]
+    rest = [k for k in telling if k not in named]
     return (named, rest) if len(rest) > 1 else (named + rest, [])
 
 
@@ -178,19 +181,21 @@ def task_tables(found: Found) -> str:
     return "\n".join(groups_table(part, title=title).markdown() for title, part in parts.items())
 
 
-def rounds_table(found: Found) -> Table:
-    """Every round of every run, with what was recorded about it, for other tools."""
-    rows: list[dict[str, Value]] = []
+def rounds_csv(found: Found) -> str:
+    """Every round of every run, with what was recorded about it, for other tools. An empty field was not recorded."""
     name = shared_metric(run.metric for run in found.runs).name
-    for task, those in tasks_of(found.runs).items():
-        for label, runs in groups_of(those).items():
-            for run in runs:
-                about: dict[str, Value] = {
-                    "run": str(run.folder), "method": run.method, "group": label, "seed": run.seed, "task": task,
-                }  # fmt: skip
-                rows += [{**about, **_round(record, name)} for record in run.rounds]
-    head = list(rows[0]) if rows else []
-    return Table(head, [[Entry(str(v), v) for v in row.values()] for row in rows])
+    rows = [
+        {"run": run.folder, "method": run.method, "group": label, "seed": run.seed, "task": task, **_round(one, name)}
+        for task, those in tasks_of(found.runs).items()
+        for label, runs in groups_of(those).items()
+        for run in runs
+        for one in run.rounds
+    ]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def _round(record: RoundRecord, metric: str) -> dict[str, Value]:

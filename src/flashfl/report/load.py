@@ -223,7 +223,7 @@ def _read(folder: Path) -> RunData:
     # What it lacks for a report on it alone is found here, and not on a page beside others.
     alone = Found([run])
     page.script_json(page.page_data(alone, heat=False))
-    groups.rounds_table(alone).csv()
+    groups.rounds_csv(alone)
     # What averaging over seeds and comparing masks need.
     width = len(run.layers)
     if not all(type(n) is int and 0 <= n < 1 << 31 for _, shape in run.header["task"]["layers"] for n in shape):

@@ -108,10 +108,9 @@ def clean(data: object) -> object:
 
 
 def _group(label: str, runs: Sequence[RunData], heat: bool) -> Data:
-    shown = curves.band([curves.accuracy(run) for run in runs])
-    rounds = shown["round"]
-    shown["up"] = curves.mean_at([curves.over_rounds(run, lambda record: record.total.up) for run in runs], rounds)
-    shown["down"] = curves.mean_at([curves.over_rounds(run, lambda record: record.total.down) for run in runs], rounds)
+    shown = curves.accuracy(runs)
+    shown["up"] = curves.mean_at(runs, lambda record: record.total.up, shown["round"])
+    shown["down"] = curves.mean_at(runs, lambda record: record.total.down, shown["round"])
     last = max(runs, key=lambda run: len(run.counted))
     return {
         "label": label,
@@ -120,7 +119,7 @@ def _group(label: str, runs: Sequence[RunData], heat: bool) -> Data:
         "rounds": rounds_of(runs),
         "paper": asdict(last.published) if last.published.mean is not None else None,
         "accuracy": shown,
-        "mismatch": curves.band([curves.mismatch(run) for run in runs]),
+        "mismatch": curves.mismatch(runs),
         "layers": last.layers,
         "layer_mismatch": dict(zip(("round", "layers"), curves.layer_mismatch(runs), strict=True)),
         "densities": curves.final_densities(runs),

@@ -1,9 +1,7 @@
-"""One table for every command: rows of entries, as Markdown, text for a terminal, CSV, or data for the page."""
+"""One table for every command: rows of entries, as Markdown, text for a terminal, or data for the page."""
 
 from __future__ import annotations
 
-import csv
-import io
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,14 +56,6 @@ class Table:
         texts = [_aligned(line, widths) for cells in shown for line in zip_longest(*cells, fillvalue="")]
         notes = ["", *(textwrap.fill(note, width) for note in self.notes)] if self.notes else []
         return "\n".join([*([*textwrap.wrap(self.title, width), ""] if self.title else []), *texts, *notes])
-
-    def csv(self) -> str:
-        """One line a row, with values instead of texts. An empty field was not recorded."""
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(self.head)
-        writer.writerows([["" if e.value is None else e.value for e in row] for row in self.rows])
-        return out.getvalue()
 
     def to_json(self) -> dict[str, object]:
         """For the page, which can sort it."""
