@@ -44,21 +44,17 @@ class Coded:
     quotients: int  # the sum of gap >> k
 
     @staticmethod
-    def of(count: int, ranks: Array) -> Coded:
-        """A list of `count` places. `ranks`: those places, or those left out if they are fewer; ascending."""
+    def of(flags: Array) -> Coded:
+        """The list of the places that are set."""
+        count = int(np.count_nonzero(flags))
+        ranks = np.flatnonzero(flags if 2 * count <= len(flags) else ~flags)
         gaps = (np.diff(ranks, prepend=-1) - 1).astype(np.int32)
         return Coded(count, gaps, *best_k(gaps))
 
-    @staticmethod
-    def of_flags(flags: Array) -> Coded:
-        """A list of the places that are set."""
-        count = int(np.count_nonzero(flags))
-        return Coded.of(count, np.flatnonzero(flags if 2 * count <= len(flags) else ~flags))
 
-
-def complement(ranks: Array, size: int) -> Array:
-    """The places out of `size` that `ranks` leaves out."""
-    return np.delete(np.arange(size), ranks)
+def lists_of(flags: Array, sizes: Sequence[int]) -> list[Coded]:
+    """Lists with universes of these sizes, whose flags lie one after another."""
+    return [Coded.of(flags[stop - size : stop]) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def stream_bits(lists: Sequence[Coded]) -> tuple[int, int]:
@@ -82,15 +78,16 @@ def _low(gaps: Array, plane: int) -> Array:
     return bits
 
 
-def read(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> list[Array]:
-    """The ranks that `Coded.of` was given for each list: those left out where they are fewer."""
-    coded = [min(count, size - count) for count, size in zip(counts, universe, strict=True)]
+def read_flags(reader: Reader, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+    """The flags that `lists_of` was given. counts: how many places each list holds."""
+    coded = [min(count, size - count) for count, size in zip(counts, sizes, strict=True)]
     ks = list(reader.take(len(coded)))
     if any(k > (MAX_K if n else 0) for n, k in zip(coded, ks, strict=True)):
         raise BadField(f"mask: a Rice parameter is out of range; it must be 0 to {MAX_K}, and 0 for an empty list")
-    most = [(size - n) >> k for size, n, k in zip(universe, coded, ks, strict=True)]
-    ranks = []
-    for gaps, k, size in zip(read_gaps(reader, reader.number(4), coded, ks, most), ks, universe, strict=True):
+    most = [(size - n) >> k for size, n, k in zip(sizes, coded, ks, strict=True)]
+    lists = zip(read_gaps(reader, reader.number(4), coded, ks, most), ks, counts, sizes, accumulate(sizes), strict=True)
+    flags = np.zeros(sum(sizes), bool)
+    for gaps, k, count, size, stop in lists:
         if int(gaps.sum()) > size - len(gaps):
             raise OutOfRange(f"{reader.what}: a Rice-coded position lies outside its layer")
         if best_k(gaps)[0] != k:
@@ -98,19 +95,10 @@ def read(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> list
                 f"{reader.what}: a Rice parameter is not the best one. Use the one with the smallest size; if several "
                 "tie, the lowest"
             )
-        ranks.append(np.cumsum(gaps + 1, dtype=np.int64) - 1)
-    return ranks
-
-
-def read_flags(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> Array:
-    """The places of all lists, one list after another, with those set that a list holds."""
-    flags = np.zeros(sum(universe), bool)
-    for ranks, count, size, stop in zip(
-        read(reader, counts, universe), counts, universe, accumulate(universe), strict=True
-    ):
-        if len(ranks) != count:  # else they are left alone: zeros that nobody touched take no memory
-            flags[stop - size : stop] = True
-        flags[stop - size + ranks] = len(ranks) == count
+        own = flags[stop - size : stop]
+        if len(gaps) != count:  # else they are left alone: zeros that nobody touched take no memory
+            own[:] = True
+        own[np.cumsum(gaps + 1, dtype=np.int64) - 1] = len(gaps) == count
     return flags
 
 

@@ -78,7 +78,7 @@ def _bits_bytes(extra: Extra) -> bytes:
     length = len(bits).to_bytes(4, "little")
     if extra.form == "bits":
         return length + np.packbits(bits, bitorder="little").tobytes()
-    held = rice.Coded.of_flags(bits)
+    held = rice.Coded.of(bits)
     return b"".join([length, held.count.to_bytes(4, "little"), *rice.write([held])])
 
 
