@@ -18,7 +18,6 @@ from .levels import TOPS, from_nibbles, to_nibbles
 from .reader import Chunk, Reader, byte_length
 
 BITS = {"int8": 8, "int4": 4}  # of a plain level
-_HEAD = 5  # bytes of a block before its streams: the parameter, and the unary stream's length
 
 
 class LevelPlan(NamedTuple):
@@ -33,9 +32,8 @@ def plan_levels(levels: Tensor, form: Form) -> LevelPlan:
     """The encoder's choice for levels of changes: of one message, or of one in each row. Nothing is waited for."""
     count, numbers = levels.shape[-1], _numbers(levels)
     sums = torch.stack([(numbers >> k).sum(-1, dtype=torch.int64) for k in range(BITS[form])])
-    k = (sums[:-1] - sums[1:] > count).sum(0)  # see `rice.best_k`; with a larger k nothing is saved
-    quotients = sums.gather(0, k[None])[0]
-    coded = _HEAD + byte_length(count * k) + byte_length(count + quotients)
+    k, quotients = rice.best_of(sums, count)  # with a larger k nothing is saved
+    coded = rice.block_size(1, count * k, count + quotients)
     return LevelPlan(k, quotients, (plain_size(count, form) - coded).clamp(min=0))
 
 
@@ -75,7 +73,7 @@ def read_coded(reader: Reader, count: int, form: Form) -> Tensor:
     k, length, top = reader.number(1), reader.number(4), TOPS[form]
     if k > BITS[form] - 2:
         raise BadField(f"values: the Rice parameter is {k}; for {form} it must be 0 to {BITS[form] - 2}")
-    saved = plain_size(count, form) - _HEAD - byte_length(count * k) - length
+    saved = plain_size(count, form) - rice.block_size(1, count * k, 8 * length)
     if saved <= 0:
         raise BadLength("values: the coded levels are not smaller than plain ones. Send plain ones.")
     # A run so long that its number overflows gives another size, which is refused below.

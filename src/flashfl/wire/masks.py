@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -12,15 +11,13 @@ import torch
 from ..core.layout import Layout
 from ..core.mask import Mask, Recipe, count_layers
 from ..sparsity.masks import recipe_mask
-from ..sparsity.pattern import Groups
+from ..sparsity.pattern import LARGEST_NM, Groups
 from . import rice
 from .errors import BadCount, BadField, BadMask, UnknownMask
 from .geometry import Geometry, geometry
 from .reader import Array, Chunk, Reader
 
 FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
-_TAIL = 4096  # how far from a layer's end its last position is looked for
-_MOST_NM = (1 << 16) - 1
 
 
 class Choice(NamedTuple):
@@ -62,7 +59,8 @@ def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Cho
     for base in bases:
         if may_win("difference", geo.difference_size(0, 0)):
             found.append(_difference(mask, base, geo))
-    if may_win("rice", _least_rice(mask, geo)):
+    gaps = sum(min(count, size - count) for count, size in zip(mask.counts, geo.sizes, strict=True))
+    if may_win("rice", geo.rice_size(0, gaps)):  # a gap takes at least a bit
         found.append(_rice(mask, geo))
     if may_win("bitmap", geo.bitmap_size):
         found.append(Choice(geo.bitmap_size, lambda: (b"\4", mask.packed.tobytes())))
@@ -83,8 +81,8 @@ def check_recipe(recipe: Recipe, layout: Layout) -> None:
     """A recipe must fit the layout, and its mask must keep exactly its budgets."""
     if not 0 <= recipe.key < 1 << 64:
         raise BadField(f"the recipe's key is {recipe.key}; it must be from 0 to 2**64 - 1")
-    if recipe.nm and not 2 <= recipe.nm <= _MOST_NM:
-        raise BadField(f"the recipe's group size is {recipe.nm}; it must be 0 or from 2 to {_MOST_NM}")
+    if recipe.nm and not 2 <= recipe.nm <= LARGEST_NM:
+        raise BadField(f"the recipe's group size is {recipe.nm}; it must be 0 or from 2 to {LARGEST_NM}")
     if len(recipe.budgets) != len(layout.prunable):
         raise BadCount(f"the recipe has {len(recipe.budgets)} budgets for {len(layout.prunable)} prunable layers")
     for layer, budget in zip(layout.prunable, recipe.budgets, strict=True):
@@ -102,23 +100,6 @@ def _recipe(mask: Mask, recipe: Recipe, geo: Geometry) -> Choice:
     head = b"\1" + bytes.fromhex(mask.hash) + recipe.key.to_bytes(8, "little") + recipe.nm.to_bytes(2, "little")
     data = head + geo.write_counts(recipe.budgets)
     return Choice(len(data), lambda: (data,))
-
-
-def _least_rice(mask: Mask, geo: Geometry) -> int:
-    """A size the Rice form cannot be below, from layer counts and last positions alone.
-
-    n gaps that skip s places in all take at least n(1 + k) + (s - n(2**k - 1)) / 2**k bits, whatever the gaps.
-    """
-    bits, total = _host(mask), 0
-    for stop, size, count in zip(accumulate(geo.sizes), geo.sizes, mask.counts, strict=True):
-        coded = min(count, size - count)
-        tail = bits[stop - min(size, _TAIL) : stop]
-        at = np.flatnonzero(tail if coded == count else ~tail)
-        skipped = size - len(tail) + int(at[-1]) + 1 - coded if coded and at.size else 0
-        total += min(
-            coded * (1 + k) + (max(0, skipped - coded * ((1 << k) - 1)) >> k) for k in range(size.bit_length() + 1)
-        )
-    return geo.rice_size(0, 0) + total // 8
 
 
 def _rice(mask: Mask, geo: Geometry) -> Choice:

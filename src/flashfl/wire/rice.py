@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from torch import Tensor
 
 from .errors import BadCount, BadField, BadLength, OutOfRange
-from .reader import Array, Chunk, Reader, byte_length
+from .reader import Array, Bits, Chunk, Reader, byte_length
 
 MAX_K = 31
 
@@ -32,6 +33,12 @@ def best_k(gaps: Array) -> tuple[int, int]:
             return k, total
         total = after
     return MAX_K, total
+
+
+def best_of(sums: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
+    """`best_k` of many lists at once: from the sums of gap >> k, k first, and the numbers of gaps."""
+    k = (sums[:-1] - sums[1:] > counts).sum(0)
+    return k, sums.gather(0, k[None])[0]
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,11 @@ def lists_of(flags: Array, sizes: Sequence[int]) -> list[Coded]:
 def stream_bits(lists: Sequence[Coded]) -> tuple[int, int]:
     """Bits of the low and of the unary stream."""
     return sum(len(x.gaps) * x.k for x in lists), sum(len(x.gaps) + x.quotients for x in lists)
+
+
+def block_size(lists: int, low: Bits, unary: Bits) -> Bits:
+    """Bytes of a block: a parameter for each list, the unary stream's length, the streams of so many bits."""
+    return byte_length(low) + byte_length(unary) + (lists + 4)
 
 
 def write(lists: Sequence[Coded]) -> tuple[Chunk, ...]:

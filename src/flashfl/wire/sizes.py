@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.kernel import kernel
 from ..core.layout import Layout
 from ..core.mask import Mask
+from . import rice
 from .geometry import geometry
 from .masks import plan
 
@@ -49,9 +50,8 @@ def count_sizes(
 
 
 def _streams(gaps: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """For each list and row the counts of its layers and the bits of its two streams; see `rice.best_k`."""
+    """For each list and row the counts of its layers and the bits of its two streams."""
     counts, room, sums = gaps
     coded = torch.minimum(counts, room - counts)
-    best = (sums[:-1] - sums[1:] > coded).sum(0)
-    quotients = sums.gather(0, best[None])[0]
-    return counts, (coded * best).sum(-1), (coded + quotients).sum(-1)
+    k, quotients = rice.best_of(sums, coded)
+    return counts, (coded * k).sum(-1), (coded + quotients).sum(-1)
