@@ -14,6 +14,7 @@ from wire_surgery import again
 from flashfl.core.exchange import Extra, Local
 from flashfl.core.mask import Recipe, Weights
 from flashfl.core.parts import part
+from flashfl.core.precision import Precision
 from flashfl.sparsity import PruneRegrow
 from flashfl.wire import Limits, Message, decode, encode, mask_sizes, size_with
 from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge
@@ -51,7 +52,7 @@ def check_same(a: Message, b: Message) -> None:
 def test_message_round_trips(index: int, form: Form) -> None:
     message, bases = SAMPLES[index]
     known = {mask.hash: mask for mask in bases}
-    sent = encode(message, bases, form)
+    sent = encode(message, bases, Precision(form))
     assert sent.traffic.total == len(sent.data)
     found = decode(sent.data, LAYOUT, known)
     check_same(message, found)
@@ -72,7 +73,7 @@ def test_random_message_round_trips(data: st.DataObject) -> None:
         client=data.draw(st.integers(0, 2**64 - 1)),
     )
     form = data.draw(st.sampled_from(FORMS))
-    sent = encode(message, (base,), form)
+    sent = encode(message, (base,), Precision(form))
     found = decode(sent.data, layout, {base.hash: base})
     check_same(message, found)
     assert sent.traffic.total == len(sent.data)
@@ -86,8 +87,8 @@ def test_size_counted_on_a_device_is_the_encoded_size(form: Form) -> None:
         assert message.mask is not None
         found = mask_sizes(LAYOUT, message.mask.bits[None], [base.bits for base in bases])
         bare = dataclasses.replace(message, mask=None, values=None)
-        parts = size_with(bare, message.mask.active, int(found), form)
-        assert parts == encode(message, bases, form).traffic
+        parts = size_with(bare, message.mask.active, int(found), Precision(form))
+        assert parts == encode(message, bases, Precision(form)).traffic
 
 
 def test_weights_of_a_message() -> None:

@@ -105,7 +105,7 @@ def test_coded_message_is_never_larger_and_is_written_again_to_the_same_bytes(fo
     found = decode(data, LAYOUT, {MASK.hash: MASK})
     assert found.precision == how
     assert encode(found, (MASK,), how).data == data
-    plain = encode(message(power), (MASK,), form)
+    plain = encode(message(power), (MASK,), Precision(form))
     weights = decode(plain.data, LAYOUT, {MASK.hash: MASK}).values
     assert weights is not None
     assert found.values is not None
@@ -153,7 +153,7 @@ def written_with(levels: Tensor, k: int) -> bytes:
 @forms
 def test_larger_form_is_refused(form: Form) -> None:
     """Plain levels that would be smaller coded, and coded ones that would be smaller plain."""
-    data, plain = sent(form), encode(message(), (MASK,), form).data
+    data, plain = sent(form), encode(message(), (MASK,), Precision(form)).data
     body = bytearray(payload(plain, "values"))
     body[1] |= 32
     refused(BadField, replace(data, "values", bytes(body)), "Send them coded")

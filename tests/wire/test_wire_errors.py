@@ -164,7 +164,7 @@ def test_non_finite() -> None:
     refused(errors.NonFinite, replace(UPDATE, "values", payload(UPDATE, "values")[:-4] + bad))
     refused(errors.NonFinite, replace(UPDATE, "metrics", b"\1\1x" + struct.pack("<d", float("inf"))))
     refused(errors.NonFinite, replace(UPDATE, "extra", b"\1\1x\3\0" + bad))
-    half = encode(update(BASE), (BASE,), "fp16").data
+    half = encode(update(BASE), (BASE,), Precision("fp16")).data
     refused(errors.NonFinite, replace(half, "values", put(payload(half, "values"), 2, struct.pack("<e", float("inf")))))
 
 
@@ -189,7 +189,7 @@ def test_unknown_mask() -> None:
 
 
 def test_invalid_int8_scales_are_refused() -> None:
-    data = encode(update(BASE), (BASE,), "int8").data
+    data = encode(update(BASE), (BASE,), Precision("int8")).data
     body = payload(data, "values")
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", -1.0))))
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", 0.0))))
@@ -198,7 +198,7 @@ def test_invalid_int8_scales_are_refused() -> None:
 
 
 def test_invalid_int4_scales_and_levels_are_refused() -> None:
-    data = encode(update(BASE), (BASE,), "int4").data
+    data = encode(update(BASE), (BASE,), Precision("int4")).data
     body = payload(data, "values")
     for scale in (b"\0\x80", b"\0\0", b"\x01\0"):  # negative zero, zero, and far too small
         refused(errors.BadField, replace(data, "values", put(body, 2, scale)))

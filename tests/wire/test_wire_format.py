@@ -183,7 +183,7 @@ def test_second_reader_sees_the_same_int4_values(densities: list[float], roundin
 def test_second_reader_sees_the_same_int8_values() -> None:
     mask = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
     message = update(mask)
-    _, _, values = read(encode(message, values="int8", form="rice").data, mask)
+    _, _, values = read(encode(message, values=Precision("int8"), form="rice").data, mask)
     assert values.take(2) == b"\0\3"
     assert message.values is not None
     rounded = round_values(

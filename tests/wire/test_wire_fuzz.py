@@ -39,7 +39,7 @@ def seeds(layout: Layout) -> list[Seed]:
     for message, bases in samples(layout):
         known = {mask.hash: mask for mask in bases}
         for form in FORMS if message.values is not None else FORMS[:1]:
-            out.append((encode(message, bases, form).data, known))
+            out.append((encode(message, bases, Precision(form)).data, known))
         if message.kind == "update" and message.mask is not None:
             out += coded(message, bases)
         if message.mask is not None:
@@ -122,9 +122,9 @@ def large(count: int, room: int = 768 << 20) -> None:
     known = {base.hash: base}
     pool: list[Seed] = [
         (encode(update(base), (base,)).data, known),
-        (encode(update(near), (base,), "int8").data, known),
+        (encode(update(near), (base,), Precision("int8")).data, known),
         (encode(update(near), form="rice").data, known),
-        (encode(update(near), form="bitmap", values="fp16").data, known),
+        (encode(update(near), form="bitmap", values=Precision("fp16")).data, known),
         *coded(update(near), (base,)),
     ]
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -12,7 +12,7 @@ from typing import TypeVar
 from ..core.exchange import Carries, Traffic
 from ..core.layout import Layout
 from ..core.mask import Mask
-from ..core.precision import EXACT, Form, Precision
+from ..core.precision import EXACT, Precision
 from .errors import BadField
 from .frame import CODES, TAG, check_sections, read_frame, traffic_of, write_frame
 from .geometry import geometry
@@ -26,22 +26,19 @@ from .values import read_values, values_chunks, values_size
 T = TypeVar("T")
 
 
-def encode(
-    message: Message, bases: Sequence[Mask] = (), values: Precision | Form = "fp32", form: str | None = None
-) -> Encoded:
+def encode(message: Message, bases: Sequence[Mask] = (), values: Precision = EXACT, form: str | None = None) -> Encoded:
     """The message as bytes.
 
     `bases`: masks the receiver is known to hold; the mask goes as the smallest form they allow, or as `form`. Lossy
     `values` are rounded under `message.value_key`. Those of an update may be changes; the caller makes them.
     """
-    how = values if isinstance(values, Precision) else Precision(values)
     mask, counts = message.mask, message.mask.counts if message.mask is not None else ()
     sections: dict[str, Sequence[Chunk]] = {name: [data] for name, data in _small_sections(message).items()}
     if mask is not None:
         sections["mask"] = plan(mask, bases, form).write()
     if message.values is not None:
         sections["values"] = values_chunks(
-            message.values, message.layout, counts, message.carries, how, message.value_key
+            message.values, message.layout, counts, message.carries, values, message.value_key
         )
     if message.extra:
         sections["extra"] = extras_chunks(message.extra, sum(counts) if mask is not None else None)
@@ -50,7 +47,7 @@ def encode(
     return write_frame(message, {name: sections[name] for name in names})
 
 
-def size_with(message: Message, active: int, mask_bytes: int, values: Precision | Form = "fp32") -> Traffic:
+def size_with(message: Message, active: int, mask_bytes: int, values: Precision = EXACT) -> Traffic:
     """What `encode` would take if `message` had a mask of `active` weights that takes `mask_bytes`, and their values.
 
     For engines that count on a device: neither the mask nor the values need to be in the message. Levels of changes
@@ -58,8 +55,7 @@ def size_with(message: Message, active: int, mask_bytes: int, values: Precision 
     """
     lengths = {name: len(data) for name, data in _small_sections(message).items()}
     lengths["mask"] = mask_bytes
-    how = values if isinstance(values, Precision) else Precision(values)
-    lengths["values"] = values_size(message.layout, active, message.carries, how)
+    lengths["values"] = values_size(message.layout, active, message.carries, values)
     if message.extra:
         lengths["extra"] = extras_size(message.extra)
     return traffic_of(message.kind, lengths)
