@@ -327,6 +327,6 @@ def test_settings_as_described() -> None:
 def test_example_numbers_of_the_page_are_right() -> None:
     assert f"gives {fold(7, 'mask', 2)}." in PAGE
     assert f"hashes {', '.join(map(str, hashes((1 << 40) + 7, 0, 3, 'cpu').tolist()))}." in PAGE
-    coded, chunks = write_levels(torch.tensor([1, -1, -2] * 16, dtype=torch.int8), "int4", True)
+    coded, data = write_levels(torch.tensor([1, -1, -2] * 16, dtype=torch.int8), "int4", True)
     assert coded
-    assert f"coded: `{b''.join(chunks).hex(' ')}`." in PAGE
+    assert f"coded: `{bytes(data).hex(' ')}`." in PAGE

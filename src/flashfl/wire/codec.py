@@ -16,7 +16,7 @@ from ..core.precision import EXACT, Precision
 from .errors import BadField
 from .frame import CODES, TAG, check_sections, read_frame, traffic_of, write_frame
 from .geometry import geometry
-from .masks import plan, read_mask
+from .masks import mask_to_bytes, read_mask
 from .message import Encoded, Message
 from .reader import Chunk, Limits, Reader, pack
 from .settings import local_bytes, read_local
@@ -35,7 +35,7 @@ def encode(message: Message, bases: Sequence[Mask] = (), values: Precision = EXA
     mask, counts = message.mask, message.mask.counts if message.mask is not None else ()
     sections: dict[str, Sequence[Chunk]] = {name: [data] for name, data in _small_sections(message).items()}
     if mask is not None:
-        sections["mask"] = plan(mask, bases, form).write()
+        sections["mask"] = [mask_to_bytes(mask, bases, form)]
     if message.values is not None:
         sections["values"] = values_chunks(
             message.values, message.layout, counts, message.carries, values, message.value_key

@@ -24,7 +24,6 @@ class LevelPlan(NamedTuple):
     """How the levels of each message are written."""
 
     k: Tensor
-    quotients: Tensor  # the sum of number >> k
     saved: Tensor  # bytes that coding saves; 0: the levels are plain
 
 
@@ -34,7 +33,7 @@ def plan_levels(levels: Tensor, form: Form) -> LevelPlan:
     sums = torch.stack([(numbers >> k).sum(-1, dtype=torch.int64) for k in range(BITS[form])])
     k, quotients = rice.best_of(sums, count)  # with a larger k nothing is saved
     coded = rice.block_size(1, count * k, count + quotients)
-    return LevelPlan(k, quotients, (plain_size(count, form) - coded).clamp(min=0))
+    return LevelPlan(k, (plain_size(count, form) - coded).clamp(min=0))
 
 
 def plain_size(count: int, form: Form) -> int:
@@ -47,14 +46,14 @@ def _numbers(levels: Tensor) -> Tensor:
     return ((levels << 1) ^ (levels >> 7)).view(torch.uint8)
 
 
-def write_levels(levels: Tensor, form: Form, changes: bool) -> tuple[bool, tuple[Chunk, ...]]:
+def write_levels(levels: Tensor, form: Form, changes: bool) -> tuple[bool, Chunk]:
     """Whether the levels are coded, and their bytes."""
     if changes:
-        k, quotients, saved = map(int, plan_levels(levels, form))
+        k, saved = map(int, plan_levels(levels, form))
         if saved:
-            return True, rice.write([rice.Coded(len(levels), _numbers(levels).numpy(), k, quotients)])
+            return True, rice.write([rice.Coded(len(levels), _numbers(levels).numpy(), k)])
     plain = levels.view(torch.uint8) if form == "int8" else to_nibbles(levels)
-    return False, (plain.contiguous().numpy().data,)
+    return False, plain.contiguous().numpy().data
 
 
 def read_plain(reader: Reader, count: int, form: Form, changes: bool) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,44 +14,24 @@ from ..sparsity.pattern import LARGEST_NM, Groups
 from . import rice
 from .errors import BadCount, BadField, BadMask, UnknownMask
 from .geometry import Geometry, geometry
-from .reader import Array, Chunk, Reader
+from .reader import Array, Reader
 
 FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
 
 
-class Choice(NamedTuple):
-    """A mask in one form."""
-
-    size: int  # bytes that `write` will give
-    write: Callable[[], Sequence[Chunk]]
-
-
-def mask_to_bytes(mask: Mask) -> bytes:
-    """The mask in the smallest form that needs no other mask: a recipe, Rice-coded gaps or a bitmap."""
-    return b"".join(plan(mask).write())
-
-
-def mask_from_bytes(data: bytes, layout: Layout) -> Mask:
-    """The mask that `mask_to_bytes` wrote. Anything else raises a WireError."""
-    reader = Reader(memoryview(data), "mask")
-    mask = read_mask(reader, layout, {})
-    reader.end()
-    return mask
-
-
-def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Choice:
+def mask_to_bytes(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> bytes:
     """A hash if the receiver holds the mask, else the smallest form. `only` allows just that form.
 
-    Ties go to the form named first in FORMS, then to the base given first. A form that cannot be smaller than the best
-    so far is not worked out.
+    bases: masks the receiver holds. Ties go to the form named first in FORMS, then to the base given first. A form that
+    cannot be smaller than the best so far is not tried.
     """
     geo = geometry(mask.layout)
     if only in (None, "known") and any(mask.equal(base) for base in bases):
-        return Choice(geo.known_size, lambda: (b"\0", bytes.fromhex(mask.hash)))
-    found: list[Choice] = []
+        return b"\0" + bytes.fromhex(mask.hash)
+    found: list[bytes] = []
 
     def may_win(form: str, least: int) -> bool:
-        return only == form or (only is None and all(least < choice.size for choice in found))
+        return only == form or (only is None and all(least < len(data) for data in found))
 
     if mask.recipe is not None and may_win("recipe", geo.recipe_size):
         found.append(_recipe(mask, mask.recipe, geo))
@@ -63,13 +42,21 @@ def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Cho
     if may_win("rice", geo.rice_size(0, gaps)):  # a gap takes at least a bit
         found.append(_rice(mask, geo))
     if may_win("bitmap", geo.bitmap_size):
-        found.append(Choice(geo.bitmap_size, lambda: (b"\4", mask.packed.tobytes())))
+        found.append(b"\4" + mask.packed.tobytes())
     if not found:
         raise BadField(
             f"the mask cannot be sent as {only!r}. 'known' needs a mask that the receiver already holds, 'recipe' "
             "needs a mask made from a recipe, and 'difference' a base mask."
         )
-    return min(found, key=lambda choice: choice.size)
+    return min(found, key=len)
+
+
+def mask_from_bytes(data: bytes, layout: Layout) -> Mask:
+    """The mask that `mask_to_bytes` wrote without bases. Anything else raises a WireError."""
+    reader = Reader(memoryview(data), "mask")
+    mask = read_mask(reader, layout, {})
+    reader.end()
+    return mask
 
 
 def _host(mask: Mask) -> Array:
@@ -95,29 +82,24 @@ def check_recipe(recipe: Recipe, layout: Layout) -> None:
             raise BadCount(f"the recipe keeps {budget} weights of {layer.name!r}; it must be from {least} to {most}")
 
 
-def _recipe(mask: Mask, recipe: Recipe, geo: Geometry) -> Choice:
+def _recipe(mask: Mask, recipe: Recipe, geo: Geometry) -> bytes:
     check_recipe(recipe, mask.layout)
     head = b"\1" + bytes.fromhex(mask.hash) + recipe.key.to_bytes(8, "little") + recipe.nm.to_bytes(2, "little")
-    data = head + geo.write_counts(recipe.budgets)
-    return Choice(len(data), lambda: (data,))
+    return head + geo.write_counts(recipe.budgets)
 
 
-def _rice(mask: Mask, geo: Geometry) -> Choice:
+def _rice(mask: Mask, geo: Geometry) -> bytes:
     lists = rice.lists_of(_host(mask), geo.sizes)
-    head = b"\3" + _counts(lists, geo)
-    return Choice(geo.rice_size(*rice.stream_bits(lists)), lambda: (head, *rice.write(lists)))
+    return b"\3" + geo.write_counts([each.count for each in lists]) + rice.write(lists)
 
 
-def _difference(mask: Mask, base: Mask, geo: Geometry) -> Choice:
+def _difference(mask: Mask, base: Mask, geo: Geometry) -> bytes:
     before, layers = _host(base), len(geo.sizes)
     moved = before ^ _host(mask)
     lists = rice.lists_of(np.concatenate([moved[before], moved[~before]]), _universe(base))
-    head = b"\2" + bytes.fromhex(base.hash) + _counts(lists[:layers], geo) + _counts(lists[layers:], geo)
-    return Choice(geo.difference_size(*rice.stream_bits(lists)), lambda: (head, *rice.write(lists)))
-
-
-def _counts(lists: Sequence[rice.Coded], geo: Geometry) -> bytes:
-    return geo.write_counts([each.count for each in lists])
+    counts = [each.count for each in lists]
+    head = b"\2" + bytes.fromhex(base.hash) + geo.write_counts(counts[:layers]) + geo.write_counts(counts[layers:])
+    return head + rice.write(lists)
 
 
 def _universe(base: Mask) -> tuple[int, ...]:

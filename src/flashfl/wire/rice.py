@@ -15,13 +15,13 @@ import numpy as np
 from torch import Tensor
 
 from .errors import BadCount, BadField, BadLength, OutOfRange
-from .reader import Array, Bits, Chunk, Reader, byte_length
+from .reader import Array, Bits, Reader, byte_length
 
 MAX_K = 31
 
 
-def best_k(gaps: Array) -> tuple[int, int]:
-    """The smallest k of least size, and the sum of gap >> k.
+def best_k(gaps: Array) -> int:
+    """The smallest k of least size.
 
     Raising k by one adds n bits and saves S(k) - S(k+1), where S(k) is the sum of gap >> k. The saving never grows with
     k, so the first k that does not pay is the best.
@@ -30,25 +30,24 @@ def best_k(gaps: Array) -> tuple[int, int]:
     for k in range(MAX_K):
         after = int((gaps >> (k + 1)).sum())
         if total - after <= len(gaps):
-            return k, total
+            return k
         total = after
-    return MAX_K, total
+    return MAX_K
 
 
 def best_of(sums: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
-    """`best_k` of many lists at once: from the sums of gap >> k, k first, and the numbers of gaps."""
+    """`best_k` of many lists at once, and the sum of gap >> k. sums: of gap >> k, k first. counts: of the gaps."""
     k = (sums[:-1] - sums[1:] > counts).sum(0)
     return k, sums.gather(0, k[None])[0]
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A list with its best parameter: all that its size and its bits depend on."""
+    """A list with its best parameter: all that its bits depend on."""
 
     count: int  # places it holds
     gaps: Array  # between them, or between those it leaves out if they are fewer
     k: int
-    quotients: int  # the sum of gap >> k
 
     @staticmethod
     def of(flags: Array) -> Coded:
@@ -56,7 +55,7 @@ class Coded:
         count = int(np.count_nonzero(flags))
         ranks = np.flatnonzero(flags if 2 * count <= len(flags) else ~flags)
         gaps = (np.diff(ranks, prepend=-1) - 1).astype(np.int32)
-        return Coded(count, gaps, *best_k(gaps))
+        return Coded(count, gaps, best_k(gaps))
 
 
 def lists_of(flags: Array, sizes: Sequence[int]) -> list[Coded]:
@@ -64,24 +63,20 @@ def lists_of(flags: Array, sizes: Sequence[int]) -> list[Coded]:
     return [Coded.of(flags[stop - size : stop]) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def stream_bits(lists: Sequence[Coded]) -> tuple[int, int]:
-    """Bits of the low and of the unary stream."""
-    return sum(len(x.gaps) * x.k for x in lists), sum(len(x.gaps) + x.quotients for x in lists)
-
-
 def block_size(lists: int, low: Bits, unary: Bits) -> Bits:
     """Bytes of a block: a parameter for each list, the unary stream's length, the streams of so many bits."""
     return byte_length(low) + byte_length(unary) + (lists + 4)
 
 
-def write(lists: Sequence[Coded]) -> tuple[Chunk, ...]:
+def write(lists: Sequence[Coded]) -> bytes:
     """A block: the parameters, the unary stream's length, the low stream, the unary stream."""
     low = [_low(x.gaps, plane) for plane in range(MAX_K) for x in lists if x.k > plane]
-    unary = np.zeros(stream_bits(lists)[1], np.uint8)
+    runs = [(x.gaps >> x.k) + 1 for x in lists]  # zeros and a one
+    unary = np.zeros(sum(int(run.sum()) for run in runs), np.uint8)
     if lists:
-        unary[np.cumsum(np.concatenate([(x.gaps >> x.k) + 1 for x in lists]), dtype=np.int64) - 1] = 1
+        unary[np.cumsum(np.concatenate(runs), dtype=np.int64) - 1] = 1
     streams = [np.packbits(bits, bitorder="little").tobytes() for bits in (np.concatenate([unary[:0], *low]), unary)]
-    return bytes(x.k for x in lists), len(streams[1]).to_bytes(4, "little"), *streams
+    return bytes(x.k for x in lists) + len(streams[1]).to_bytes(4, "little") + b"".join(streams)
 
 
 def _low(gaps: Array, plane: int) -> Array:
@@ -102,7 +97,7 @@ def read_flags(reader: Reader, counts: Sequence[int], sizes: Sequence[int]) -> A
     for gaps, k, count, size, stop in lists:
         if int(gaps.sum()) > size - len(gaps):
             raise OutOfRange(f"{reader.what}: a Rice-coded position lies outside its layer")
-        if best_k(gaps)[0] != k:
+        if best_k(gaps) != k:
             raise BadField(
                 f"{reader.what}: a Rice parameter is not the best one. Use the one with the smallest size; if several "
                 "tie, the lowest"

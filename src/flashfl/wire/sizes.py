@@ -15,14 +15,14 @@ from ..core.layout import Layout
 from ..core.mask import Mask
 from . import rice
 from .geometry import geometry
-from .masks import plan
+from .masks import mask_to_bytes
 
 
 def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> Tensor:
     """Bytes of the mask section of each row of `bits` under the smallest form, given the masks its receiver holds.
 
     `bits` and each base are [K], [1, K] (the same for all rows) or [rows, K]: many clients' masks against one base, or
-    one mask against what each client holds. Equals `masks.plan(...).size` for a mask without a recipe.
+    one mask against what each client holds. Equals the length of `mask_to_bytes` for a mask without a recipe.
     """
     bits, *others = (x[None] if x.dim() == 1 else x for x in (bits, *bases))
     gap_sums = kernel("rice", "gap_sums") if bits.is_cuda and layout.prunable_size else None
@@ -30,7 +30,7 @@ def mask_sizes(layout: Layout, bits: Tensor, bases: Sequence[Tensor] = ()) -> Te
         return count_sizes(layout, bits, others, gap_sums)
     rows = max(len(x) for x in (bits, *others)) if len(bits) else 0
     masks = [[Mask(layout, row) for row in x.cpu()] * (rows if len(x) == 1 else 1) for x in (bits, *others)]
-    sizes = [plan(mask, held).size for mask, *held in zip(*masks, strict=True)]
+    sizes = [len(mask_to_bytes(mask, held)) for mask, *held in zip(*masks, strict=True)]
     return torch.tensor(sizes, dtype=torch.int64).to(bits.device)
 
 

@@ -79,7 +79,7 @@ def _bits_bytes(extra: Extra) -> bytes:
     if extra.form == "bits":
         return length + np.packbits(bits, bitorder="little").tobytes()
     held = rice.Coded.of(bits)
-    return b"".join([length, held.count.to_bytes(4, "little"), *rice.write([held])])
+    return length + held.count.to_bytes(4, "little") + rice.write([held])
 
 
 def extras_size(extras: Mapping[str, Extra]) -> int:

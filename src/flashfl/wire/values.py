@@ -121,7 +121,7 @@ def values_chunks(
     if sizes and form in TOPS:
         found = to_levels(coarse, sizes, form, how.rounding, [key])
         coded, levels = write_levels(found.levels, form, changes)
-        chunks = [_raw(found.scales.to(SCALES[form])), *levels]
+        chunks = [_raw(found.scales.to(SCALES[form])), levels]
     elif sizes:
         chunks = [_raw(round_half(coarse, form, how.rounding, [key]).to(DTYPES[form]))]
     code = FORMS.index(form) + _REST16 * (how.rest == "fp16") + _CHANGES * changes + _CODED * coded
