@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from .geometry import Geometry, geometry
 from .reader import Array, Reader
 
 FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
+_TAIL = 4096  # how far from a layer's end its last position is looked for
 
 
 def mask_to_bytes(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> bytes:
@@ -38,8 +40,7 @@ def mask_to_bytes(mask: Mask, bases: Sequence[Mask] = (), only: str | None = Non
     for base in bases:
         if may_win("difference", geo.difference_size(0, 0)):
             found.append(_difference(mask, base, geo))
-    gaps = sum(min(count, size - count) for count, size in zip(mask.counts, geo.sizes, strict=True))
-    if may_win("rice", geo.rice_size(0, gaps)):  # a gap takes at least a bit
+    if may_win("rice", _least_rice(mask, geo)):
         found.append(_rice(mask, geo))
     if may_win("bitmap", geo.bitmap_size):
         found.append(b"\4" + mask.packed.tobytes())
@@ -88,15 +89,33 @@ def _recipe(mask: Mask, recipe: Recipe, geo: Geometry) -> bytes:
     return head + geo.write_counts(recipe.budgets)
 
 
+def _least_rice(mask: Mask, geo: Geometry) -> int:
+    """A size the Rice form cannot be below, from layer counts and last positions alone.
+
+    n gaps that skip s places in all take at least n(1 + k) + (s - n(2**k - 1)) / 2**k bits, whatever the gaps.
+    """
+    bits, total = _host(mask), 0
+    for stop, size, count in zip(accumulate(geo.sizes), geo.sizes, mask.counts, strict=True):
+        coded = min(count, size - count)
+        tail = bits[stop - min(size, _TAIL) : stop]
+        at = np.flatnonzero(tail if coded == count else ~tail)
+        skipped = size - len(tail) + int(at[-1]) + 1 - coded if coded and at.size else 0
+        total += min(
+            coded * (1 + k) + (max(0, skipped - coded * ((1 << k) - 1)) >> k) for k in range(size.bit_length() + 1)
+        )
+    return geo.rice_size(0, 0) + total // 8
+
+
 def _rice(mask: Mask, geo: Geometry) -> bytes:
-    lists = rice.lists_of(_host(mask), geo.sizes)
+    bits = _host(mask)
+    lists = [rice.Coded.of(bits[layer.span]) for layer in mask.layout.prunable]
     return b"\3" + geo.write_counts([each.count for each in lists]) + rice.write(lists)
 
 
 def _difference(mask: Mask, base: Mask, geo: Geometry) -> bytes:
     before, layers = _host(base), len(geo.sizes)
-    moved = before ^ _host(mask)
-    lists = rice.lists_of(np.concatenate([moved[before], moved[~before]]), _universe(base))
+    moved, spans = before ^ _host(mask), [layer.span for layer in mask.layout.prunable]
+    lists = [rice.Coded.of(moved[span][among[span]]) for among in (before, ~before) for span in spans]
     counts = [each.count for each in lists]
     head = b"\2" + bytes.fromhex(base.hash) + geo.write_counts(counts[:layers]) + geo.write_counts(counts[layers:])
     return head + rice.write(lists)

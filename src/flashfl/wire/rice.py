@@ -58,11 +58,6 @@ class Coded:
         return Coded(count, gaps, best_k(gaps))
 
 
-def lists_of(flags: Array, sizes: Sequence[int]) -> list[Coded]:
-    """Lists with universes of these sizes, whose flags lie one after another."""
-    return [Coded.of(flags[stop - size : stop]) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-
-
 def block_size(lists: int, low: Bits, unary: Bits) -> Bits:
     """Bytes of a block: a parameter for each list, the unary stream's length, the streams of so many bits."""
     return byte_length(low) + byte_length(unary) + (lists + 4)
@@ -86,7 +81,7 @@ def _low(gaps: Array, plane: int) -> Array:
 
 
 def read_flags(reader: Reader, counts: Sequence[int], sizes: Sequence[int]) -> Array:
-    """The flags that `lists_of` was given. counts: how many places each list holds."""
+    """The flags of some lists, one list after another. counts, sizes: how many places each holds, of how many."""
     coded = [min(count, size - count) for count, size in zip(counts, sizes, strict=True)]
     ks = list(reader.take(len(coded)))
     if any(k > (MAX_K if n else 0) for n, k in zip(coded, ks, strict=True)):

@@ -45,9 +45,9 @@ def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form
     """Where each layer's values lie in a packed vector, and which of them `form` rounds."""
     sizes, out = iter(counts), []
     for layer in layout.of_kind(*CARRIES[carries]):
-        sparse = layer.kind == "prunable"
-        coarse = sparse or (layer.kind == "dense" and (form not in TOPS or len(layer.shape) >= 2))
-        out.append(Segment(next(sizes, 0) if sparse else layer.size, coarse and form != "fp32"))
+        prunable = layer.kind == "prunable"
+        coarse = prunable or (layer.kind == "dense" and (form not in TOPS or len(layer.shape) >= 2))
+        out.append(Segment(next(sizes, 0) if prunable else layer.size, coarse and form != "fp32"))
     return tuple(out)
 
 
