@@ -46,7 +46,7 @@ def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form
     sizes, out = iter(counts), []
     for layer in layout.of_kind(*CARRIES[carries]):
         prunable = layer.kind == "prunable"
-        coarse = prunable or (layer.kind == "dense" and (form not in TOPS or len(layer.shape) >= 2))
+        coarse = prunable or (layer.kind != "statistic" and (form not in TOPS or len(layer.shape) >= 2))
         out.append(Segment(next(sizes, 0) if prunable else layer.size, coarse and form != "fp32"))
     return tuple(out)
 
