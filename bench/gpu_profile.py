@@ -32,7 +32,6 @@ from flashfl.methods import jmwst
 from flashfl.models import norm
 from flashfl.sparsity import rules
 from flashfl.sparsity.rules import PruneRegrow
-from flashfl.wire.sizes import MaskSizes
 
 SPENT: dict[str, float] = defaultdict(float)
 
@@ -90,10 +89,9 @@ def kernels(work: Callable[[], Any], most: int = 25) -> None:
         print(f"  {each.self_device_time_total / 1000:8.2f} ms  {each.count:6}  {each.key[:110]}")
 
 
-def _no_sizes(layout: Any, bits: torch.Tensor, bases: Any = ()) -> MaskSizes:
+def _no_sizes(layout: Any, bits: torch.Tensor, bases: Any = ()) -> torch.Tensor:
     rows = max(len(bits), *(len(base) for base in bases)) if bases else len(bits)
-    nothing = torch.zeros(rows, dtype=torch.int64, device=bits.device)
-    return MaskSizes(nothing, nothing)
+    return torch.zeros(rows, dtype=torch.int64, device=bits.device)
 
 
 def main() -> None:

@@ -115,7 +115,7 @@ def plain(case: str, layout: Layout, start: Weights, clients: int) -> Row:
         data = clock("server", lambda c=client, o=order: account.sent(Client(c, SAMPLES), o))
         down += len(data)
         message = update_message(update_of(start, client), order, layout)
-        answer = clock("client", lambda m=message: encode(m, (start.mask,), "fp32").data)
+        answer = clock("client", lambda m=message: encode(m, (start.mask,)).data)
         up += len(answer)
         clock("server", lambda c=client, a=answer: account.received(c, a))
     clock("server", account.close)

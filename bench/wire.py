@@ -30,10 +30,9 @@ from flashfl.core.mask import Mask, Recipe, Weights
 from flashfl.core.precision import FORMS, Precision
 from flashfl.core.rng import choose, fold
 from flashfl.sparsity import recipe_mask
-from flashfl.wire import Message, decode, encode, size_with
+from flashfl.wire import Message, decode, encode, mask_to_bytes, size_with
 from flashfl.wire.coded import plan_levels
 from flashfl.wire.levels import TOPS, to_levels
-from flashfl.wire.masks import plan
 
 SHAPES = (
     [(64, 3, 3, 3)]
@@ -289,15 +288,15 @@ def jmwst(churn: float) -> float:
     """
     versions = [random_mask(budgets(0.05, True), 7)]
     apart: dict[int, int] = {0: 9}
-    full = plan(plain(versions[0])).size
+    full = len(mask_to_bytes(plain(versions[0])))
     while len(versions) < 2 or apart[len(versions) - 1] < full:
         versions.append(changed(plain(versions[-1]), churn, len(versions)))
-        apart[len(versions) - 1] = plan(versions[-1], (versions[0],)).size
+        apart[len(versions) - 1] = len(mask_to_bytes(versions[-1], (versions[0],)))
         if len(versions) > 40:
             break
-    moved = plan(changed(plain(versions[0]), 0.125, 99), (versions[0],)).size
+    moved = len(mask_to_bytes(changed(plain(versions[0]), 0.125, 99), (versions[0],)))
     frame = {kind: size(message(versions[0], kind), (versions[0],)).total - 9 for kind in ("order", "update")}
-    recipe = plan(versions[0]).size
+    recipe = len(mask_to_bytes(versions[0]))
     total = warm_up(random_mask(budgets(0.05, False), 8), True)
     held: dict[int, int] = {}
     for t, cohort in enumerate(cohorts()):

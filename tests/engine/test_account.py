@@ -153,8 +153,8 @@ def test_dropped_clients_hold_nothing_new() -> None:
     assert base.equal(MASK)
     assert memory.start(1) is None
     message = server.message(Client(0, 10), order)
-    assert server.encode(message).coding.mask == "known"
-    assert server.encode(replace(message, client=1, start=None)).coding.mask != "known"
+    assert server.encode(message).traffic.mask == 9  # the hash of a known mask, and a byte that says so
+    assert server.encode(replace(message, client=1, start=None)).traffic.mask != 9
 
 
 COHORT = Robust(clip=1e6)  # updates wait for the whole cohort, and are not changed

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_support import layouts, mask_of, masks, order, samples, small_layout, update
+from wire_surgery import again
 
 from flashfl.core.exchange import Extra, Local
-from flashfl.core.mask import Mask, Recipe, Weights
+from flashfl.core.mask import Recipe, Weights
 from flashfl.core.parts import part
+from flashfl.core.precision import Precision
 from flashfl.sparsity import PruneRegrow
-from flashfl.wire import Coding, Limits, Message, decode, encode, mask_sizes, size_with
+from flashfl.wire import Limits, Message, decode, encode, mask_sizes, size_with
 from flashfl.wire.errors import BadCount, BadField, BadSection, NonFinite, TooLarge
 from flashfl.wire.tensors import notes_from_bytes, notes_to_bytes
 from flashfl.wire.values import FORMS, Form
@@ -32,7 +34,7 @@ class WireTestRule(PruneRegrow):
 
 
 def check_same(a: Message, b: Message) -> None:
-    """Every field but values, which a lossy form may round, and coding."""
+    """Every field but values, which a lossy form may round, and their precision."""
     for name in ("kind", "tag", "client", "n", "key", "start", "own", "local", "carries", "metrics", "lacks"):
         assert getattr(a, name) == getattr(b, name), name
     assert (a.mask is None) == (b.mask is None)
@@ -45,24 +47,18 @@ def check_same(a: Message, b: Message) -> None:
         assert torch.equal(extra.value, b.extra[name].value)
 
 
-def again(message: Message, known: dict[str, Mask]) -> bytes:
-    coding = message.coding or Coding()
-    bases = (known[coding.base],) if coding.base else ()
-    return encode(message, bases, coding.values, coding.mask).data
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("index", range(8))
 def test_message_round_trips(index: int, form: Form) -> None:
     message, bases = SAMPLES[index]
     known = {mask.hash: mask for mask in bases}
-    sent = encode(message, bases, form)
+    sent = encode(message, bases, Precision(form))
     assert sent.traffic.total == len(sent.data)
     found = decode(sent.data, LAYOUT, known)
     check_same(message, found)
     if form == "fp32" and message.values is not None:
         assert torch.equal(found.values, message.values)
-    assert again(found, known) == sent.data
+    assert again(found, sent.data, known) == sent.data
 
 
 @settings(max_examples=50, deadline=None)
@@ -77,11 +73,11 @@ def test_random_message_round_trips(data: st.DataObject) -> None:
         client=data.draw(st.integers(0, 2**64 - 1)),
     )
     form = data.draw(st.sampled_from(FORMS))
-    sent = encode(message, (base,), form)
+    sent = encode(message, (base,), Precision(form))
     found = decode(sent.data, layout, {base.hash: base})
     check_same(message, found)
     assert sent.traffic.total == len(sent.data)
-    assert again(found, {base.hash: base}) == sent.data
+    assert again(found, sent.data, {base.hash: base}) == sent.data
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,8 +87,8 @@ def test_size_counted_on_a_device_is_the_encoded_size(form: Form) -> None:
         assert message.mask is not None
         found = mask_sizes(LAYOUT, message.mask.bits[None], [base.bits for base in bases])
         bare = dataclasses.replace(message, mask=None, values=None)
-        parts = size_with(bare, int(found.counts.sum()), int(found.bytes), form)
-        assert parts == encode(message, bases, form).traffic
+        parts = size_with(bare, message.mask.active, int(found), Precision(form))
+        assert parts == encode(message, bases, Precision(form)).traffic
 
 
 def test_weights_of_a_message() -> None:

@@ -75,11 +75,11 @@ def some_levels(draw: st.DrawFn) -> tuple[Form, Tensor]:
 def test_levels_round_trip_in_the_smallest_size(drawn: tuple[Form, Tensor]) -> None:
     """The parameter has the fewest bits of all, and the size that is counted is the size that is written."""
     form, levels = drawn
-    coded, chunks = write_levels(levels, form, True)
-    data, plain = b"".join(chunks), plain_size(len(levels), form)
+    coded, data = write_levels(levels, form, True)
+    plain = plain_size(len(levels), form)
     numbers = [2 * x if x >= 0 else -2 * x - 1 for x in levels.tolist()]
     bits = [sum(1 + k + (x >> k) for x in numbers) for k in range(BITS[form])]
-    k, _, saved = map(int, plan_levels(levels, form))
+    k, saved = map(int, plan_levels(levels, form))
     assert k == bits.index(min(bits))
     assert len(data) == plain - saved <= plain
     assert coded == (saved > 0)
@@ -103,10 +103,9 @@ def test_messages_counted_together_are_counted_as_one_by_one(form: Form) -> None
 def test_coded_message_is_never_larger_and_is_written_again_to_the_same_bytes(form: Form, power: int) -> None:
     how, data = Precision(form, changes=True), sent(form, power)
     found = decode(data, LAYOUT, {MASK.hash: MASK})
-    assert found.coding is not None
-    assert found.coding.values == how
+    assert found.precision == how
     assert encode(found, (MASK,), how).data == data
-    plain = encode(message(power), (MASK,), form)
+    plain = encode(message(power), (MASK,), Precision(form))
     weights = decode(plain.data, LAYOUT, {MASK.hash: MASK}).values
     assert weights is not None
     assert found.values is not None
@@ -154,7 +153,7 @@ def written_with(levels: Tensor, k: int) -> bytes:
 @forms
 def test_larger_form_is_refused(form: Form) -> None:
     """Plain levels that would be smaller coded, and coded ones that would be smaller plain."""
-    data, plain = sent(form), encode(message(), (MASK,), form).data
+    data, plain = sent(form), encode(message(), (MASK,), Precision(form)).data
     body = bytearray(payload(plain, "values"))
     body[1] |= 32
     refused(BadField, replace(data, "values", bytes(body)), "Send them coded")
@@ -213,7 +212,7 @@ def test_levels_out_of_range_are_refused(form: Form) -> None:
 
 def test_coded_flag_belongs_to_levels_of_changes() -> None:
     for how, flags in (("int4", 64), ("int8", 64), ("fp16", 64), ("fp16", 96), ("fp32", 64), ("fp32", 96)):
-        data = encode(message(), (MASK,), how).data
+        data = encode(message(), (MASK,), Precision(how)).data
         body = bytearray(payload(data, "values"))
         body[1] |= flags
         refused(BadField, replace(data, "values", bytes(body)), "only int8 and int4 levels of changes can be coded")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from wire_support import changed, mask_of, order, small_layout, update
-from wire_surgery import LENGTH, close_up, open_up, payload, remove, replace
+from wire_surgery import LENGTH, close_up, mask_choice, open_up, payload, remove, replace
 
 from flashfl.core.errors import FlashError
 from flashfl.core.exchange import Extra
@@ -17,7 +17,6 @@ from flashfl.core.mask import Mask, Recipe
 from flashfl.core.precision import Precision
 from flashfl.sparsity import recipe_mask
 from flashfl.wire import Limits, Message, decode, encode, errors, seal
-from flashfl.wire.message import Coding
 
 LAYOUT = small_layout()
 BASE = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
@@ -165,7 +164,7 @@ def test_non_finite() -> None:
     refused(errors.NonFinite, replace(UPDATE, "values", payload(UPDATE, "values")[:-4] + bad))
     refused(errors.NonFinite, replace(UPDATE, "metrics", b"\1\1x" + struct.pack("<d", float("inf"))))
     refused(errors.NonFinite, replace(UPDATE, "extra", b"\1\1x\3\0" + bad))
-    half = encode(update(BASE), (BASE,), "fp16").data
+    half = encode(update(BASE), (BASE,), Precision("fp16")).data
     refused(errors.NonFinite, replace(half, "values", put(payload(half, "values"), 2, struct.pack("<e", float("inf")))))
 
 
@@ -190,7 +189,7 @@ def test_unknown_mask() -> None:
 
 
 def test_invalid_int8_scales_are_refused() -> None:
-    data = encode(update(BASE), (BASE,), "int8").data
+    data = encode(update(BASE), (BASE,), Precision("int8")).data
     body = payload(data, "values")
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", -1.0))))
     refused(errors.BadField, replace(data, "values", put(body, 2, struct.pack("<f", 0.0))))
@@ -199,7 +198,7 @@ def test_invalid_int8_scales_are_refused() -> None:
 
 
 def test_invalid_int4_scales_and_levels_are_refused() -> None:
-    data = encode(update(BASE), (BASE,), "int4").data
+    data = encode(update(BASE), (BASE,), Precision("int4")).data
     body = payload(data, "values")
     for scale in (b"\0\x80", b"\0\0", b"\x01\0"):  # negative zero, zero, and far too small
         refused(errors.BadField, replace(data, "values", put(body, 2, scale)))
@@ -211,7 +210,8 @@ def test_invalid_int4_scales_and_levels_are_refused() -> None:
 def test_changes_are_refused_where_they_make_no_sense() -> None:
     how = Precision("int8", changes=True)
     data = encode(update(BASE), (BASE,), how).data
-    assert decode(data, LAYOUT, {BASE.hash: BASE}).coding == Coding("known", BASE.hash, how)
+    assert decode(data, LAYOUT, {BASE.hash: BASE}).precision == how
+    assert mask_choice(payload(data, "mask")) == ("known", BASE.hash)
     body = payload(data, "values")
     refused(errors.BadField, replace(data, "values", put(body, 0, b"\2")))  # statistics alone
     data = encode(order(BASE), (BASE,)).data

@@ -183,7 +183,7 @@ def test_second_reader_sees_the_same_int4_values(densities: list[float], roundin
 def test_second_reader_sees_the_same_int8_values() -> None:
     mask = mask_of(LAYOUT, [0.2, 0.1, 0.0, 1.0], 1)
     message = update(mask)
-    _, _, values = read(encode(message, values="int8", form="rice").data, mask)
+    _, _, values = read(encode(message, values=Precision("int8"), form="rice").data, mask)
     assert values.take(2) == b"\0\3"
     assert message.values is not None
     rounded = round_values(
@@ -329,6 +329,6 @@ def test_settings_as_described() -> None:
 def test_example_numbers_of_the_page_are_right() -> None:
     assert f"gives {fold(7, 'mask', 2)}." in PAGE
     assert f"hashes {', '.join(map(str, hashes((1 << 40) + 7, 0, 3, 'cpu').tolist()))}." in PAGE
-    coded, chunks = write_levels(torch.tensor([1, -1, -2] * 16, dtype=torch.int8), "int4", True)
+    coded, data = write_levels(torch.tensor([1, -1, -2] * 16, dtype=torch.int8), "int4", True)
     assert coded
-    assert f"coded: `{b''.join(chunks).hex(' ')}`." in PAGE
+    assert f"coded: `{bytes(data).hex(' ')}`." in PAGE

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 import torch
 from wire_support import changed, count_values, mask_of, resnet_layout, samples, small_layout, update
-from wire_surgery import mutate_bytes, mutate_field
+from wire_surgery import again, mutate_bytes, mutate_field
 from wire_surgery import replace as put
 
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask
 from flashfl.core.precision import Precision
-from flashfl.wire import Coding, Limits, Message, WireError, decode, encode
+from flashfl.wire import Limits, Message, WireError, decode, encode
 from flashfl.wire.values import FORMS
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def seeds(layout: Layout) -> list[Seed]:
     for message, bases in samples(layout):
         known = {mask.hash: mask for mask in bases}
         for form in FORMS if message.values is not None else FORMS[:1]:
-            out.append((encode(message, bases, form).data, known))
+            out.append((encode(message, bases, Precision(form)).data, known))
         if message.kind == "update" and message.mask is not None:
             out += coded(message, bases)
         if message.mask is not None:
@@ -69,9 +69,7 @@ def check(message: Message, data: bytes, known: dict[str, Mask]) -> None:
         assert message.values.dtype == torch.float32
         assert message.values.shape == (count_values(layout, mask.active if mask else 0, message.carries),)
         assert bool(torch.isfinite(message.values).all())
-    coding = message.coding or Coding()
-    bases = (known[coding.base],) if coding.base else ()
-    assert encode(message, bases, coding.values, coding.mask).data == data
+    assert again(message, data, known) == data
 
 
 def fuzz(layout: Layout, pool: list[Seed], count: int, seed: int, seconds: float = 1e9) -> Counter[str]:
@@ -124,9 +122,9 @@ def large(count: int, room: int = 768 << 20) -> None:
     known = {base.hash: base}
     pool: list[Seed] = [
         (encode(update(base), (base,)).data, known),
-        (encode(update(near), (base,), "int8").data, known),
+        (encode(update(near), (base,), Precision("int8")).data, known),
         (encode(update(near), form="rice").data, known),
-        (encode(update(near), form="bitmap", values="fp16").data, known),
+        (encode(update(near), form="bitmap", values=Precision("fp16")).data, known),
         *coded(update(near), (base,)),
     ]
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

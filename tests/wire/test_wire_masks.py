@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_lists import plain_gap_sums
 from wire_support import changed, layouts, mask_of, masks, small_layout
+from wire_surgery import mask_choice
 
 from flashfl.core.layout import Layout
 from flashfl.core.mask import Mask, Recipe
@@ -15,20 +16,18 @@ from flashfl.sparsity import pattern_budgets, recipe_mask
 from flashfl.wire import mask_from_bytes, mask_to_bytes
 from flashfl.wire.errors import BadField, WireError
 from flashfl.wire.geometry import geometry
-from flashfl.wire.masks import FORMS, plan, read_mask
+from flashfl.wire.masks import FORMS, read_mask
 from flashfl.wire.reader import Reader
 from flashfl.wire.sizes import count_sizes, mask_sizes
 
 
 def sent(mask: Mask, bases: tuple[Mask, ...], form: str | None) -> tuple[Mask, str, int]:
-    choice = plan(mask, bases, form)
-    data = b"".join(choice.write())
-    assert len(data) == choice.size
+    data = mask_to_bytes(mask, bases, form)
     known = {base.hash: base for base in bases}
     reader = Reader(memoryview(data), "mask")
-    found, name, base = read_mask(reader, mask.layout, known)
+    found, name = read_mask(reader, mask.layout, known), mask_choice(data)[0]
     reader.end()
-    assert (name, base) == (choice.form, choice.base)
+    assert form in (None, name)
     assert torch.equal(found.bits, mask.bits)
     assert found.counts == Mask(mask.layout, mask.bits).counts
     return found, name, len(data)
@@ -62,16 +61,15 @@ def test_counted_size_is_the_encoded_size(data: st.DataObject) -> None:
         (one, [bits], [(shared, (m,)) for m in rows]),  # one mask against what each of three clients holds
     ):
         for found in (count_sizes(layout, masks_, bases, plain_gap_sums), mask_sizes(layout, masks_, bases)):
-            assert found.bytes.tolist() == [plan(mask, held).size for mask, held in pairs]
-            assert [tuple(row) for row in found.counts.tolist()] == [mask.counts for mask, _ in pairs]
+            assert found.tolist() == [len(mask_to_bytes(mask, held)) for mask, held in pairs]
 
 
 def test_masks_of_no_weights_and_no_masks_are_counted() -> None:
     empty = small_layout(())
     bits = torch.zeros(2, 0, dtype=torch.bool)
-    assert mask_sizes(empty, bits).bytes.tolist() == [1, 1]
-    assert mask_sizes(empty, bits, [bits]).bytes.tolist() == [9, 9]
-    assert mask_sizes(small_layout((4,)), torch.zeros(0, 4, dtype=torch.bool)).bytes.tolist() == []
+    assert mask_sizes(empty, bits).tolist() == [1, 1]
+    assert mask_sizes(empty, bits, [bits]).tolist() == [9, 9]
+    assert mask_sizes(small_layout((4,)), torch.zeros(0, 4, dtype=torch.bool)).tolist() == []
 
 
 def test_recipe_round_trips() -> None:
@@ -97,7 +95,8 @@ def test_smallest_form_is_chosen() -> None:
     assert sent(mask_of(layout, [0.1, 0.05], 9), (base,), None)[1] == "rice"
     assert sent(mask_of(layout, [0.5, 0.5], 9), (base,), None)[1] == "bitmap"
     near, far = changed(base, 0.1, 2), changed(base, 0.5, 3)
-    assert plan(changed(near, 0.05, 4), (far, near)).base == near.hash
+    data = mask_to_bytes(changed(near, 0.05, 4), (far, near))
+    assert mask_choice(data) == ("difference", near.hash)
 
 
 @pytest.mark.parametrize("form", ["known", "recipe"])
@@ -105,7 +104,7 @@ def test_impossible_forms_are_refused(form: str) -> None:
     layout = small_layout()
     assert form in FORMS
     with pytest.raises(BadField, match="cannot be sent"):
-        plan(mask_of(layout, [0.1] * 4, 1), (), form)
+        mask_to_bytes(mask_of(layout, [0.1] * 4, 1), (), form)
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,7 +134,7 @@ def test_damaged_stored_mask_is_a_wire_error() -> None:
     layout = small_layout((4000, 30_000))
     mask = mask_of(layout, [0.1, 0.02], 1)
     stored = mask_to_bytes(mask)
-    leaning = b"".join(plan(changed(mask, 0.1, 2), (mask,), "difference").write())
+    leaning = mask_to_bytes(changed(mask, 0.1, 2), (mask,), "difference")
     for bad in (b"", stored[:-1], stored + b"\0", b"\x07" + stored[1:], leaning):
         with pytest.raises(WireError):
             mask_from_bytes(bad, layout)

@@ -49,7 +49,7 @@ def there_and_back(values: torch.Tensor, carries: Carries, how: Precision, key: 
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from(EVERY + CHANGES), st.sampled_from(CARRIES), st.integers(0, 2**64 - 1))
+@given(st.data(), st.sampled_from(EVERY + CHANGES), st.sampled_from(list(CARRIES)), st.integers(0, 2**64 - 1))
 def test_rounded_values_are_the_decoded_values(data: st.DataObject, how: Precision, carries: Carries, key: int) -> None:
     """`round_values` gives the receiver's values bit for bit, and rounding again under any key changes nothing."""
     how = replace(how, changes=how.changes and carries in ("all", "weights"))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 
 import numpy as np
 
+from flashfl.core.mask import Mask
+from flashfl.wire import Message, encode
 from flashfl.wire.frame import CODES, HEADER, SECTION, seal
+from flashfl.wire.masks import FORMS
 
 LENGTH = slice(18, 22)
 
@@ -43,6 +47,18 @@ def remove(data: bytes, name: str) -> bytes:
 
 def payload(data: bytes, name: str) -> bytes:
     return dict(open_up(data)[1])[CODES[name]]
+
+
+def again(message: Message, data: bytes, known: Mapping[str, Mask]) -> bytes:
+    """A decoded message, written with the choices that the sender of `data` made."""
+    form, base = mask_choice(payload(data, "mask")) if message.mask is not None else (None, None)
+    return encode(message, (known[base],) if base else (), message.precision, form).data
+
+
+def mask_choice(body: bytes) -> tuple[str, str | None]:
+    """The form of a mask, and the hash of the mask that the receiver must hold."""
+    form = FORMS[body[0]]
+    return form, body[1:9].hex() if form in ("known", "difference") else None
 
 
 HEADER_FIELDS = ((0, 4), (4, 5), (5, 6), (6, 14), (18, 22), (22, 23), (23, 27), (27, 29), (29, 37), (37, 45), (45, 53))

@@ -17,7 +17,7 @@ from torch import Tensor
 from .errors import ConfigError
 from .layout import Layout
 from .parts import part as register
-from .rng import mix
+from .rng import mix, unit
 
 Form = Literal["masked", "dense", "bits", "scalar", "indices"]
 
@@ -207,5 +207,4 @@ def draw_one(r: Rows, purpose: int = 0) -> Tensor:
 def _uniform(r: Rows, index: Tensor, purpose: int) -> Tensor:
     x = mix(index ^ r.keys[:, :1])
     x = mix(x + r.keys[:, 1:])
-    x = mix(x + (r.count.to(torch.int32) * 64 + purpose))
-    return ((x >> 8) & ((1 << 24) - 1)).to(torch.float32) / (1 << 24)
+    return unit(mix(x + (r.count.to(torch.int32) * 64 + purpose)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -64,8 +65,8 @@ class RoundRecord:
 
     def to_json(self) -> dict[str, object]:
         """A line of the results file. Empty fields are left out. NaN and infinities become null."""
-        filled = {name: _finite(value) for name, value in asdict(self).items() if value not in (None, (), "", {})}
-        return {"type": "round", **filled}
+        filled = {name: value for name, value in asdict(self).items() if value not in (None, (), "", {})}
+        return {"type": "round", **json.loads(json.dumps(filled), parse_constant=lambda _: None)}
 
     @staticmethod
     def from_json(line: Mapping[str, object]) -> RoundRecord:
@@ -75,15 +76,6 @@ class RoundRecord:
             return build(RoundRecord, {"failures": {}, **given}, "round")
         except (ConfigError, ValueError, OverflowError) as error:
             raise DataError(f"a round's record cannot be read ({error})") from None
-
-
-def _finite(value: object) -> object:
-    """JSON data with null for every number that is not finite."""
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _or_nan(value: object) -> object:

@@ -77,9 +77,14 @@ def hash_rows(keys: Sequence[int], start: int, stop: int, device: Device = "cpu"
     return torch.stack(each) if len(each) != 1 else each[0][None]
 
 
+def unit(words: Tensor) -> Tensor:
+    """int32 hashes as float32 numbers in [0, 1), 24 bits each."""
+    return ((words >> 8) & ((1 << 24) - 1)).to(torch.float32) / (1 << 24)
+
+
 def uniform(key: int, count: int, device: Device = "cpu") -> Tensor:
     """`count` float32 numbers in [0, 1), 24 bits each."""
-    return ((hashes(key, 0, count, device) >> 8) & ((1 << 24) - 1)).to(torch.float32) / (1 << 24)
+    return unit(hashes(key, 0, count, device))
 
 
 def permutation(key: int, count: int, device: Device = "cpu") -> Tensor:

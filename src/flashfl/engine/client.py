@@ -78,9 +78,8 @@ class ClientSide:
             return self._lack(client, order_bytes, error)
         except WireError as error:
             raise ClientFailed(f"it cannot read the server's message ({type(error).__name__}: {error})") from None
-        local, coding = message.work, message.coding
-        assert coding is not None
-        how, own = local.sends(coding.values), held.own if "mask" in local.keep else None
+        local = message.work
+        how, own = local.sends(message.precision), held.own if "mask" in local.keep else None
         orders = [Order(message.weights(), local, message.key, message.tag, message.extra)]
         # Values and weights may each be as large as the model: those that the answer does not need are released now.
         start = message if how.changes or pack is not None else None

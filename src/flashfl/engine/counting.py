@@ -132,7 +132,7 @@ class Counting(Account):
                 some = rest[at : at + _ROWS]
                 rows, known = zip(*(different[key] for key in some), strict=True)
                 columns = [stacked([base.bits for base in column]) for column in zip(*known, strict=True)]
-                found = mask_sizes(self.layout, stacked([mask.bits for mask in rows]), columns).bytes.double()
+                found = mask_sizes(self.layout, stacked([mask.bits for mask in rows]), columns).double()
                 for key, mask, taken in zip(some, rows, found.expand(len(some)), strict=True):
                     most = geometry(self.layout).recipe_size if mask.recipe is not None else None
                     sizes[key] = taken if most is None else taken.clamp(max=most)

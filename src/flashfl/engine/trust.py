@@ -170,13 +170,13 @@ def _weights_at(values: Tensor, old: Mask, new: Mask) -> Tensor:
 
 def _restored(update: Message, order: Message) -> Message:
     """The update with weights, if it carries changes. They are added to the server's values, not to rounded ones."""
-    asked, coding = order.work.sends(EXACT).changes, update.coding
-    if update.values is None or update.mask is None or coding is None:
+    asked, found = order.work.sends(EXACT).changes, update.precision.changes
+    if update.values is None or update.mask is None:
         return update
-    if coding.values.changes != asked:
-        sent, wanted = ("changes", "weights") if coding.values.changes else ("weights", "changes")
+    if found != asked:
+        sent, wanted = ("changes", "weights") if found else ("weights", "changes")
         raise WrongContent(f"client {update.client} sent {sent} and was asked for {wanted}")
-    if not coding.values.changes:
+    if not found:
         return update
     update = shifted(update, order, 1)
     if update.values is not None and not bool(update.values.isfinite().all()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -173,5 +174,5 @@ def share_densities(
             raise ConfigError(f"client {c.id} states density {c.density}: must be one of {tuple(densities)}")
     order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
     ends = [round(sum(shares[: i + 1]) / sum(shares) * len(order)) for i in range(len(shares))]
-    given = {c.id: densities[next(i for i, end in enumerate(ends) if at < end)] for at, c in enumerate(order)}
+    given = {c.id: densities[bisect_right(ends, at)] for at, c in enumerate(order)}
     return tuple(replace(c, density=given.get(c.id, c.density)) for c in clients)

@@ -52,7 +52,7 @@ class Slice(Width):
         if self.scaler:
             factor *= torch.where(scaled(c.layout).to(factor.device), self.widths[-1] / self.width, 1.0)
         if self.reports(c.layout):
-            present = self._present(c)
+            present = c.report[self.classes] = self._present(c)
             for span in _rows(c.layout, factor):
                 span.mul_(present[:, :, None])
         c.state["factor"] = factor
@@ -65,10 +65,9 @@ class Slice(Width):
 
     def finish(self, c: Clients) -> None:
         if self.reports(c.layout):
-            present, c.vectors = self._present(c), c.vectors.clone()
+            present, c.vectors = c.report[self.classes], c.vectors.clone()
             for span, start in zip(_rows(c.layout, c.vectors), _rows(c.layout, c.start), strict=True):
                 span.copy_(torch.where(present[:, :, None], span, start))  # weight decay may have moved them
-            c.report[self.classes] = present
 
 
 def _rows(layout: Layout, models: Tensor) -> list[Tensor]:

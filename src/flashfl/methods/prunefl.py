@@ -17,7 +17,7 @@ from ..core.layout import Layout
 from ..core.mask import Mask, Weights
 from ..core.state import TRAINING, Phase, State
 from ..sparsity import weight_budget
-from ..sparsity.select import lowest, magnitude
+from ..sparsity.select import largest, lowest, magnitude
 from .common import AddedUp, WithDensity
 
 INITIAL = Phase("initial pruning", 1, counts=False)
@@ -107,7 +107,7 @@ def best_per_time(
     """The `safe` weights and those worth their time, at most round(density * K). flops: of a weight of each layer."""
     times = torch.cat([squares.new_full((size,), max(t, 1e-9)) for size, t in zip(layout.sizes, flops, strict=False)])
     worth, room = (squares / times).float(), weight_budget(layout, density) - int(safe.sum())
-    order = lowest(-magnitude(worth), room, ~safe).nonzero().squeeze(1)
+    order = largest(worth, room, ~safe).nonzero().squeeze(1)
     order = order[torch.argsort(-worth[order], stable=True)]
     gained, spent = squares[safe].sum() + squares[order].cumsum(0), times[safe].sum() + times[order].cumsum(0)
     good = squares[order] / times[order] >= gained / (spent + constant)

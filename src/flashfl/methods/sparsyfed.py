@@ -16,7 +16,7 @@ from ..core.layout import Layout
 from ..core.mask import Weights
 from ..core.state import Plan, State
 from ..sparsity import weight_budget
-from ..sparsity.select import lowest, magnitude
+from ..sparsity.select import largest
 from .common import WithDensity
 
 
@@ -47,7 +47,7 @@ class LargestWeights(Part):
         return (weight_budget(layout, self.density),) * 2
 
     def finish(self, c: Clients) -> None:
-        c.masks = lowest(-magnitude(c.vectors[:, : c.layout.prunable_size]), weight_budget(c.layout, self.density))
+        c.masks = largest(c.vectors[:, : c.layout.prunable_size], weight_budget(c.layout, self.density))
 
 
 def powered(vectors: Tensor, k: int, power: float) -> Tensor:

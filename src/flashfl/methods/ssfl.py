@@ -13,7 +13,7 @@ from ..core.exchange import Client, Local, Sums
 from ..core.mask import Mask, Weights
 from ..core.state import TRAINING, Phase, State
 from ..sparsity import weight_budget
-from ..sparsity.select import lowest, magnitude
+from ..sparsity.select import largest
 from .common import AddedUp, WithDensity
 
 SALIENCY = Phase("saliency", 1, counts=False)
@@ -62,5 +62,5 @@ class SSFL(WithDensity):
         if s.phase != SALIENCY:
             return s.next(Weights(s.mask, average(self.aggregator, sums)))
         scores = sums.extra["saliency"] / sums.n
-        bits = lowest(-magnitude(scores), weight_budget(s.layout, self.density))
+        bits = largest(scores, weight_budget(s.layout, self.density))
         return s.enter(TRAINING, Weights.masked(Mask(s.layout, bits), s.weights.vector))

@@ -14,7 +14,7 @@ from ..core.layout import Layout
 from ..core.mask import Weights
 from ..core.state import State
 from ..sparsity import weight_budget
-from ..sparsity.select import lowest, magnitude
+from ..sparsity.select import largest
 from .common import WithDensity, follow
 
 
@@ -34,7 +34,7 @@ class LargestChanges(Part):
     def finish(self, c: Clients) -> None:
         k, change = c.layout.prunable_size, c.change()
         wanted = change[:, :k] + c.memory["residual"]
-        c.masks = lowest(-magnitude(wanted), weight_budget(c.layout, self.density))
+        c.masks = largest(wanted, weight_budget(c.layout, self.density))
         c.memory["residual"] = wanted.masked_fill(c.masks, 0.0)
         c.vectors = torch.cat([wanted, change[:, k:], c.vectors[:, c.layout.trained_size :]], 1)
 

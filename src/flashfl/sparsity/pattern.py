@@ -16,7 +16,7 @@ from ..core.errors import check_range
 from ..core.layout import Layer, Layout
 from .select import lowest
 
-_LARGEST = 65_535  # what a message can say
+LARGEST_NM = 65_535  # what a message can say
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Groups:
 
 def check_pattern(m: int) -> None:
     if m:
-        check_range(f"[2, {_LARGEST}]", "It is the group size of an N:M pattern. Or set 0 for no pattern", nm=m)
+        check_range(f"[2, {LARGEST_NM}]", "It is the group size of an N:M pattern. Or set 0 for no pattern", nm=m)
 
 
 def pattern_budgets(layout: Layout, budgets: Sequence[int], m: int) -> tuple[int, ...]:

@@ -41,6 +41,11 @@ def lowest(keys: Tensor, count: int | Tensor, candidates: Tensor | None = None) 
     return torch.zeros_like(everyone).scatter(-1, order, first) & pool
 
 
+def largest(values: Tensor, count: int, candidates: Tensor | None = None) -> Tensor:
+    """The `count` largest candidates of each row, by absolute value: values [..., n]."""
+    return lowest(-magnitude(values), count, candidates)
+
+
 def _lowest_of_row(keys: Tensor, count: int, candidates: Tensor | None) -> Tensor:
     """`lowest` for one row on a CPU, without a sort."""
     pool = keys if candidates is None else keys[candidates]

@@ -7,18 +7,16 @@ from .errors import Distrusted, UnknownMask, WireError
 from .feedback import Feedback
 from .frame import seal
 from .masks import mask_from_bytes, mask_to_bytes
-from .message import Coding, Encoded, Message, value_key
+from .message import Encoded, Message, value_key
 from .reader import Limits
-from .sizes import MaskSizes, mask_sizes
+from .sizes import mask_sizes
 from .values import round_values, segments
 
 __all__ = [
-    "Coding",
     "Distrusted",
     "Encoded",
     "Feedback",
     "Limits",
-    "MaskSizes",
     "Message",
     "UnknownMask",
     "WireError",

@@ -12,12 +12,12 @@ from typing import TypeVar
 from ..core.exchange import Carries, Traffic
 from ..core.layout import Layout
 from ..core.mask import Mask
-from ..core.precision import Form, Precision
+from ..core.precision import EXACT, Precision
 from .errors import BadField
 from .frame import CODES, TAG, check_sections, read_frame, traffic_of, write_frame
 from .geometry import geometry
-from .masks import plan, read_mask
-from .message import Coding, Encoded, Message
+from .masks import mask_to_bytes, read_mask
+from .message import Encoded, Message
 from .reader import Chunk, Limits, Reader, pack
 from .settings import local_bytes, read_local
 from .tensors import extras_chunks, extras_size, metrics_bytes, read_extras, read_metrics
@@ -26,34 +26,28 @@ from .values import read_values, values_chunks, values_size
 T = TypeVar("T")
 
 
-def encode(
-    message: Message, bases: Sequence[Mask] = (), values: Precision | Form = "fp32", form: str | None = None
-) -> Encoded:
+def encode(message: Message, bases: Sequence[Mask] = (), values: Precision = EXACT, form: str | None = None) -> Encoded:
     """The message as bytes.
 
     `bases`: masks the receiver is known to hold; the mask goes as the smallest form they allow, or as `form`. Lossy
     `values` are rounded under `message.value_key`. Those of an update may be changes; the caller makes them.
     """
-    how = values if isinstance(values, Precision) else Precision(values)
-    mask, coding = message.mask, Coding(values=how)
-    counts = mask.counts if mask is not None else ()
+    mask, counts = message.mask, message.mask.counts if message.mask is not None else ()
     sections: dict[str, Sequence[Chunk]] = {name: [data] for name, data in _small_sections(message).items()}
     if mask is not None:
-        choice = plan(mask, bases, form)
-        sections["mask"], coding = choice.write(), Coding(choice.form, choice.base, how)
+        sections["mask"] = [mask_to_bytes(mask, bases, form)]
     if message.values is not None:
         sections["values"] = values_chunks(
-            message.values, message.layout, counts, message.carries, how, message.value_key
+            message.values, message.layout, counts, message.carries, values, message.value_key
         )
     if message.extra:
         sections["extra"] = extras_chunks(message.extra, sum(counts) if mask is not None else None)
     names = [name for name in CODES if name in sections]
     check_sections(message.kind, names)
-    data, traffic = write_frame(message, {name: sections[name] for name in names})
-    return Encoded(data, traffic, coding)
+    return write_frame(message, {name: sections[name] for name in names})
 
 
-def size_with(message: Message, active: int, mask_bytes: int, values: Precision | Form = "fp32") -> Traffic:
+def size_with(message: Message, active: int, mask_bytes: int, values: Precision = EXACT) -> Traffic:
     """What `encode` would take if `message` had a mask of `active` weights that takes `mask_bytes`, and their values.
 
     For engines that count on a device: neither the mask nor the values need to be in the message. Levels of changes
@@ -61,8 +55,7 @@ def size_with(message: Message, active: int, mask_bytes: int, values: Precision 
     """
     lengths = {name: len(data) for name, data in _small_sections(message).items()}
     lengths["mask"] = mask_bytes
-    how = values if isinstance(values, Precision) else Precision(values)
-    lengths["values"] = values_size(message.layout, active, message.carries, how)
+    lengths["values"] = values_size(message.layout, active, message.carries, values)
     if message.extra:
         lengths["extra"] = extras_size(message.extra)
     return traffic_of(message.kind, lengths)
@@ -104,12 +97,11 @@ def decode(
         found[name].end()
         return value
 
-    no_mask = (None, None, None)
-    no_values: tuple[None, Carries, Precision] = (None, "all", Precision())
-    mask, form, base = section("mask", lambda reader: read_mask(reader, layout, known or {}, limits.recipes)) or no_mask
+    no_values: tuple[None, Carries, Precision] = (None, "all", EXACT)
+    mask = section("mask", lambda reader: read_mask(reader, layout, known or {}, limits.recipes))
     counts = mask.counts if mask is not None else None
-    values, carries, value_form = section("values", lambda reader: read_values(reader, layout, counts)) or no_values
-    if value_form.changes and head.kind != "update":
+    values, carries, precision = section("values", lambda reader: read_values(reader, layout, counts)) or no_values
+    if precision.changes and head.kind != "update":
         raise BadField(f"this message of kind {head.kind!r} sends changes instead of weights; only updates may do that")
     active = mask.active if mask is not None else None
     return replace(
@@ -124,6 +116,6 @@ def decode(
         metrics=section("metrics", lambda reader: read_metrics(reader, limits)) or {},
         extra=section("extra", lambda reader: read_extras(reader, limits, active)) or {},
         lacks=section("lacks", Reader.hash),
-        coding=Coding(form, base, value_form),
+        precision=precision,
         traffic=traffic,
     )

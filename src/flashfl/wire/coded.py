@@ -18,14 +18,12 @@ from .levels import TOPS, from_nibbles, to_nibbles
 from .reader import Chunk, Reader, byte_length
 
 BITS = {"int8": 8, "int4": 4}  # of a plain level
-_HEAD = 5  # bytes of a block before its streams: the parameter, and the unary stream's length
 
 
 class LevelPlan(NamedTuple):
     """How the levels of each message are written."""
 
     k: Tensor
-    quotients: Tensor  # the sum of number >> k
     saved: Tensor  # bytes that coding saves; 0: the levels are plain
 
 
@@ -33,10 +31,9 @@ def plan_levels(levels: Tensor, form: Form) -> LevelPlan:
     """The encoder's choice for levels of changes: of one message, or of one in each row. Nothing is waited for."""
     count, numbers = levels.shape[-1], _numbers(levels)
     sums = torch.stack([(numbers >> k).sum(-1, dtype=torch.int64) for k in range(BITS[form])])
-    k = (sums[:-1] - sums[1:] > count).sum(0)  # see `rice.best_k`; with a larger k nothing is saved
-    quotients = sums.gather(0, k[None])[0]
-    coded = _HEAD + byte_length(count * k) + byte_length(count + quotients)
-    return LevelPlan(k, quotients, (plain_size(count, form) - coded).clamp(min=0))
+    k, quotients = rice.best_of(sums, count)  # with a larger k nothing is saved
+    coded = rice.block_size(1, count * k, count + quotients)
+    return LevelPlan(k, (plain_size(count, form) - coded).clamp(min=0))
 
 
 def plain_size(count: int, form: Form) -> int:
@@ -49,14 +46,14 @@ def _numbers(levels: Tensor) -> Tensor:
     return ((levels << 1) ^ (levels >> 7)).view(torch.uint8)
 
 
-def write_levels(levels: Tensor, form: Form, changes: bool) -> tuple[bool, tuple[Chunk, ...]]:
+def write_levels(levels: Tensor, form: Form, changes: bool) -> tuple[bool, Chunk]:
     """Whether the levels are coded, and their bytes."""
     if changes:
-        k, quotients, saved = map(int, plan_levels(levels, form))
+        k, saved = map(int, plan_levels(levels, form))
         if saved:
-            return True, rice.write([rice.Coded(len(levels), _numbers(levels).numpy(), k, quotients)])
+            return True, rice.write([rice.Coded(len(levels), _numbers(levels).numpy(), k)])
     plain = levels.view(torch.uint8) if form == "int8" else to_nibbles(levels)
-    return False, (plain.contiguous().numpy().data,)
+    return False, plain.contiguous().numpy().data
 
 
 def read_plain(reader: Reader, count: int, form: Form, changes: bool) -> Tensor:
@@ -75,7 +72,7 @@ def read_coded(reader: Reader, count: int, form: Form) -> Tensor:
     k, length, top = reader.number(1), reader.number(4), TOPS[form]
     if k > BITS[form] - 2:
         raise BadField(f"values: the Rice parameter is {k}; for {form} it must be 0 to {BITS[form] - 2}")
-    saved = plain_size(count, form) - _HEAD - byte_length(count * k) - length
+    saved = plain_size(count, form) - rice.block_size(1, count * k, 8 * length)
     if saved <= 0:
         raise BadLength("values: the coded levels are not smaller than plain ones. Send plain ones.")
     # A run so long that its number overflows gives another size, which is refused below.

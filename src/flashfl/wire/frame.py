@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from ..core.exchange import Traffic
 from ..core.layout import Layout
 from . import errors
-from .message import KINDS, Kind, Message
+from .message import KINDS, Encoded, Kind, Message
 from .reader import Chunk, Reader, pack
 
 MAGIC, VERSION = b"FLSH", 1
@@ -39,7 +39,7 @@ def traffic_of(kind: Kind, sections: Mapping[str, int]) -> Traffic:
     return Traffic(down=total, **sums) if kind == "order" else Traffic(up=total, **sums)
 
 
-def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tuple[bytes, Traffic]:
+def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> Encoded:
     """Header, checksum, sections; and what the bytes are for."""
     lengths = {name: sum(map(len, chunks)) for name, chunks in sections.items()}
     traffic = traffic_of(message.kind, lengths)
@@ -55,7 +55,7 @@ def write_frame(message: Message, sections: Mapping[str, Sequence[Chunk]]) -> tu
     for chunk in out:
         check = zlib.crc32(chunk, check)
     out[1] = check.to_bytes(4, "little")
-    return b"".join(out), traffic
+    return Encoded(b"".join(out), traffic)
 
 
 def checksum(data: memoryview) -> int:

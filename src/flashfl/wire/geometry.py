@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ..core.layout import Layout
 from .errors import BadCount
 from .reader import Bits, Reader, byte_length
+from .rice import block_size
 
 HASH = 8
 
@@ -25,12 +26,12 @@ class Geometry:
         self.bitmap_size = 1 + byte_length(sum(sizes))  # form, one bit a weight
 
     def difference_size(self, low: Bits, unary: Bits) -> Bits:
-        """Form, base, two counts and two parameters a layer, the unary stream's length, the streams."""
-        return byte_length(low) + byte_length(unary) + (1 + HASH + 2 * (sum(self.widths) + len(self.sizes)) + 4)
+        """Form, base, two counts a layer, a block of two lists a layer."""
+        return block_size(2 * len(self.sizes), low, unary) + (1 + HASH + 2 * sum(self.widths))
 
     def rice_size(self, low: Bits, unary: Bits) -> Bits:
-        """Form, counts, parameters, the unary stream's length, the streams."""
-        return byte_length(low) + byte_length(unary) + (1 + sum(self.widths) + len(self.sizes) + 4)
+        """Form, counts, a block of a list a layer."""
+        return block_size(len(self.sizes), low, unary) + (1 + sum(self.widths))
 
     def write_counts(self, counts: Sequence[int]) -> bytes:
         return b"".join(int(c).to_bytes(w, "little") for c, w in zip(counts, self.widths, strict=True))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.precision import Form, Rounding
-from ..core.rng import fold, hash_rows
+from ..core.rng import fold, hash_rows, unit
 
 BLOCK = 64  # values that share a scale under int4
 TINY = 2.0**-107  # values whose scale would be smaller are sent as zeros
@@ -31,11 +31,6 @@ class Levels(NamedTuple):
 def _noise(values: Tensor, keys: Sequence[int]) -> Tensor:
     """A hash for each value."""
     return hash_rows(keys, 0, values.shape[-1], values.device).view(values.shape)
-
-
-def _chance(noise: Tensor) -> Tensor:
-    """24 bits of each hash as a number in [0, 1)."""
-    return ((noise >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def round_half(values: Tensor, form: Form, rounding: Rounding, keys: Sequence[int]) -> Tensor:
@@ -63,7 +58,7 @@ def _round_fp16(values: Tensor, keys: Sequence[int]) -> Tensor:
     normal = ((bits + (noise & 0x1FFF)) & -0x2000).view(torch.float32)
     steps = values.abs() * 2.0**24
     whole = steps.floor()
-    small = torch.copysign((whole + (_chance(noise) < steps - whole)) * 2.0**-24, values)
+    small = torch.copysign((whole + (unit(noise) < steps - whole)) * 2.0**-24, values)
     rounded = torch.where(values.abs() < _HALF_NORMAL, small, normal).clamp(-_HALF_MAX, _HALF_MAX)
     return torch.where(values.isfinite(), rounded, values)
 
@@ -76,10 +71,10 @@ def to_levels(values: Tensor, sizes: Sequence[int], form: Form, rounding: Roundi
     """
     magnitudes, most = values.abs(), float(TOPS[form])
     tops = largest(magnitudes, sizes, form)
+    wide = tops / torch.full_like(tops, most)  # a GPU divides by a number less exactly than by a tensor
     if form == "int8":
-        scales = ((tops / torch.full_like(tops, most)).view(torch.int32) & -0x80).view(torch.float32)
+        scales = (wide.view(torch.int32) & -0x80).view(torch.float32)
     else:
-        wide = tops / torch.full_like(tops, most)
         scales = round_half(wide, "bf16", rounding, [fold(key, "scales") for key in keys])
         down = (wide.view(torch.int32) & -0x10000).view(torch.float32)
         scales = torch.where((scales * most).isfinite(), scales, down)
@@ -87,7 +82,7 @@ def to_levels(values: Tensor, sizes: Sequence[int], form: Form, rounding: Roundi
     scale, top = spread(scales, sizes, form), spread(tops, sizes, form)
     steps = magnitudes / torch.where(scale > 0, scale, torch.ones_like(scale))
     whole = steps.floor()
-    more = steps - whole >= 0.5 if rounding == "nearest" else _chance(_noise(values, keys)) < steps - whole
+    more = steps - whole >= 0.5 if rounding == "nearest" else unit(_noise(values, keys)) < steps - whole
     levels = torch.where(magnitudes >= top, torch.full_like(whole, most), whole + more).clamp(max=most)
     levels = torch.copysign(torch.where(scale > 0, levels, torch.zeros_like(levels)), values)
     return Levels(scales, levels.to(torch.int8))

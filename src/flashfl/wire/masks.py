@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,52 +11,29 @@ import torch
 from ..core.layout import Layout
 from ..core.mask import Mask, Recipe, count_layers
 from ..sparsity.masks import recipe_mask
-from ..sparsity.pattern import Groups
+from ..sparsity.pattern import LARGEST_NM, Groups
 from . import rice
 from .errors import BadCount, BadField, BadMask, UnknownMask
 from .geometry import Geometry, geometry
-from .reader import Array, Chunk, Reader
+from .reader import Array, Reader
 
 FORMS = ("known", "recipe", "difference", "rice", "bitmap")  # the place in this list is the form's code
 _TAIL = 4096  # how far from a layer's end its last position is looked for
-_MOST_NM = (1 << 16) - 1
 
 
-class Choice(NamedTuple):
-    """A mask in one form. `base` is the hash of the mask the receiver must hold, for known and difference."""
-
-    form: str
-    base: str | None
-    size: int  # bytes that `write` will give
-    write: Callable[[], Sequence[Chunk]]
-
-
-def mask_to_bytes(mask: Mask) -> bytes:
-    """The mask in the smallest form that needs no other mask: a recipe, Rice-coded gaps or a bitmap."""
-    return b"".join(plan(mask).write())
-
-
-def mask_from_bytes(data: bytes, layout: Layout) -> Mask:
-    """The mask that `mask_to_bytes` wrote. Anything else raises a WireError."""
-    reader = Reader(memoryview(data), "mask")
-    mask = read_mask(reader, layout, {})[0]
-    reader.end()
-    return mask
-
-
-def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Choice:
+def mask_to_bytes(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> bytes:
     """A hash if the receiver holds the mask, else the smallest form. `only` allows just that form.
 
-    Ties go to the form named first in FORMS, then to the base given first. A form that cannot be smaller than the best
-    so far is not worked out.
+    bases: masks the receiver holds. Ties go to the form named first in FORMS, then to the base given first. A form that
+    cannot be smaller than the best so far is not tried.
     """
     geo = geometry(mask.layout)
     if only in (None, "known") and any(mask.equal(base) for base in bases):
-        return Choice("known", mask.hash, geo.known_size, lambda: (b"\0", bytes.fromhex(mask.hash)))
-    found: list[Choice] = []
+        return b"\0" + bytes.fromhex(mask.hash)
+    found: list[bytes] = []
 
     def may_win(form: str, least: int) -> bool:
-        return only == form or (only is None and all(least < choice.size for choice in found))
+        return only == form or (only is None and all(least < len(data) for data in found))
 
     if mask.recipe is not None and may_win("recipe", geo.recipe_size):
         found.append(_recipe(mask, mask.recipe, geo))
@@ -67,13 +43,21 @@ def plan(mask: Mask, bases: Sequence[Mask] = (), only: str | None = None) -> Cho
     if may_win("rice", _least_rice(mask, geo)):
         found.append(_rice(mask, geo))
     if may_win("bitmap", geo.bitmap_size):
-        found.append(Choice("bitmap", None, geo.bitmap_size, lambda: (b"\4", mask.packed.tobytes())))
+        found.append(b"\4" + mask.packed.tobytes())
     if not found:
         raise BadField(
             f"the mask cannot be sent as {only!r}. 'known' needs a mask that the receiver already holds, 'recipe' "
             "needs a mask made from a recipe, and 'difference' a base mask."
         )
-    return min(found, key=lambda choice: choice.size)
+    return min(found, key=len)
+
+
+def mask_from_bytes(data: bytes, layout: Layout) -> Mask:
+    """The mask that `mask_to_bytes` wrote without bases. Anything else raises a WireError."""
+    reader = Reader(memoryview(data), "mask")
+    mask = read_mask(reader, layout, {})
+    reader.end()
+    return mask
 
 
 def _host(mask: Mask) -> Array:
@@ -85,8 +69,8 @@ def check_recipe(recipe: Recipe, layout: Layout) -> None:
     """A recipe must fit the layout, and its mask must keep exactly its budgets."""
     if not 0 <= recipe.key < 1 << 64:
         raise BadField(f"the recipe's key is {recipe.key}; it must be from 0 to 2**64 - 1")
-    if recipe.nm and not 2 <= recipe.nm <= _MOST_NM:
-        raise BadField(f"the recipe's group size is {recipe.nm}; it must be 0 or from 2 to {_MOST_NM}")
+    if recipe.nm and not 2 <= recipe.nm <= LARGEST_NM:
+        raise BadField(f"the recipe's group size is {recipe.nm}; it must be 0 or from 2 to {LARGEST_NM}")
     if len(recipe.budgets) != len(layout.prunable):
         raise BadCount(f"the recipe has {len(recipe.budgets)} budgets for {len(layout.prunable)} prunable layers")
     for layer, budget in zip(layout.prunable, recipe.budgets, strict=True):
@@ -99,11 +83,10 @@ def check_recipe(recipe: Recipe, layout: Layout) -> None:
             raise BadCount(f"the recipe keeps {budget} weights of {layer.name!r}; it must be from {least} to {most}")
 
 
-def _recipe(mask: Mask, recipe: Recipe, geo: Geometry) -> Choice:
+def _recipe(mask: Mask, recipe: Recipe, geo: Geometry) -> bytes:
     check_recipe(recipe, mask.layout)
     head = b"\1" + bytes.fromhex(mask.hash) + recipe.key.to_bytes(8, "little") + recipe.nm.to_bytes(2, "little")
-    data = head + geo.write_counts(recipe.budgets)
-    return Choice("recipe", None, len(data), lambda: (data,))
+    return head + geo.write_counts(recipe.budgets)
 
 
 def _least_rice(mask: Mask, geo: Geometry) -> int:
@@ -123,32 +106,19 @@ def _least_rice(mask: Mask, geo: Geometry) -> int:
     return geo.rice_size(0, 0) + total // 8
 
 
-def _rice(mask: Mask, geo: Geometry) -> Choice:
+def _rice(mask: Mask, geo: Geometry) -> bytes:
     bits = _host(mask)
-    lists = [rice.Coded.of_flags(bits[layer.span]) for layer in mask.layout.prunable]
-    head, bytes_ = b"\3" + _counts(lists, geo), geo.rice_size(*rice.stream_bits(lists))
-    return Choice("rice", None, bytes_, lambda: (head, *rice.write(lists)))
+    lists = [rice.Coded.of(bits[layer.span]) for layer in mask.layout.prunable]
+    return b"\3" + geo.write_counts([each.count for each in lists]) + rice.write(lists)
 
 
-def _difference(mask: Mask, base: Mask, geo: Geometry) -> Choice:
-    """Places count the base's active weights first, then its inactive ones."""
-    before = _host(base)
-    active, changed = np.flatnonzero(before), np.flatnonzero(_host(mask) ^ before)
-    rank, drops = np.searchsorted(active, changed), before[changed]  # active weights before each
-    places = np.concatenate([rank[drops], len(active) + (changed - rank)[~drops]])
-    universe, lists = _universe(base), []
-    edges = [0, *accumulate(universe)]
-    for size, first, (start, stop) in zip(universe, edges, pairwise(np.searchsorted(places, edges)), strict=False):
-        ranks = places[start:stop] - first
-        lists.append(rice.Coded.of(len(ranks), rice.complement(ranks, size) if 2 * len(ranks) > size else ranks))
-    layers = len(geo.sizes)
-    head = b"\2" + bytes.fromhex(base.hash) + _counts(lists[:layers], geo) + _counts(lists[layers:], geo)
-    bytes_ = geo.difference_size(*rice.stream_bits(lists))
-    return Choice("difference", base.hash, bytes_, lambda: (head, *rice.write(lists)))
-
-
-def _counts(lists: Sequence[rice.Coded], geo: Geometry) -> bytes:
-    return geo.write_counts([each.count for each in lists])
+def _difference(mask: Mask, base: Mask, geo: Geometry) -> bytes:
+    before, layers = _host(base), len(geo.sizes)
+    moved, spans = before ^ _host(mask), [layer.span for layer in mask.layout.prunable]
+    lists = [rice.Coded.of(moved[span][among[span]]) for among in (before, ~before) for span in spans]
+    counts = [each.count for each in lists]
+    head = b"\2" + bytes.fromhex(base.hash) + geo.write_counts(counts[:layers]) + geo.write_counts(counts[layers:])
+    return head + rice.write(lists)
 
 
 def _universe(base: Mask) -> tuple[int, ...]:
@@ -156,32 +126,26 @@ def _universe(base: Mask) -> tuple[int, ...]:
     return (*base.counts, *(size - count for size, count in zip(base.layout.sizes, base.counts, strict=True)))
 
 
-def read_mask(
-    reader: Reader, layout: Layout, known: Mapping[str, Mask], recipes: bool = True
-) -> tuple[Mask, str, str | None]:
-    """The mask, its form, and the hash of the base it leaned on. `recipes`: whether it may be a recipe."""
-    code, geo, base = reader.number(1), geometry(layout), None
+def read_mask(reader: Reader, layout: Layout, known: Mapping[str, Mask], recipes: bool = True) -> Mask:
+    """A mask in any form. known: masks held here, by hash. recipes: whether it may be a recipe."""
+    code, geo = reader.number(1), geometry(layout)
     if code >= len(FORMS):
         raise BadField(f"mask form {code} does not exist; the forms are 0 to {len(FORMS) - 1}")
     form = FORMS[code]
     if form in ("known", "difference"):
-        name = reader.hash()
-        base = known.get(name)
+        base = known.get(name := reader.hash())
         if base is None:
             raise UnknownMask(name)
-    if base is not None:
-        mask = base if form == "known" else _read_difference(reader, base, geo)
-    elif form == "recipe":
+        return base if form == "known" else _read_difference(reader, base, geo)
+    if form == "recipe":
         if not recipes:
             raise BadField("the mask is a recipe, but the order did not allow one: send it in another form")
-        mask = _read_recipe(reader, layout, geo)
-    elif form == "rice":
+        return _read_recipe(reader, layout, geo)
+    if form == "rice":
         counts = geo.read_counts(reader)
-        mask = Mask(layout, torch.from_numpy(rice.read_flags(reader, counts, geo.sizes)), counts)
-    else:
-        bits = torch.from_numpy(reader.bits(layout.prunable_size))
-        mask = Mask(layout, bits, count_layers(layout, bits))
-    return mask, form, base.hash if base is not None else None
+        return Mask(layout, torch.from_numpy(rice.read_flags(reader, counts, geo.sizes)), counts)
+    bits = torch.from_numpy(reader.bits(layout.prunable_size))
+    return Mask(layout, bits, count_layers(layout, bits))
 
 
 def _read_recipe(reader: Reader, layout: Layout, geo: Geometry) -> Mask:
@@ -203,15 +167,8 @@ def _read_difference(reader: Reader, base: Mask, geo: Geometry) -> Mask:
         raise BadCount(
             "mask: the difference drops more weights than the base mask has active, or grows more than it has inactive"
         )
-    places = [np.zeros(0, np.int64)]  # the base's active weights first, then its inactive ones
-    lists = zip(rice.read(reader, drops + adds, universe), drops + adds, universe, accumulate(universe), strict=True)
-    for ranks, count, size, stop in lists:
-        places.append(stop - size + (ranks if len(ranks) == count else rice.complement(ranks, size)))
-    bits = _host(base).copy()
-    active = np.flatnonzero(bits)
-    dropped, grown = np.split(np.concatenate(places), [sum(drops)])
-    bits[active[dropped]] = False
-    grown -= len(active)
-    bits[grown + np.searchsorted(active - np.arange(len(active)), grown, side="right")] = True
+    moved, before = rice.read_flags(reader, drops + adds, universe), _host(base)
+    bits = np.empty_like(before)
+    bits[before], bits[~before] = ~moved[: base.active], moved[base.active :]
     counts = tuple(had - drop + add for had, drop, add in zip(base.counts, drops, adds, strict=True))
     return Mask(base.layout, torch.from_numpy(bits), counts)

@@ -19,15 +19,6 @@ Kind = Literal["order", "update", "lack"]
 KINDS: tuple[Kind, ...] = ("order", "update", "lack")
 
 
-@dataclass(frozen=True)
-class Coding:
-    """The choices a sender made. With them a decoded message is written again to the same bytes."""
-
-    mask: str | None = None  # the mask's form
-    base: str | None = None  # the hash of the mask it leans on
-    values: Precision = EXACT
-
-
 @dataclass(frozen=True, eq=False)
 class Message:
     """An order, an update, or a lack: a client's reply that it does not hold what its order builds on.
@@ -53,7 +44,7 @@ class Message:
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Extra] = field(default_factory=dict)
     lacks: str | None = None  # lacks only: the hash of what the client does not hold: a mask, or notes of its parts
-    coding: Coding | None = None  # set by the decoder
+    precision: Precision = EXACT  # set by the decoder: how the values travelled
     traffic: Traffic = Traffic()  # noqa: RUF009 - frozen; set by the decoder: what the bytes were for
 
     @property
@@ -83,8 +74,7 @@ def value_key(key: int, kind: Kind, tag: Tag, client: int) -> int:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A message as bytes, what they are for, and the choices that were made."""
+    """A message as bytes, and what they are for."""
 
     data: bytes
     traffic: Traffic
-    coding: Coding

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+from torch import Tensor
 
 from .errors import BadCount, BadField, BadLength, OutOfRange
-from .reader import Array, Chunk, Reader, byte_length
+from .reader import Array, Bits, Reader, byte_length
 
 MAX_K = 31
 
 
-def best_k(gaps: Array) -> tuple[int, int]:
-    """The smallest k of least size, and the sum of gap >> k.
+def best_k(gaps: Array) -> int:
+    """The smallest k of least size.
 
     Raising k by one adds n bits and saves S(k) - S(k+1), where S(k) is the sum of gap >> k. The saving never grows with
     k, so the first k that does not pay is the best.
@@ -29,51 +30,48 @@ def best_k(gaps: Array) -> tuple[int, int]:
     for k in range(MAX_K):
         after = int((gaps >> (k + 1)).sum())
         if total - after <= len(gaps):
-            return k, total
+            return k
         total = after
-    return MAX_K, total
+    return MAX_K
+
+
+def best_of(sums: Tensor, counts: Tensor | int) -> tuple[Tensor, Tensor]:
+    """`best_k` of many lists at once, and the sum of gap >> k. sums: of gap >> k, k first. counts: of the gaps."""
+    k = (sums[:-1] - sums[1:] > counts).sum(0)
+    return k, sums.gather(0, k[None])[0]
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A list with its best parameter: all that its size and its bits depend on."""
+    """A list with its best parameter: all that its bits depend on."""
 
     count: int  # places it holds
     gaps: Array  # between them, or between those it leaves out if they are fewer
     k: int
-    quotients: int  # the sum of gap >> k
 
     @staticmethod
-    def of(count: int, ranks: Array) -> Coded:
-        """A list of `count` places. `ranks`: those places, or those left out if they are fewer; ascending."""
-        gaps = (np.diff(ranks, prepend=-1) - 1).astype(np.int32)
-        return Coded(count, gaps, *best_k(gaps))
-
-    @staticmethod
-    def of_flags(flags: Array) -> Coded:
-        """A list of the places that are set."""
+    def of(flags: Array) -> Coded:
+        """The list of the places that are set."""
         count = int(np.count_nonzero(flags))
-        return Coded.of(count, np.flatnonzero(flags if 2 * count <= len(flags) else ~flags))
+        ranks = np.flatnonzero(flags if 2 * count <= len(flags) else ~flags)
+        gaps = (np.diff(ranks, prepend=-1) - 1).astype(np.int32)
+        return Coded(count, gaps, best_k(gaps))
 
 
-def complement(ranks: Array, size: int) -> Array:
-    """The places out of `size` that `ranks` leaves out."""
-    return np.delete(np.arange(size), ranks)
+def block_size(lists: int, low: Bits, unary: Bits) -> Bits:
+    """Bytes of a block: a parameter for each list, the unary stream's length, the streams of so many bits."""
+    return byte_length(low) + byte_length(unary) + (lists + 4)
 
 
-def stream_bits(lists: Sequence[Coded]) -> tuple[int, int]:
-    """Bits of the low and of the unary stream."""
-    return sum(len(x.gaps) * x.k for x in lists), sum(len(x.gaps) + x.quotients for x in lists)
-
-
-def write(lists: Sequence[Coded]) -> tuple[Chunk, ...]:
+def write(lists: Sequence[Coded]) -> bytes:
     """A block: the parameters, the unary stream's length, the low stream, the unary stream."""
     low = [_low(x.gaps, plane) for plane in range(MAX_K) for x in lists if x.k > plane]
-    unary = np.zeros(stream_bits(lists)[1], np.uint8)
+    runs = [(x.gaps >> x.k) + 1 for x in lists]  # zeros and a one
+    unary = np.zeros(sum(int(run.sum()) for run in runs), np.uint8)
     if lists:
-        unary[np.cumsum(np.concatenate([(x.gaps >> x.k) + 1 for x in lists]), dtype=np.int64) - 1] = 1
+        unary[np.cumsum(np.concatenate(runs), dtype=np.int64) - 1] = 1
     streams = [np.packbits(bits, bitorder="little").tobytes() for bits in (np.concatenate([unary[:0], *low]), unary)]
-    return bytes(x.k for x in lists), len(streams[1]).to_bytes(4, "little"), *streams
+    return bytes(x.k for x in lists) + len(streams[1]).to_bytes(4, "little") + b"".join(streams)
 
 
 def _low(gaps: Array, plane: int) -> Array:
@@ -82,35 +80,27 @@ def _low(gaps: Array, plane: int) -> Array:
     return bits
 
 
-def read(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> list[Array]:
-    """The ranks that `Coded.of` was given for each list: those left out where they are fewer."""
-    coded = [min(count, size - count) for count, size in zip(counts, universe, strict=True)]
+def read_flags(reader: Reader, counts: Sequence[int], sizes: Sequence[int]) -> Array:
+    """The flags of some lists, one list after another. counts, sizes: how many places each holds, of how many."""
+    coded = [min(count, size - count) for count, size in zip(counts, sizes, strict=True)]
     ks = list(reader.take(len(coded)))
     if any(k > (MAX_K if n else 0) for n, k in zip(coded, ks, strict=True)):
         raise BadField(f"mask: a Rice parameter is out of range; it must be 0 to {MAX_K}, and 0 for an empty list")
-    most = [(size - n) >> k for size, n, k in zip(universe, coded, ks, strict=True)]
-    ranks = []
-    for gaps, k, size in zip(read_gaps(reader, reader.number(4), coded, ks, most), ks, universe, strict=True):
+    most = [(size - n) >> k for size, n, k in zip(sizes, coded, ks, strict=True)]
+    lists = zip(read_gaps(reader, reader.number(4), coded, ks, most), ks, counts, sizes, accumulate(sizes), strict=True)
+    flags = np.zeros(sum(sizes), bool)
+    for gaps, k, count, size, stop in lists:
         if int(gaps.sum()) > size - len(gaps):
             raise OutOfRange(f"{reader.what}: a Rice-coded position lies outside its layer")
-        if best_k(gaps)[0] != k:
+        if best_k(gaps) != k:
             raise BadField(
                 f"{reader.what}: a Rice parameter is not the best one. Use the one with the smallest size; if several "
                 "tie, the lowest"
             )
-        ranks.append(np.cumsum(gaps + 1, dtype=np.int64) - 1)
-    return ranks
-
-
-def read_flags(reader: Reader, counts: Sequence[int], universe: Sequence[int]) -> Array:
-    """The places of all lists, one list after another, with those set that a list holds."""
-    flags = np.zeros(sum(universe), bool)
-    for ranks, count, size, stop in zip(
-        read(reader, counts, universe), counts, universe, accumulate(universe), strict=True
-    ):
-        if len(ranks) != count:  # else they are left alone: zeros that nobody touched take no memory
-            flags[stop - size : stop] = True
-        flags[stop - size + ranks] = len(ranks) == count
+        own = flags[stop - size : stop]
+        if len(gaps) != count:  # else they are left alone: zeros that nobody touched take no memory
+            own[:] = True
+        own[np.cumsum(gaps + 1, dtype=np.int64) - 1] = len(gaps) == count
     return flags
 
 

@@ -80,8 +80,8 @@ def _bits_bytes(extra: Extra) -> bytes:
     length = len(bits).to_bytes(4, "little")
     if extra.form == "bits":
         return length + np.packbits(bits, bitorder="little").tobytes()
-    held = rice.Coded.of_flags(bits)
-    return b"".join([length, held.count.to_bytes(4, "little"), *rice.write([held])])
+    held = rice.Coded.of(bits)
+    return length + held.count.to_bytes(4, "little") + rice.write([held])
 
 
 def extras_size(extras: Mapping[str, Extra]) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.exchange import Carries
-from ..core.layout import Layout
+from ..core.layout import Kind, Layout
 from ..core.precision import FORMS, Form, Precision
 from ..core.rng import fold
 from .coded import plain_size, read_coded, read_plain, write_levels
@@ -23,7 +23,12 @@ from .errors import BadField, BadSection, NonFinite
 from .levels import TINY, TOPS, Levels, from_levels, largest, round_half, scale_count, to_levels
 from .reader import Chunk, Reader
 
-CARRIES: tuple[Carries, ...] = ("all", "weights", "statistics", "rest")
+CARRIES: dict[Carries, tuple[Kind, ...]] = {  # the place in this list is the code
+    "all": ("prunable", "dense", "statistic"),
+    "weights": ("prunable", "dense"),
+    "statistics": ("statistic",),
+    "rest": ("dense", "statistic"),
+}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SCALES = {"int8": torch.float32, "int4": torch.bfloat16}  # both hold the scales exactly
 _REST16, _CHANGES, _CODED = 16, 32, 64  # flags beside the form
@@ -38,17 +43,11 @@ class Segment(NamedTuple):
 
 def segments(layout: Layout, counts: Sequence[int], carries: Carries, form: Form) -> tuple[Segment, ...]:
     """Where each layer's values lie in a packed vector, and which of them `form` rounds."""
-    sizes = iter(counts)
-    out = []
-    for layer in layout.travelling:
-        statistic = layer.kind == "statistic"
-        size = next(sizes, 0) if layer.kind == "prunable" else layer.size
-        if (carries == "weights" and statistic) or (carries == "statistics" and not statistic):
-            continue
-        if carries == "rest" and layer.kind == "prunable":
-            continue
-        coarse = layer.kind == "prunable" or (not statistic and (form not in TOPS or len(layer.shape) >= 2))
-        out.append(Segment(size, coarse and form != "fp32"))
+    sizes, out = iter(counts), []
+    for layer in layout.of_kind(*CARRIES[carries]):
+        prunable = layer.kind == "prunable"
+        coarse = prunable or (layer.kind != "statistic" and (form not in TOPS or len(layer.shape) >= 2))
+        out.append(Segment(next(sizes, 0) if prunable else layer.size, coarse and form != "fp32"))
     return tuple(out)
 
 
@@ -122,11 +121,11 @@ def values_chunks(
     if sizes and form in TOPS:
         found = to_levels(coarse, sizes, form, how.rounding, [key])
         coded, levels = write_levels(found.levels, form, changes)
-        chunks = [_raw(found.scales.to(SCALES[form])), *levels]
+        chunks = [_raw(found.scales.to(SCALES[form])), levels]
     elif sizes:
         chunks = [_raw(round_half(coarse, form, how.rounding, [key]).to(DTYPES[form]))]
     code = FORMS.index(form) + _REST16 * (how.rest == "fp16") + _CHANGES * changes + _CODED * coded
-    return [bytes([CARRIES.index(carries), code]), *chunks, _raw(fine.to(DTYPES[how.rest]))]
+    return [bytes([list(CARRIES).index(carries), code]), *chunks, _raw(fine.to(DTYPES[how.rest]))]
 
 
 def _raw(tensor: Tensor) -> Chunk:
@@ -153,7 +152,7 @@ def read_values(reader: Reader, layout: Layout, counts: Sequence[int] | None) ->
             f"values: kind {kind} with form {code} does not exist. Kinds are 0 to 3. Forms are 0 to 4, and flags may "
             "be added to them; see flashfl/wire/FORMAT.md"
         )
-    carries, form = CARRIES[kind], FORMS[number]
+    carries, form = list(CARRIES)[kind], FORMS[number]
     how = Precision(form, "fp16" if flags & _REST16 else "fp32", changes=bool(flags & _CHANGES))
     if how.changes and carries not in ("all", "weights"):
         raise BadField(f"values: only weights can be sent as changes, and these are {carries!r} values")
