@@ -167,8 +167,10 @@ def _read_difference(reader: Reader, base: Mask, geo: Geometry) -> Mask:
         raise BadCount(
             "mask: the difference drops more weights than the base mask has active, or grows more than it has inactive"
         )
-    moved, before = rice.read_flags(reader, drops + adds, universe), _host(base)
-    bits = np.empty_like(before)
-    bits[before], bits[~before] = ~moved[: base.active], moved[base.active :]
+    moved, bits = rice.read_flags(reader, drops + adds, universe), _host(base).copy()
+    active = base.places.cpu().numpy()
+    grown = np.flatnonzero(moved[len(active) :])  # ranks among the inactive weights
+    bits[active] = ~moved[: len(active)]
+    bits[grown + np.searchsorted(active - np.arange(len(active)), grown, side="right")] = True
     counts = tuple(had - drop + add for had, drop, add in zip(base.counts, drops, adds, strict=True))
     return Mask(base.layout, torch.from_numpy(bits), counts)
