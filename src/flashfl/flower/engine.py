@@ -295,11 +295,13 @@ class ClientEvaluation(Exchange):
     def mean(self) -> Evaluation:
         """The mean over all samples of the clients that replied. Samples are bounded as in training."""
         self.attendance.missed(self.silent)
-        self.registry.doubt(self._dropped())
+        dropped = self._dropped()
+        self.registry.doubt(dropped)
         if not self._found:
+            why = "; ".join(f"client {client}: {reason}" for client, reason in list(dropped.items())[:3])
             raise RunStopped(
-                "no client could evaluate the model. The state before this round is kept: resume the run when clients "
-                "with held-back samples are present."
+                f"no client could evaluate the model{why and f' ({why})'}. The state before this round is kept. "
+                "Correct what the reasons say, or start clients with held-back samples. Then resume the run."
             )
         found = [self._found[c] for c in sorted(self._found)]
         if self.account.robust.bounded:

@@ -115,7 +115,8 @@ class Host:
         at = 0 if clients == 1 else int(context.node_config.get("partition-id", _client_id(context)))
         if not 0 <= at < clients:
             raise ConfigError(
-                f"partition-id = {at}: must be from 0 to {clients - 1}, as the task has {clients} clients"
+                f"partition-id = {at}: must be from 0 to {clients - 1}, as the task has {clients} clients. Set it in "
+                "--node-config. Without partition-id, the node's client-id is used."
             )
         return at
 

@@ -99,8 +99,8 @@ class Registry:
         if len(self.entries) < count:
             log.warning(
                 "only %d of %d clients registered within %g s, and the server waits no longer. A resumed run goes on "
-                "with them, a new run only if they are at least per_round. Others can join later. To wait longer, "
-                "raise flower.wait.",
+                "with them. A new run needs at least per_round clients, and stops otherwise. More clients can join "
+                "later. To wait longer, raise flower.wait.",
                 len(self.entries), count, self.options.wait,
             )  # fmt: skip
         else:
@@ -130,7 +130,8 @@ class Registry:
             why = "; ".join(f"node {n} was refused: {w}" for n, w in list(self.refused.items())[:3])
             raise RunStopped(
                 f"{len(self.entries)} clients registered within {self.options.wait:g} s, at least {self.need} are "
-                f"needed{why and f' ({why})'}. Start more SuperNodes and resume the run."
+                f"needed{why and f' ({why})'}. If nodes were refused, correct what the reasons say. Otherwise start "
+                "more SuperNodes, or raise flower.wait. Then resume the run."
             )
 
     def _until(self, enough: Callable[[], bool], seconds: float) -> None:

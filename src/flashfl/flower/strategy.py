@@ -39,7 +39,7 @@ def _elsewhere(example: Inputs) -> Arrays:
 
 
 def _unknown(inputs: Inputs) -> Inputs:
-    raise DataError("the server has no samples to count FLOPs with: give server_task an `example` input")
+    raise DataError("the server has no samples: give server_task an `example` input")
 
 
 def server_task(
@@ -135,8 +135,8 @@ class FlashStrategy(Strategy):
         engine = self.connect(grid)
         if self.task.test is None and not any(entry.held for entry in engine.registry.entries.values()):
             raise ConfigError(
-                "nobody has samples to evaluate the model on: give the server's task `test`, or the clients' tasks a "
-                "`holdout` above 0"
+                "nobody has samples to evaluate the model on: give the server's task `test`. Or give the clients' "
+                "tasks a `holdout` above 0 and at least 2 samples: a client with a single sample only trains."
             )
         self.summary()
         display = Display(self.method.name, self.train.rounds, quiet=self.quiet, then=self.watch)

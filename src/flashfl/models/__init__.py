@@ -40,7 +40,6 @@ def build_model(name: str, **options: int | float | str | bool) -> nn.Module:
         )
     if others := options.keys() - takes.keys():
         kind = "texts" if "vocab" in others else "images"
-        raise ConfigError(
-            f"model = {name!r} does not fit a data set of {kind}: it takes {', '.join(takes)}. Choose another model."
-        )
+        fit = [other for other, make in MODELS.items() if options.keys() <= inspect.signature(make).parameters.keys()]
+        raise ConfigError(f"model = {name!r} does not fit a data set of {kind}. Models for {kind}: {', '.join(fit)}.")
     return MODELS[name](**options)

@@ -93,8 +93,10 @@ class Party:
         phase, round, _ = self.terms.tag
         if not self.me.gives(self.terms.run, phase, round):
             raise errors.SecondInput(
-                f"this client already sent its update for round {round}. The difference of two sums could reveal "
-                "single updates, so it sends none again."
+                f"the server asks for round {round + 1} of this phase, but this client already sent its update for "
+                "this round or a later one. Two sums of one round could reveal single updates, so it sends none. Most "
+                "likely the server was resumed from an old checkpoint: resume it "
+                "from the newest one, or start a new run."
             )
         self.common = common
         keys = {other: self._mask_key(other) for other in self._neighbours()}

@@ -90,8 +90,9 @@ class Terms:
         offered = 0.0 if terms.noise is None else terms.noise.multiplier
         if offered < policy.noise:
             raise TooLittleNoise(
-                f"the server's noise is {offered:g} times the clip, but this client requires at least "
-                f"{policy.noise:g}. Raise dp_noise on the server, or lower policy.noise."
+                f"the server's noise is {offered:g} times dp_clip, but this client requires at least {policy.noise:g} "
+                "(its setting policy-noise). Raise dp_noise on the server, and set policy.noise there to the same "
+                "number. Or lower policy-noise on the client."
             )
         return terms
 
@@ -108,7 +109,9 @@ def unframe(data: bytes, step: int, terms: Terms) -> memoryview:
         raise Malformed(f"expected a message of the step '{STEPS[step]}', got one of another step")
     if data[len(_MAGIC) + 1 : HEADER] != terms.context:
         raise WrongRound(
-            f"the message belongs to another round or attempt than {terms.tag}, or its sender has other settings"
+            f"the message does not belong to (phase, round, attempt) = {terms.tag}, or its sender has other privacy "
+            "settings. Set the same policy on both sides: `policy.*` on the server; policy-least, policy-survive, "
+            "policy-corrupt and policy-noise in --node-config."
         )
     return memoryview(data)[HEADER:]
 

@@ -95,8 +95,9 @@ def within_budget(
     own = next((f for f in fields(method) if f.name == "density" and f.init and not f.metadata.get("derived")), None)
     if own is None:
         raise ConfigError(
-            f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method. In a comparison, "
-            "--METHOD.budget is the budget of one method."
+            f"budget = {train.budget}: {method.name} has no density to choose. Use a sparse method, or set no budget. "
+            "In a comparison, give the budget to single methods, such as --spdst.budget 2.3MB "
+            "instead of --budget 2.3MB."
         )
     begun = replace(train, rounds=_begun(folder, train.rounds))
     plan = plan_of(begun, task, max(train.per_round, len(task.train)), method=method)

@@ -204,7 +204,7 @@ def load(
         )
     raise CheckpointError(
         f"no checkpoint in {folder} can be used: {'; '.join(map(str, passed.values()))}. "
-        "Start the run again (--overwrite)."
+        "Start the run again: in another folder, or here with --overwrite (in Python overwrite=True)."
     )
 
 

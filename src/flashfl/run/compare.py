@@ -114,8 +114,8 @@ def compare(
         other = _other(found, config) if found else ""
         if other and not overwrite:
             raise ConfigError(
-                f"{place} holds a run with other {other}: choose another folder with --out, or replace it with "
-                "--overwrite"
+                f"{place} holds a run with other {other}, so its results cannot be reused. Choose another folder with "
+                "--out, or replace the run with --overwrite."
             )
         done = found if found and found.end and not other else None
         jobs.append((config, place, done, other))
@@ -140,7 +140,8 @@ def _other(found: Results, config: RunConfig) -> str:
     code = code_of(config.method)
     if different := differences(found.header.get("config", {}), config.to_json()):
         return f"settings ({different})"
-    return "code" if code is None or found.header.get("code") != code else ""
+    changed = "code (flashfl or the method's file was changed since then, or its code is unknown)"
+    return changed if code is None or found.header.get("code") != code else ""
 
 
 def settings_for(method: str, overrides: Mapping[str, str]) -> dict[str, str]:

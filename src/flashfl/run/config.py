@@ -106,13 +106,15 @@ class TrainConfig:
         for allowed, names in _ALLOWED.items():
             check_range(allowed, **{name: getattr(self, name) for name in names})
         check_settings(self)
-        for name in ("values", "values_up", "values_down", "rest", "upload", "clip", "trim"):
-            if self.private and getattr(self, name) != (default := getattr(TrainConfig, name)):
-                other = ". To limit changes, set dp_clip" if name == "clip" else ""
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)!r}: not possible with `secure` or `dp_*`, which encode "
-                    f"updates in their own way. Use {name} = {default!r}{other}"
-                )
+        coding = ("values", "values_up", "values_down", "rest", "upload", "clip", "trim")
+        wrong = [name for name in coding if self.private and getattr(self, name) != getattr(TrainConfig, name)]
+        if wrong:
+            given, usual = (", ".join(f"{n} = {getattr(of, n)!r}" for n in wrong) for of in (self, TrainConfig))
+            other = ". To limit changes, set dp_clip" if "clip" in wrong else ""
+            raise ConfigError(
+                f"{given}: not possible with `secure` or `dp_*`, which encode updates in their own way. "
+                f"Use {usual}{other}"
+            )
         if self.feedback and (self.up.rounding != "nearest" or self.up.values == "fp32"):
             raise ConfigError(
                 f"feedback = true with values_up = {self.up.values!r} and rounding = {self.rounding!r}: feedback needs "

@@ -56,7 +56,10 @@ class Observer:
             with torch.random.fork_rng(devices=[]):
                 return task_costs(self._task)
         except Exception as error:  # a measurement must not end a run, whatever a custom model does
-            warn(f"FLOPs are not counted: the model failed on one sample ({error}). Training is not affected.")
+            warn(
+                f"FLOPs are not counted, because the model could not be tried on one sample ({error}). Training is not "
+                "affected."
+            )
             return {}
 
     def complete(self, record: RoundRecord, state: State, total: Traffic, trips: Sequence[Trip] = ()) -> RoundRecord:
@@ -118,7 +121,10 @@ class Observer:
         try:
             return self._snapshots.put(Mask(self._snapshots.layout, state.mask.bits))
         except OSError as error:
-            warn(f"a mask snapshot could not be written ({error}), so this run stores no more of them")
+            warn(
+                f"a mask could not be stored for plots ({error}), so this run stores no more of them. Its model, "
+                "results and checkpoints are not affected."
+            )
             self._snapshots = None
             return ""
 

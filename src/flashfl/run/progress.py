@@ -116,7 +116,7 @@ class Display:
         if (spent := record.privacy) is None:
             return ""
         said = f"  epsilon {spent.limited(self.secure):.2f}" if spent.delta else ""
-        return said + (f"  clamped {spent.clamped}" if spent.clamped else "")
+        return said + (f"  {spent.clamped} values cut to ranges" if spent.clamped else "")
 
     def _draw(self, text: str, end: str = "") -> None:
         """Write over the line. A line that wraps could not be, so parts that do not fit before `end` are left out."""

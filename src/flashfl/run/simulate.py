@@ -68,7 +68,10 @@ def simulate(
     if config.budget:
         method, config, chosen = within_budget(method, task, config, place if resume else None)
     if not task.evaluation:
-        raise ConfigError("there are no samples to evaluate the model on: give the task `test`, or a `holdout` above 0")
+        raise ConfigError(
+            "there are no samples to evaluate the model on: give the task `test`. Or set `holdout` above 0, and give "
+            "clients at least 2 samples: a client with a single sample only trains."
+        )
     warn_of_buffers(task)
     warn_of_metric(task)
     if isinstance(progress, Display):

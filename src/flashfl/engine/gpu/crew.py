@@ -92,8 +92,9 @@ def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None 
             if crew is crews[-1] and not times:
                 raise
             warn(
-                f"crew = {type(crew).__name__.lower()!r} cannot train this model ({str(error).splitlines()[0]}), so "
-                "flashfl uses another crew. Training may be slower."
+                f"one way to train clients on this GPU failed, so flashfl uses another: crew = "
+                f"{type(crew).__name__.lower()!r} ({str(error).splitlines()[0]}). You need not do anything, but "
+                "training may be slower."
             )
             continue
         times[time.perf_counter() - began] = crew
