@@ -243,7 +243,7 @@ def test_server_that_replays_an_old_message_is_refused() -> None:
 def test_server_with_another_policy_is_refused() -> None:
     ours, theirs = Policy(), Policy(survive=0.9)
     party = Party(Terms.from_bytes(Terms("r", (2, 0, 0), 9, 32, theirs).to_bytes(), ours), World(3).selves[0])
-    with pytest.raises(errors.WrongRound, match="other settings"):
+    with pytest.raises(errors.WrongRound, match="other privacy settings"):
         Collector(Terms("r", (2, 0, 0), 9, 32, theirs)).received(0, party.advertise())
 
 
