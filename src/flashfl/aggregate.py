@@ -79,8 +79,9 @@ def _reported(sums: Sums) -> tuple[Tensor, Tensor]:
     """The sums of the weights and of the samples of their holders."""
     if sums.weights is None or sums.holders is None:
         raise ValueError(
-            "clients reported no weights in this round, so there is nothing to average. Use report='weights' in the "
-            "method's `work` for this phase."
+            "clients reported no weights in this round, so there is nothing to average. If this phase is not for "
+            "training, such as the first phase of spdst, check `s.phase` in `aggregate` and leave the phase to "
+            "super(). Otherwise use report='weights' in the method's `work`."
         )
     return sums.weights, sums.holders
 

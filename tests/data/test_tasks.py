@@ -176,7 +176,7 @@ def test_model_factory_can_be_pickled() -> None:
         *(({"length": n}, f"length = {n}: must be at least 3") for n in (2, 1, 0, -3)),
         ({"vocab_size": 2}, "vocab_size = 2: must be at least 5"),
         ({"tokens": "letters"}, "expected one of 'auto', 'wordpiece', 'words'"),
-        ({"dataset": "hub:x", "synthetic": True}, "the shapes of 'hub:x' are not known"),
+        ({"dataset": "hub:x", "synthetic": True}, "synthetic = true: not possible with 'hub:x'"),
         ({"model": "vgg16"}, "size = 8: must be at least 32. vgg16 needs larger images"),
         ({"model": "tiny-transformer"}, "does not fit a data set of images"),
         ({"clients": 2000}, "must be at least 1 and at most 1437"),

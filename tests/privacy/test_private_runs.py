@@ -580,7 +580,7 @@ def test_client_that_refuses_says_why_by_name(task: fl.Task, monkeypatch: pytest
 
     monkeypatch.setattr(PrivateRound, "failed", noted)
     run = simulated(task, fl.PDST(density=0.3), secure=True, rounds=1)
-    assert whys[2].startswith("AsksForBoth: the server asks for both the key and the self-mask")
+    assert whys[2].startswith("AsksForBoth: the server lists client")
     assert run.history[0].failures == {}
 
 

@@ -272,9 +272,9 @@ def test_one_seed_has_no_spread() -> None:
     ("runs", "said"),
     [
         ({"spdst": [97, 97.5], "jmwst": [97, 98], "pdst": [93, 94], "nst": [90, 92]},
-         "As in the paper, methods that agree on a sensitivity-aware mask (spdst, jmwst) end above pdst and nst."),
+         "As in the paper, methods whose clients share a mask with measured layer densities (spdst, jmwst) end above pdst and nst."),
         ({"dense": [99, 99], "spdst": [97, 97.5], "pdst": [93, 94]},
-         "As in the paper, a method that agrees on a sensitivity-aware mask (spdst) ends above pdst."),
+         "As in the paper, a method whose clients share a mask with measured layer densities (spdst) ends above pdst."),
         ({"spdst": [90.01], "pdst": [90.00]},
          "One seed cannot tell whether this is as in the paper: spdst (90.01) against pdst (90.00)."),
         ({"spdst": [90.01, 90.61], "pdst": [90.00, 90.60]},

@@ -169,7 +169,7 @@ def test_every_method_has_options_with_defaults(name: str) -> None:
         ({"threads": "100000000000000000000"}, "threads = 100000000000000000000: must be at least 1 and at most 1024"),
         ({"workers": "5000"}, "workers = 5000: must be at least 0 and at most 1024"),
         ({"track": "tensorbord"}, "unknown tracker 'tensorbord': did you mean 'tensorboard'?"),
-        ({"method": "hetero-spdst", "densities": "0.1,0.2"}, "2 densities and 3 shares"),
+        ({"method": "hetero-spdst", "densities": "0.1,0.2"}, "2 densities (or widths), but `shares` has 3 numbers"),
         ({"method": "hetero-spdst", "densities": "0.1,x"}, "expected values separated by commas"),
         ({"method": "hetero-spdst", "densities": '0.1,"a",0.2'}, "densities[1] = 'a': expected float, got str"),
         ({"method": "jmwst", "r_int": "0"}, "r_int = 0"),

@@ -80,7 +80,10 @@ def load_data(config: TaskConfig) -> DataSet:
     if not config.synthetic:
         data = info.load(data_root(config.data_root), options)
     elif not info.shape:
-        raise ConfigError(f"synthetic = true: the shapes of {config.dataset!r} are not known. Choose another data set")
+        raise ConfigError(
+            f"synthetic = true: not possible with {config.dataset!r}, as the size of its samples is not known before "
+            "they are read. Choose a data set that `flashfl data` lists, or set synthetic = false."
+        )
     else:
         samples = max(config.limit or max(16 * config.clients, 256), config.clients)
         data = make(info, samples, config.clients, options)

@@ -133,8 +133,8 @@ class Encoding(Account):
         asks = lack.kind == "lack" and lack.client == client and client not in self._reminded
         if not asks or order is None:  # in most steps of a private round there is no order
             raise WireError(
-                "the client says again that it lacks a mask, although it was just sent the full one, or its message "
-                "about this is not valid. Its stored state may be damaged: restart its SuperNode."
+                "the client asked for a mask in a wrong way: it had just been sent the full mask, or its message is "
+                "not valid. Its stored state may be damaged: restart its SuperNode."
             )
         self._reminded.add(client)
         self.traffic += lack.traffic

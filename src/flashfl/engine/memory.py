@@ -113,9 +113,9 @@ class ClientMemory:
     def lost(self, client: int) -> CheckpointError:
         """What a simulated client remembers is gone or damaged."""
         return CheckpointError(
-            f"a file with what client {client} remembers is missing or damaged in {self.store.folder}. Resume the run: "
-            "it goes on from the last checkpoint that does not need this file. If you have a copy of the file, put it "
-            "back first, so that fewer rounds are lost. If no checkpoint can be used, start the run again."
+            f"client {client} needs a file from its last round, and it is missing or damaged in {self.store.folder}. "
+            "If you have a copy of this folder, put its missing files back first. Then resume the run: it goes on from "
+            "the last checkpoint that does not need a missing file. If no checkpoint can be used, start the run again."
         )
 
     def notes(self, client: int) -> Notes:

@@ -92,8 +92,9 @@ class PrivateSide:
             saved = self.drawer.get("party")
             if not saved:
                 raise WrongStep(
-                    "this client has no state for this attempt: it missed the first step, refused an earlier step, has "
-                    "finished, or was restarted without its state"
+                    "this client has no part in this attempt of the round: it missed the first step, refused an "
+                    "earlier one, has finished, or was restarted without its state. It can take part in the next "
+                    "attempt"
                 )
             party = Party.load(saved, self.me, self.policy)
             if step == Step.MASKED:

@@ -122,8 +122,8 @@ def _check_active(parts: Sequence[Part], layout: Layout, before: int, found: int
     least, most = active_range(parts, layout, before)
     if not least <= found <= most:
         raise FlashError(
-            f"a part made a mask of {found} active weights, but its `active` declares {least} to {most}: correct one "
-            "of them"
+            f"a part changed the mask to {found} active weights, but {least} to {most} are allowed. A part that "
+            "changes the mask must define `active`, which returns the least and the most. Correct `active` or the mask."
         )
 
 

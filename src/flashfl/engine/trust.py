@@ -77,7 +77,10 @@ def check_update(update: Message, order: Message, frozen: Mask | None = None) ->
             wanted_active = str(least) if least == most else f"{least} to {most}"
             raise WrongDensity(f"client {update.client} has {sum(counts)} active weights, expected {wanted_active}")
     if frozen is not None and update.mask is not None and not update.mask.equal(frozen):
-        raise WrongContent(f"client {update.client} changed its mask; frozen masks must be returned unchanged")
+        raise WrongContent(
+            f"client {update.client} changed its mask; frozen masks must be returned unchanged. If a part of the "
+            "method changes the mask, define `active` in this part."
+        )
     _check_variances(update)
 
 

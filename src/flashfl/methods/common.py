@@ -158,7 +158,10 @@ class Nested(Method):
 
 def check_shares(densities: Sequence[float], shares: Sequence[float]) -> None:
     if len(densities) != len(shares) or not densities:
-        raise ConfigError(f"{len(densities)} densities and {len(shares)} shares: give one share of clients per density")
+        raise ConfigError(
+            f"the method has {len(densities)} densities (or widths), but `shares` has {len(shares)} numbers: set "
+            "shares to one number for each, such as shares = (0.5, 0.5) for two"
+        )
     if min(shares) < 0 or not abs(sum(shares) - 1) < 1e-6:
         raise ConfigError(f"shares = {tuple(shares)}: must be numbers of at least 0 that add up to 1")
     for density in densities:
@@ -171,7 +174,10 @@ def share_densities(
     """Give every client that states no density one of these, in these shares. Refuse a client that states another."""
     for c in clients:
         if c.density is not None and c.density not in densities:
-            raise ConfigError(f"client {c.id} states density {c.density}: must be one of {tuple(densities)}")
+            raise ConfigError(
+                f"client {c.id} states density {c.density}: must be one of the method's, {tuple(densities)}. Change "
+                "the method's `densities` (`widths` of fjord and heterofl), or the client's density."
+            )
     order = sorted((c for c in clients if c.density is None), key=lambda c: fold(key, "density", c.id))
     ends = [round(sum(shares[: i + 1]) / sum(shares) * len(order)) for i in range(len(shares))]
     given = {c.id: densities[bisect_right(ends, at)] for at, c in enumerate(order)}

@@ -93,7 +93,7 @@ def _load(path: str, classes: int) -> tuple[Any, list[str]]:
         )
     except Exception as error:  # damaged files raise many kinds
         raise DataError(
-            f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]} {_HOW}"
+            f"no encoder could be loaded from {path!r}: {(str(error) or type(error).__name__).splitlines()[0]}. {_HOW}"
         ) from None
     finally:
         logging.set_verbosity(level)
@@ -108,7 +108,7 @@ def vocabulary(path: str) -> Path:
     try:
         return Path(_transformers().utils.cached_file(path, "vocab.txt"))
     except (OSError, ValueError) as error:  # ValueError: no name that the hub could have
-        raise DataError(f"no vocab.txt for {path!r} on the hub: {str(error).splitlines()[0]} {_HOW}") from None
+        raise DataError(f"no vocab.txt for {path!r} on the hub: {str(error).splitlines()[0]}. {_HOW}") from None
 
 
 def scratch(classes: int = 2, vocab: int = 30522, length: int = 64, path: str = "", freeze: bool = False) -> Bert:

@@ -25,9 +25,9 @@ def verdict(found: Mapping[str, Summary]) -> str:
         values = [f"{n} ({accuracy[n]:.2f})" for n in (a, b)]
         pairs.setdefault(how, []).append(f" {_SAID[how][1]} ".join(values))
     if list(pairs) == ["above"]:
-        which, end = ("methods that agree", "end") if len(ours) > 1 else ("a method that agrees", "ends")
-        agreed = f"{which} on a sensitivity-aware mask ({', '.join(ours)})"
-        return f"As in the paper, {agreed} {end} above {' and '.join(theirs)}."
+        which, end = ("methods", "end") if len(ours) > 1 else ("a method", "ends")
+        sharing = f"{which} whose clients share a mask with measured layer densities ({', '.join(ours)})"
+        return f"As in the paper, {sharing} {end} above {' and '.join(theirs)}."
     return " ".join(f"{_SAID[how][0]} {'; '.join(said)}." for how, said in pairs.items())
 
 

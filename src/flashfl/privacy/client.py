@@ -117,8 +117,8 @@ class Party:
         alive, dropped = flagged(content[:size], self.cohort), flagged(content[size:], self.cohort)
         if both := alive & dropped:
             raise errors.AsksForBoth(
-                f"the server asks for both the key and the self-mask of client {min(both)}. Together they reveal its "
-                "update, so this client stops."
+                f"the server lists client {min(both)} both as a survivor and as dropped. It could then get both of "
+                "this client's secrets and see its update, so this client stops."
             )
         if alive | dropped != set(self.sharing):
             raise errors.DifferentCohorts(
@@ -202,7 +202,7 @@ class Party:
         if len(clients) < least:
             raise errors.CohortTooSmall(
                 f"{len(clients)} of {len(self.cohort)} clients are left after the step '{STEPS[step]}', at least "
-                f"{least} are needed"
+                f"{least} are needed (policy.survive)"
             )
 
     @cached_property

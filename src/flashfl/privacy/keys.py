@@ -86,8 +86,8 @@ class Directory:
         """Raise BadSignature unless the client signed this message."""
         if (key := self._keys.get(client)) is None:
             raise UnknownIdentity(
-                f"client {client} is in the cohort, but has no identity key in this client's list. {MAKE_KEYS}. Then "
-                "set `identity` and `identities` on every node"
+                f"client {client} is in the cohort, but has no public key in this client's list. Add its key to "
+                f"identities.json, and give this file to every node (settings `identity` and `identities`). {MAKE_KEYS}"
             )
         try:
             key.verify(signature, message)

@@ -22,7 +22,7 @@ from .vector import Noise, Ranges
 List = np.ndarray[Any, np.dtype[Any]]
 _MAGIC = b"FSA1"
 HEADER = len(_MAGIC) + 1 + 16  # bytes before a message's content
-STEPS = ("advertise keys", "share secrets", "send masked input", "confirm survivors", "unmask", "the end")
+STEPS = ("advertise keys", "share secrets", "send input", "confirm survivors", "remove pads", "the end")
 
 
 class Step(IntEnum):

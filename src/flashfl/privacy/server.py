@@ -101,8 +101,8 @@ class Collector(Gatherer):
         least = max(self.terms.policy.least, self.terms.policy.threshold(cohort))
         if left < least:
             raise TooFew(
-                f"{left} of {cohort} clients are left after the step '{STEPS[self.step]}', at least {least} are "
-                "needed. The sum of this attempt stays hidden."
+                f"{left} of {cohort} clients that sent keys are left after the step '{STEPS[self.step]}', at least "
+                f"{least} are needed (policy.least, policy.survive). The sum of this attempt stays hidden."
             )
         super().close()
 

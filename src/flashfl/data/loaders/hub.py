@@ -34,7 +34,7 @@ def load(name: str, options: Options) -> DataSet:
         return _read(splits, options)
     except DataError as error:
         raise DataError(
-            f"hub:{name}: {error}. To use this data set, select rows and columns with the datasets package and pass "
+            f"hub:{name}: {error}. You can also select rows and columns yourself with the datasets package, and pass "
             "them to fl.Task"
         ) from None
 

@@ -92,9 +92,8 @@ def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None 
             if crew is crews[-1] and not times:
                 raise
             warn(
-                f"one way to train clients on this GPU failed, so flashfl uses another: crew = "
-                f"{type(crew).__name__.lower()!r} ({str(error).splitlines()[0]}). You need not do anything, but "
-                "training may be slower."
+                f"training with crew = {type(crew).__name__.lower()!r} failed on this GPU ({str(error).splitlines()[0]}). "
+                "flashfl trains in another way. You need not do anything, but training may be slower."
             )
             continue
         times[time.perf_counter() - began] = crew
