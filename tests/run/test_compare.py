@@ -272,7 +272,8 @@ def test_one_seed_has_no_spread() -> None:
     ("runs", "said"),
     [
         ({"spdst": [97, 97.5], "jmwst": [97, 98], "pdst": [93, 94], "nst": [90, 92]},
-         "As in the paper, methods whose clients share a mask with measured layer densities (spdst, jmwst) end above pdst and nst."),
+         "As in the paper, methods whose clients share a mask with measured layer densities (spdst, jmwst) end above "
+         "pdst and nst."),
         ({"dense": [99, 99], "spdst": [97, 97.5], "pdst": [93, 94]},
          "As in the paper, a method whose clients share a mask with measured layer densities (spdst) ends above pdst."),
         ({"spdst": [90.01], "pdst": [90.00]},

@@ -92,8 +92,9 @@ def faster(crews: Sequence[Crew], works: Sequence[Work], opened: Clients | None 
             if crew is crews[-1] and not times:
                 raise
             warn(
-                f"training with crew = {type(crew).__name__.lower()!r} failed on this GPU ({str(error).splitlines()[0]}). "
-                "flashfl trains in another way. You need not do anything, but training may be slower."
+                f"training with crew = {type(crew).__name__.lower()!r} failed on this GPU "
+                f"({str(error).splitlines()[0]}), so flashfl trains in another way. You need not do anything, but "
+                "training may be slower."
             )
             continue
         times[time.perf_counter() - began] = crew
