@@ -128,7 +128,7 @@ def test_round_with_too_few_survivors_is_repeated_and_opens_nothing(
     ("method", "said"),
     [
         (fl.PDST(density=0.3), r"round 1 failed 3 times: 0 of 10 clients .* min_replies = 1"),
-        (fl.SPDST(density=0.3, warmup_clients=4), r"round 1 of the phase 'sensitivity' failed 3 times: 0 of 4 clients"),
+        (fl.SPDST(density=0.3, warmup_clients=4), r"a round of the phase 'sensitivity' failed 3 times: 0 of 4 clients"),
     ],
 )
 def test_run_stops_if_every_attempt_has_too_few_survivors(

@@ -134,7 +134,7 @@ def test_overwrite_replaces_only_runs_with_other_settings(tmp_path: Path, begun:
         return base(method, seed + 1 if method == "pdst" else seed)
 
     compare(base, ["dense", "pdst"], [0], tmp_path)
-    with pytest.raises(ConfigError, match=r"other settings \(seed: 0 there, 1 here\): choose another folder"):
+    with pytest.raises(ConfigError, match=r"other settings \(seed: 0 there, 1 here\), so its results cannot be reused"):
         compare(other, ["dense", "pdst"], [0], tmp_path)
     compare(other, ["dense", "pdst"], [0], tmp_path, overwrite=True)
     assert begun == [False] * 3

@@ -109,7 +109,7 @@ def _repeat(engine: Engine, s: State, trips: Sequence[Trip], min_replies: int, r
 
 def _which(s: State) -> str:
     """The name of a round, for messages."""
-    return f"round {s.counted + 1}" if s.phase.counts else f"round {s.round + 1} of the phase {s.phase.name!r}"
+    return f"round {s.counted + 1}" if s.phase.counts else f"a round of the phase {s.phase.name!r}"
 
 
 def _next_attempt(s: State, outcome: Outcome) -> State:

@@ -180,6 +180,6 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     elif isinstance(hint, type) and hint not in _NUMBERS and isinstance(value, hint):
         return value
     wanted = getattr(hint, "__name__", str(hint))
-    if dataclasses.is_dataclass(hint):
-        wanted += f" (a table, in Python a dict, with any of {', '.join(f.name for f in dataclasses.fields(hint))})"
+    if dataclasses.is_dataclass(hint) and (names := [f.name for f in dataclasses.fields(hint)]):
+        wanted += f" (a table, in Python a dict, with any of {', '.join(names)})"
     raise ConfigError(f"{name} = {value!r}: expected {wanted}, got {type(value).__name__}")
