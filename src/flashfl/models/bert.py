@@ -114,11 +114,13 @@ def vocabulary(path: str) -> Path:
 def scratch(classes: int = 2, vocab: int = 30522, length: int = 64, path: str = "", freeze: bool = False) -> Bert:
     """BERT base, or an encoder of the sizes in `path`/config.json, with random weights."""
     transformers, file = _transformers(), Path(path) / "config.json"
+    with torch.device("cpu"):  # the class loads torch's compiler, which torch 2.6 cannot load if the default is "meta"
+        encoder = transformers.BertForSequenceClassification
     try:
         sizes: dict[str, Any] = json.loads(file.read_text()) if path and file.is_file() else {}
         config = transformers.BertConfig(**sizes | {"vocab_size": vocab, "num_labels": classes})
         config.max_position_embeddings = max(length, config.max_position_embeddings)
-        net = transformers.BertForSequenceClassification(config)
+        net = encoder(config)
     except Exception as error:  # damaged files raise many kinds
         raise DataError(f"the sizes in {file} do not make an encoder: {error}. Download the file again") from None
     return Bert(net, freeze)
