@@ -23,6 +23,7 @@ from flwr.common.config import flatten_dict
 
 import flashfl as fl
 from flashfl.core.errors import ConfigError
+from flashfl.engine.client import Reply
 from flashfl.engine.encoding import Encoding
 from flashfl.engine.memory import ClientMemory
 from flashfl.engine.store import MaskStore
@@ -234,6 +235,15 @@ def test_importing_a_client_app_does_not_import_torch() -> None:
         "client_app('flashfl.flower.app:task_of'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_lost_mask_does_not_end_the_steps_of_a_private_round() -> None:
+    """These steps hand on what the client remembers as it is."""
+    context = context_of(1)
+    remembered = [((2, 0, 0), "0" * 16, None, None)]
+    host = find(task_of, context)
+    said = host.train(context, b"", lambda *_: Reply(b"share", remembered), "answer")  # type: ignore[arg-type]
+    assert records.read_blob(said, "answer") == ("answer", b"share")
 
 
 def test_client_with_damaged_memory_is_sent_what_it_held() -> None:

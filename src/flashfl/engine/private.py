@@ -194,7 +194,7 @@ class PrivateRound(Private, Encoding):
         return self.end(total, counted, self._why, revealed=self.privacy.secure and self.step >= Step.MASKED)
 
     def _opened(self) -> tuple[Words, list[int]]:
-        """The sum and the clients in it, also those that were dropped after their input was in; or `_why` not."""
+        """The sum and the clients in it, also those that were dropped after their input was in; `_why` says why not."""
         counted = sorted(self._round.counted)
         if self.orders and not counted:
             self._why = self._why or "no client replied"

@@ -40,8 +40,8 @@ from .registry import Registry
 SLACK = 1 << 16  # bytes a reply may have beyond the largest update: metrics, and the frames of extras
 _TOGETHER = 8  # messages pushed at a time
 _NOT_ACCEPTED = (
-    "the SuperLink did not accept the message to it, most likely because it is too large. The log of the SuperLink "
-    "says more. Lower the density, or send values in fewer bits"
+    "the SuperLink did not accept the message to it: it is too large, or the node is gone. The log of the SuperLink "
+    "says more. If it is too large, lower the density, or send values in fewer bits (not in private runs)"
 )
 _PATIENT = 10.0  # seconds of waiting for the last clients after which the log says so
 
@@ -211,7 +211,9 @@ class Exchange:
             log.warning("node %d sent a reply that this %s does not wait for; ignored", sender, self.name)
         elif reply.has_error():
             del self.posts[about]
-            why = f"Flower reports error {reply.error.code}: {reply.error.reason}. The log of its SuperNode says more"
+            why = (
+                f"Flower reports error {reply.error.code}: {reply.error.reason}. The log of its SuperNode may say more"
+            )
             self.account.failed(post.client, why)
         elif sender != self.entries[post.client].node:
             log.warning("node %d replied for client %d, which belongs to another node; dropped", sender, post.client)

@@ -90,7 +90,7 @@ class Host:
         memory, masks = _recall(context.state)
         side = ClientSide(self.trainer, MaskStore(self.task.layout, masks))
         found = work(side, _client_id(context), self.task.train[self._at(context)], order, memory)
-        names = {name for _, *names in found.memory for name in names if name is not None}
+        names = {name for _, *names in found.memory for name in names if name in masks}  # a mask may be lost
         context.state[_ROUNDS] = ConfigRecord({"rounds": json.dumps(found.memory)})
         context.state[_MASKS] = ArrayRecord({name: records.to_array(masks[name]) for name in sorted(names)})
         return records.blob("lack" if found.lacks else reply, found.data)

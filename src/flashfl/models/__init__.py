@@ -41,5 +41,7 @@ def build_model(name: str, **options: int | float | str | bool) -> nn.Module:
     if others := options.keys() - takes.keys():
         kind = "texts" if "vocab" in others else "images"
         fit = [other for other, make in MODELS.items() if options.keys() <= inspect.signature(make).parameters.keys()]
+        if not fit:
+            raise ConfigError(f"model {name!r} does not take {', '.join(sorted(others))}; it takes {', '.join(takes)}")
         raise ConfigError(f"model = {name!r} does not fit a data set of {kind}. Models for {kind}: {', '.join(fit)}.")
     return MODELS[name](**options)

@@ -94,9 +94,9 @@ class Party:
         if not self.me.gives(self.terms.run, phase, round):
             raise errors.SecondInput(
                 f"the server asks for round {round + 1} of this phase, but this client already sent its update for "
-                "this round or a later one. Two sums of one round could reveal single updates, so it sends none. Most "
-                "likely the server was resumed from an old checkpoint: resume it "
-                "from the newest one, or start a new run."
+                "this round or a later one. Two sums of one round could reveal single updates, so it sends none. A "
+                "server that was interrupted in this round goes on with the next one. If clients go on refusing, the "
+                "server was resumed from an old checkpoint: resume it from the newest one, or start a new run."
             )
         self.common = common
         keys = {other: self._mask_key(other) for other in self._neighbours()}

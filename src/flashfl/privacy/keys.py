@@ -93,9 +93,9 @@ class Directory:
             key.verify(signature, message)
         except InvalidSignature:
             raise BadSignature(
-                f"the signature of client {client} does not fit its public key in this client's list. If client "
-                f"{client} has a new key, give the new identities.json to every node. Otherwise somebody may pose "
-                "as this client."
+                f"the signature of client {client} does not fit its public key in this client's list. Check that the "
+                f"node of client {client} has its own `identity`. If it has a new key, give the new identities.json to "
+                f"every node. Otherwise somebody may pose as client {client}."
             ) from None
 
 

@@ -91,8 +91,9 @@ class Terms:
         if offered < policy.noise:
             raise TooLittleNoise(
                 f"the server's noise is {offered:g} times dp_clip, but this client requires at least {policy.noise:g} "
-                "(its setting policy-noise). Raise dp_noise on the server, and set policy.noise there to the same "
-                "number. Or lower policy-noise on the client."
+                "(its setting policy-noise). Raise dp_noise on the server to at least this, and set policy.noise there "
+                f"and policy-noise on every node to {policy.noise:g}. Or set this client's policy-noise to the "
+                "server's policy.noise."
             )
         return terms
 

@@ -130,7 +130,8 @@ class Results:
 
     def append(self, record: RoundRecord) -> None:
         self.rounds.append(record)
-        self._write(record.to_json())
+        if self.path is not None:
+            self._write(record.to_json())
 
     def finish(self, end: Settings) -> None:
         self.end = {"type": "end", **end}

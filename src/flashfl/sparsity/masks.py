@@ -43,7 +43,7 @@ def top_mask(layout: Layout, vector: Tensor, budgets: Sequence[int], nm: int = 0
 def _select(
     layout: Layout, keys: Callable[[int, int], Tensor], budgets: Sequence[int], nm: int, distinct: bool, device: Device
 ) -> Tensor:
-    if nm == 0:
+    if nm == 0 or not layout.prunable:
         return lowest_by_layer(layout, lambda *span: keys(*span)[None], [budgets], None, distinct, device)[0]
     spans = zip(layout.prunable, budgets, strict=True)
     return torch.cat([select(layer, keys(layer.start, layer.stop), budget, nm) for layer, budget in spans])

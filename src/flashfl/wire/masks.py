@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -113,9 +113,16 @@ def _rice(mask: Mask, geo: Geometry) -> bytes:
 
 
 def _difference(mask: Mask, base: Mask, geo: Geometry) -> bytes:
-    before, layers = _host(base), len(geo.sizes)
-    moved, spans = before ^ _host(mask), [layer.span for layer in mask.layout.prunable]
-    lists = [rice.Coded.of(moved[span][among[span]]) for among in (before, ~before) for span in spans]
+    before, active = _host(base), base.places.cpu().numpy()
+    changed = np.flatnonzero(before ^ _host(mask))
+    rank, drops = np.searchsorted(active, changed), before[changed]  # rank: how many active weights lie before each
+    places = np.concatenate([rank[drops], len(active) + (changed - rank)[~drops]])
+    universe, layers, lists = _universe(base), len(geo.sizes), []
+    edges = [0, *accumulate(universe)]
+    for size, first, (start, stop) in zip(universe, edges, pairwise(np.searchsorted(places, edges)), strict=False):
+        ranks = places[start:stop] - first
+        fewer = ranks if 2 * len(ranks) <= size else np.delete(np.arange(size), ranks)
+        lists.append(rice.Coded.at(len(ranks), fewer))
     counts = [each.count for each in lists]
     head = b"\2" + bytes.fromhex(base.hash) + geo.write_counts(counts[:layers]) + geo.write_counts(counts[layers:])
     return head + rice.write(lists)

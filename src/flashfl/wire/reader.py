@@ -100,7 +100,7 @@ def pack(form: struct.Struct, *fields: bytes | int) -> bytes:
     try:
         return form.pack(*fields)
     except struct.error as error:
-        raise BadField(f"the header of a message cannot hold {fields}: {error}") from None
+        raise BadField(f"a message cannot hold {fields} in these fields: {error}") from None
 
 
 def name_bytes(name: str) -> bytes:

@@ -53,7 +53,11 @@ class Coded:
     def of(flags: Array) -> Coded:
         """The list of the places that are set."""
         count = int(np.count_nonzero(flags))
-        ranks = np.flatnonzero(flags if 2 * count <= len(flags) else ~flags)
+        return Coded.at(count, np.flatnonzero(flags if 2 * count <= len(flags) else ~flags))
+
+    @staticmethod
+    def at(count: int, ranks: Array) -> Coded:
+        """A list of `count` places. ranks: these places, or those left out if they are fewer; ascending."""
         gaps = (np.diff(ranks, prepend=-1) - 1).astype(np.int32)
         return Coded(count, gaps, best_k(gaps))
 
