@@ -395,7 +395,7 @@ class OddField(Part):
         (BadState(), "put 'a' of shape .* into `c.state`: it must be"),
         (BadReport(), "declares 'a' as dense of shape .* but it is torch.float32 of shape"),
         (BadMemory(), "declares 'a' as bits of shape .* but it is torch.float32"),
-        (BadMask(), "but its `active` declares"),
+        (BadMask(), "are allowed. A part that changes the mask must define `active`"),
         (BadForm(), "the form must be one of masked, dense, bits, scalar, indices"),
         (OddField(torch.zeros(2)), "OddField has a field that cannot be sent to clients"),
     ],
