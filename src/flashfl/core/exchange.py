@@ -265,7 +265,7 @@ class Spent:
     over: bool = False  # the budget allows no other round
 
     def limited(self, secure: bool) -> float:
-        """The epsilon that `dp_epsilon` limits. With `secure` that against the server, which knows the cohorts."""
+        """The epsilon that `dp_epsilon` limits: with `secure` it is `known`, as the server knows the cohorts."""
         return self.known if secure else self.sampled
 
 

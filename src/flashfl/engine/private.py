@@ -194,7 +194,7 @@ class PrivateRound(Private, Encoding):
         return self.end(total, counted, self._why, revealed=self.privacy.secure and self.step >= Step.MASKED)
 
     def _opened(self) -> tuple[Words, list[int]]:
-        """The sum and the clients in it, also those that were dropped after their input was in; `_why` says why not."""
+        """The sum and its clients, also those that dropped out after their input. Without any, `_why` says why."""
         counted = sorted(self._round.counted)
         if self.orders and not counted:
             self._why = self._why or "no client replied"
